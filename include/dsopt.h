@@ -1,0 +1,436 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef DSOPT_H
+#define DSOPT_H
+/**
+ * dsopt: the optimizer side of training behind one C header.
+ *
+ * The shortest useful program (error checks left out):
+ *
+ *     dsopt_context *ctx;   dsopt_context_create(NULL, &ctx);                  // CPU
+ *     dsopt_optimizer *opt; dsopt_optimizer_create(ctx, NULL, &opt);           // the engine owns the state
+ *     dsopt_group g; dsopt_group_init(&g, sizeof g, DSOPT_ADAMW); g.lr = 3e-4;
+ *     dsopt_optimizer_add_group(opt, &g, params, n);                           // dsopt_param params[n]
+ *     DSOPT_NEW(dsopt_step, step); step.grads = grads; step.count = n;         // dsopt_tensor grads[n]
+ *     for (;;) { backward(); dsopt_optimizer_step(opt, &step); dsopt_zero_grad(ctx, grads, n, DSOPT_ZERO_FILL, NULL); }
+ *     dsopt_optimizer_save(opt, "run.safetensors", NULL);
+ *     dsopt_optimizer_destroy(opt); dsopt_context_destroy(ctx);
+ *
+ * Two ways to step, one argument struct:
+ *   dsopt_optimizer_step   the optimizer remembers parameters, state and counters. One thread at a time.
+ *   dsopt_optimizer_apply  the optimizer is a constant; everything that changes is in the caller's tensors. Any number of threads.
+ *
+ * Rules that hold for every function here:
+ *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend. `stream` is a
+ *    cudaStream_t on the CUDA backend; the CPU backend ignores it and has finished when a call returns.
+ *  - Structs that begin with `size`: set every byte to zero, set `size`, then set what you need; 0 and NULL mean "the default" in
+ *    every field except those of dsopt_group, which dsopt_group_init fills. DSOPT_NEW(type, name) does it in C and C++. A struct
+ *    shorter than in version 0.1 is refused, and so are bytes behind the last field known to this library that are not zero
+ *    (DSOPT_ERR_VERSION). A NULL desc is an all-zero desc. Structs without `size` travel in arrays and never change.
+ *  - Handles are released, not freed: an object lives on while another one was made from it, so handles may be destroyed in any
+ *    order (finalizers of garbage-collected languages do). destroy(NULL) does nothing.
+ *  - Pointers in arguments are borrowed for the call; tensor memory until the stream has passed it. Exceptions are said where they are.
+ *  - Outputs come last and are untouched on failure. A failed call changes nothing. An option that would have no effect is refused
+ *    (DSOPT_ERR_UNSUPPORTED), never ignored. Reserved fields must be 0.
+ *  - Every status function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _INTERNAL.
+ *  - Thread-safety, unless said otherwise: free on distinct objects; one thread at a time on one object (another one gets
+ *    DSOPT_ERR_BUSY from dsopt_optimizer_* calls); a context serves all threads.
+ *  - Results: an element-wise step gives the same bits on every backend, instruction set, thread count, order and packing of the
+ *    lists; norms give the same bits for any thread count and instruction set. Denormals are kept. Arithmetic is fp32, multiply and
+ *    add rounded separately, whatever the storage type.
+ *  - Since: 0.1 for everything that does not say otherwise.
+ */
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---------------------------------------------------------------------------------------------- visibility and version */
+#if defined(__GNUC__)
+#  define DSOPT_API __attribute__((visibility("default")))
+#  define DSOPT_CHECK __attribute__((warn_unused_result))
+#else
+#  define DSOPT_API
+#  define DSOPT_CHECK
+#endif
+
+#define DSOPT_VERSION_MAJOR 0
+#define DSOPT_VERSION_MINOR 1
+#define DSOPT_VERSION_PATCH 0
+#define DSOPT_ABI_VERSION 0
+
+/** A zeroed struct with its size set: `DSOPT_NEW(dsopt_step, s);` declares `dsopt_step s`. Other languages zero and set `size`. */
+#ifdef __cplusplus
+#  define DSOPT_NEW(type, name) type name = type(); name.size = sizeof(type)
+#else
+#  define DSOPT_NEW(type, name) type name = {.size = sizeof(type)}
+#endif
+
+/** Version of the loaded library, major * 10000 + minor * 100 + patch. Never fails. Thread-safety: any. */
+DSOPT_API int32_t dsopt_version(void);
+
+/** DSOPT_ABI_VERSION of the loaded library: equal numbers fit together. Never fails. Thread-safety: any. */
+DSOPT_API int32_t dsopt_abi_version(void);
+
+/**
+ * What the loaded file is, as a JSON object: version, abi, compiler, "backends" and "comms" built in and usable here, "isa" (the
+ * CPU instruction set that will be used), checkpoint format. Static storage. Thread-safety: any.
+ */
+DSOPT_API const char *dsopt_build_info(void);
+
+/* ------------------------------------------------------------------------------------------------------------- status */
+typedef int32_t dsopt_status;
+enum {
+    DSOPT_OK = 0,
+    /* the call is wrong */
+    DSOPT_ERR_ARGUMENT = 10,    /**< null, negative, out of range, not finite; the text names argument, field or tensor */
+    DSOPT_ERR_SHAPE = 11,       /**< count or numel is not what was registered, or numel * size overflows */
+    DSOPT_ERR_DTYPE = 12,       /**< not a dtype of this build, or not for this list */
+    DSOPT_ERR_ALIGNMENT = 13,   /**< pointer not aligned to its element */
+    DSOPT_ERR_OVERLAP = 14,     /**< two tensors share bytes */
+    DSOPT_ERR_WORKSPACE = 16,   /**< workspace missing or too small; the text says how many bytes */
+    DSOPT_ERR_VERSION = 17,     /**< struct shorter than version 0.1, or fields that this library does not know are not zero */
+    DSOPT_ERR_UNSUPPORTED = 18, /**< valid elsewhere, not in this combination or build; the text names the option */
+    DSOPT_ERR_STATE = 19,       /**< wrong moment: no groups yet, parameters not bound */
+    DSOPT_ERR_BUSY = 20,        /**< the object is in use by another thread */
+    DSOPT_ERR_FORKED = 21,      /**< made before fork(): in the child only destroy works */
+    /* the system is at fault */
+    DSOPT_ERR_NOMEM = 30,       /**< out of host or backend memory */
+    DSOPT_ERR_MISSING = 31,     /**< a driver or library that the call needs is not on this machine */
+    DSOPT_ERR_IO = 32,          /**< open, read, write, flush or rename failed; the text has the system's reason */
+    DSOPT_ERR_INTERNAL = 33,    /**< a defect of dsopt */
+    /* files */
+    DSOPT_ERR_FORMAT = 70,      /**< not a dsopt checkpoint, or a damaged header */
+    DSOPT_ERR_CHECKSUM = 71,    /**< tensor data do not match their checksum */
+    DSOPT_ERR_MISMATCH = 72     /**< another algorithm, other names, dtypes or sizes than this optimizer's */
+};
+
+/** Name of a status, "DSOPT_ERR_SHAPE"; "unknown status" for others. Static storage. Thread-safety: any. */
+DSOPT_API const char *dsopt_status_name(dsopt_status status);
+
+/** Text of the last failure in the calling thread, "" if there was none; valid until its next failing dsopt call. Never NULL. */
+DSOPT_API const char *dsopt_last_error(void);
+
+/* ------------------------------------------------------------------------------------------------- dtypes and tensors */
+enum { DSOPT_F32 = 1, DSOPT_F16 = 2, DSOPT_BF16 = 3, DSOPT_I32 = 4, DSOPT_U8 = 5, DSOPT_I64 = 6, DSOPT_F64 = 7 };
+
+/** A dense array. `numel` 0 with NULL data is legal everywhere. In a gradient list NULL data means "no gradient this time". */
+typedef struct dsopt_tensor {
+    void *data;       /**< aligned to its element */
+    int64_t numel;
+    int32_t dtype;    /**< DSOPT_F32 ... */
+    int32_t reserved; /**< 0 */
+} dsopt_tensor;
+
+/* ------------------------------------------------------------------------------------------------------------ context */
+typedef struct dsopt_context dsopt_context;
+
+enum { DSOPT_CPU = 0, DSOPT_CUDA = 1 };
+enum { DSOPT_LOG_ERROR = 1, DSOPT_LOG_WARN = 2, DSOPT_LOG_INFO = 3, DSOPT_LOG_TRACE = 4 };
+
+/** Runs `body(arg, i)` for every i in [0, n), in any order and on any thread, and returns when all are done. */
+typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
+
+/** All optional. The hooks are called from any thread that is inside a dsopt call with this context or with an object made from it. */
+typedef struct dsopt_context_desc {
+    size_t size;
+    int32_t backend;   /**< DSOPT_CPU or DSOPT_CUDA */
+    int32_t device;    /**< CUDA ordinal; 0 on the CPU */
+    int32_t threads;   /**< into how many parts a step is cut, and how many workers run them; 0 = as many as cores */
+    int32_t log_level; /**< highest level passed to `log`; 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn */
+    void *(*allocate)(void *user, size_t bytes, size_t alignment, void *stream); /**< backend memory; NULL return = out of memory */
+    void (*release)(void *user, void *memory, size_t bytes, void *stream);       /**< given together with `allocate` */
+    dsopt_parallel_for parallel_for; /**< thread pool of the caller in place of OpenMP; dsopt_step can bring another one */
+    void (*log)(void *user, int32_t level, const char *text); /**< NULL: nothing is ever printed */
+    void *user;        /**< first argument of the four hooks */
+    int64_t chunk;     /**< smallest piece of work in elements, a multiple of 4096 (the leaf of all reductions); 0 = 4096 */
+} dsopt_context_desc;
+
+/**
+ * @param[in]  desc  NULL = CPU with all defaults. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the instruction set.
+ * @param[out] ctx   the new context; release with dsopt_context_destroy.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: backend not built in; DSOPT_ERR_MISSING: no driver or device. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context **ctx);
+/** Release the handle. Never blocks. */
+DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
+
+/* ---------------------------------------------------------------------------------------------- groups and parameters */
+/** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 - beta2^t. */
+enum {
+    DSOPT_ADAM = 2,  /**< Kingma and Ba 2015, decay as L2: g += wd p; m, v; p -= lr (m/c1) / (sqrt(v/c2) + eps) */
+    DSOPT_ADAMW = 3, /**< Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p) */
+    DSOPT_LAMB = 4,  /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with one
+                          trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
+    DSOPT_ADAM_LEGACY = 7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
+};
+enum {
+    DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
+    DSOPT_GROUP_EPS_INSIDE_SQRT = 2, /**< sqrt(v + eps); LAMB and ADAM_LEGACY, refused elsewhere */
+    DSOPT_GROUP_AMSGRAD = 4,         /**< refused: no algorithm here has it */
+    DSOPT_GROUP_SPARSE = 8           /**< refused: gradients are dense */
+};
+
+/**
+ * Algorithm and hyper-parameters of some parameters. Filled by dsopt_group_init; fields that the algorithm does not use are 0 there
+ * and must stay 0. Groups of one optimizer may differ in algorithm.
+ */
+typedef struct dsopt_group {
+    size_t size;
+    int32_t algorithm;
+    uint32_t flags;              /**< DSOPT_GROUP_... */
+    double lr;                   /**< finite, >= 0 */
+    double beta1, beta2;         /**< in [0, 1) */
+    double eps;                  /**< finite, >= 0 */
+    double weight_decay;         /**< finite, >= 0 */
+    double max_norm;             /**< clip by the L2 norm of this group's gradients alone; 0 = off. See also dsopt_optimizer_desc */
+    double min_trust, max_trust; /**< LAMB: bounds of the trust ratio, 0 <= min <= max */
+} dsopt_group;
+
+/** One parameter as registered. No `size`: it travels in arrays. */
+typedef struct dsopt_param {
+    dsopt_tensor tensor; /**< F32, F16 or BF16; data may be NULL: bound later, or given at each call */
+    const char *name;    /**< copied; UTF-8, at most 1000 bytes, unique in the optimizer; NULL = "p<index>" */
+    const int64_t *dims; /**< copied; optional, for checkpoints; the product must be numel */
+    int32_t ndim;        /**< 0 = flat; at most 8 */
+    uint32_t flags;      /**< 0 */
+    int32_t reserved[4]; /**< 0 */
+} dsopt_param;
+
+/**
+ * Every default of an algorithm, as the original documents them (lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, trust 0.01 to 10).
+ * @param[in] size  sizeof(dsopt_group) of the caller's header.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown algorithm. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm);
+
+/* ---------------------------------------------------------------------------------------------------------- optimizer */
+typedef struct dsopt_optimizer dsopt_optimizer;
+
+enum { DSOPT_STANDARD = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
+enum { DSOPT_NONFINITE_AUTO = 0, DSOPT_NONFINITE_SKIP = 1, DSOPT_NONFINITE_APPLY = 2 };
+enum {
+    DSOPT_OPTIMIZER_NO_MASTER = 1,   /**< 16-bit parameters without an fp32 master; refused when no parameter is 16-bit */
+    DSOPT_OPTIMIZER_REPORT_NORMS = 2 /**< weight and update norm in the report (no further pass over memory) */
+};
+
+typedef struct dsopt_optimizer_desc {
+    size_t size;
+    int32_t compat;    /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included: betas and 1 - beta
+                            in fp32, one step counter a group and dtype, moments in the parameter's dtype with NO_MASTER */
+    uint32_t flags;    /**< DSOPT_OPTIMIZER_... */
+    int32_t nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for clipping anyway, else apply;
+                            SKIP: always look (one more read of the gradients); APPLY: let them through */
+    int32_t reserved;
+    double max_norm;   /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a group has its
+                            own max_norm too, the larger of the two divisors holds */
+} dsopt_optimizer_desc;
+
+/**
+ * An optimizer without parameters yet.
+ * @param[in] desc  NULL = standard mode, no clipping, fp32 masters for 16-bit parameters.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc, dsopt_optimizer **opt);
+/** Release the handle and, when nothing else uses them, the state tensors that the engine owns. */
+DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
+
+/**
+ * Append a group. Its parameters follow those of earlier groups: every list of this API has that one flat order. May be called between
+ * steps: existing state is kept, the lists of later calls are longer, and a state list bound before must be bound anew.
+ * @param[in] params  copied, names too; tensor memory is borrowed until the optimizer is destroyed or bound to other memory.
+ * @param[in] count   0 is legal.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows; _ALIGNMENT;
+ *         _OVERLAP: with each other or with earlier ones; _UNSUPPORTED: an option that this algorithm does not have.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params, int64_t count);
+
+enum { DSOPT_ALL_GROUPS = -1 };
+enum {
+    DSOPT_LR = 1, DSOPT_BETA1 = 2, DSOPT_BETA2 = 3, DSOPT_EPS = 4, DSOPT_WEIGHT_DECAY = 5, DSOPT_GROUP_MAX_NORM = 6,
+    DSOPT_MIN_TRUST = 7, DSOPT_MAX_TRUST = 8,
+    DSOPT_BIAS_CORRECTION = 9,  /**< 0 or 1 */
+    DSOPT_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
+    DSOPT_ALGORITHM = 11,       /**< read only */
+    /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
+    DSOPT_MAX_NORM = 32,
+    DSOPT_CALLS = 33            /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
+};
+/**
+ * Change a hyper-parameter from the next step on. With DSOPT_ALL_GROUPS every group, or none on failure.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm has none such.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
+/** Read one; DSOPT_ALL_GROUPS reads group 0. @return as dsopt_optimizer_set; DSOPT_ERR_STATE: no groups. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key, double *value);
+/** Number of groups and of parameters; either output may be NULL. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params);
+
+/* ------------------------------------------------------------------------------------------------------ state tensors */
+/*
+ * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter (master,
+ * exp_avg, exp_avg_sq), then of the optimizer (trust_ratio where a group is LAMB: F32, one a parameter; step: I32, one a parameter).
+ * Names, sizes and order are known from the groups, before the first step and without memory: a framework can allocate the list, keep
+ * it in its own checkpoints, and pass it to apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments have
+ * the parameter's dtype.
+ */
+enum {
+    DSOPT_STATE_FROM_PARAM = 1 /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
+};
+typedef struct dsopt_state_info {
+    size_t size;
+    const char *name;    /**< "exp_avg", "step", ...; static storage */
+    int64_t param;       /**< parameter index; -1: of the whole optimizer */
+    dsopt_tensor tensor; /**< dtype and numel; data: where it is now, NULL while not allocated or bound */
+    double fill;
+    uint32_t flags;      /**< DSOPT_STATE_... */
+    uint32_t reserved;
+} dsopt_state_info;
+
+/** Length of the list. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state_count(const dsopt_optimizer *opt, int64_t *count);
+/** One entry; `info->size` must be set. @return DSOPT_OK; DSOPT_ERR_ARGUMENT: index. Thread-safety: any number of readers. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, dsopt_state_info *info);
+/**
+ * Copy one entry to host memory of exactly numel * size bytes. Before the first step this allocates and gives the starting values.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes);
+/** The reverse. @return as dsopt_optimizer_export. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes);
+
+enum { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2 };
+/**
+ * Say where parameters or state are from now on; dtype and numel as registered. State entries with NULL data stay with the engine.
+ * Contents are neither copied nor changed: bound state must hold its values (`fill`, or a saved state). Borrowed until bound anew.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count);
+
+enum { DSOPT_RESET_MASTERS = 1 /**< from the parameters */, DSOPT_RESET_MOMENTS = 2, DSOPT_RESET_COUNTERS = 4 };
+/** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_STATE. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream);
+
+/* --------------------------------------------------------------------------------------------------------------- step */
+enum {
+    DSOPT_STEP_ZERO_GRADS = 1, /**< set gradients to zero in the same pass, also when the step is skipped */
+    DSOPT_STEP_OUT_ONLY = 2,   /**< do not write params: the new values go to `out` alone, which must then name every parameter */
+    DSOPT_STEP_DELTA = 4       /**< as OUT_ONLY, and `out` gets new - old, zeros when skipped. Refused for parameters with a master */
+};
+enum { DSOPT_REPORT_FLOATS = 16 };
+/** Places in dsopt_step.report; the others are 0. Norms are of unscaled gradients before clipping, NaN if not computed. */
+enum {
+    DSOPT_R_SKIPPED = 0,     /**< 1 if this step was skipped */
+    DSOPT_R_GRAD_NORM = 1,
+    DSOPT_R_WEIGHT_NORM = 2, /**< before the step, with REPORT_NORMS */
+    DSOPT_R_UPDATE_NORM = 3, /**< |new - old|, with REPORT_NORMS */
+    DSOPT_R_NONFINITE = 4,   /**< number of Inf and NaN elements found, 0 if not looked for */
+    DSOPT_R_FIRST_BAD = 5,   /**< index of the first parameter with one, -1 = none */
+    DSOPT_R_DIVISOR = 6      /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by themselves */
+};
+
+/** Arguments of one step. Only `grads` and `count` are always needed. Lists have `count` = all parameters, in order. */
+typedef struct dsopt_step {
+    size_t size;
+    const dsopt_tensor *grads;  /**< F32, F16 or BF16, free per tensor; data NULL = no gradient: the tensor and its counter are left alone */
+    int64_t count;
+    const dsopt_tensor *params; /**< NULL = where they are bound. In `apply`: required */
+    const dsopt_tensor *out;    /**< optional: new weights rounded to the entry's dtype; data NULL = not wanted. Also written when the step
+                                     is skipped or the gradient absent (then the unchanged weight). May be the parameter's memory */
+    const dsopt_tensor *state;  /**< NULL = where it is bound. In `apply`: required, all entries in list order, data never NULL */
+    int64_t state_count;
+    /* In backend memory, read when the stream gets there; NULL = the value set on the host. */
+    const float *lr;            /**< one per group */
+    const float *grad_scale;    /**< gradients are this much too large and get divided by it; NULL = 1 */
+    const int32_t *skip;        /**< nonzero = write nothing but out, report and zeroed gradients; counters stay */
+    const float *grad_norms;    /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the norm;
+                                     negative or not finite = overflow, the step is skipped unless the policy is APPLY */
+    float *report;              /**< out, DSOPT_REPORT_FLOATS floats */
+    void *workspace;            /**< `apply`: backend memory, 256-byte aligned; `step`: NULL, the engine has its own */
+    size_t workspace_bytes;
+    void *stream;
+    dsopt_parallel_for parallel_for; /**< thread pool of this call (CPU backend) */
+    void *parallel_user;
+    uint32_t flags;             /**< DSOPT_STEP_... */
+    uint32_t reserved;
+} dsopt_step;
+
+/**
+ * Update every parameter that has a gradient, once. Checks the lists, then enqueues on `stream` and returns before the device is done.
+ * All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be skipped (non-finite gradients, norm
+ * not finite, `skip`) parameters, state and counters stay; `out`, `report` and ZERO_GRADS still happen. The first call allocates, later
+ * ones do not. Gradients that overlap each other or parameters are not looked for here.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
+
+/**
+ * The same as a pure function: reads and writes only what `step` names. Nothing is remembered, allocated or synchronised.
+ * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads at once, on memory that differs.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
+
+/** Bytes of workspace that `apply` needs. Changes only with add_group. Thread-safety: any number of readers. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
+
+typedef struct dsopt_report {
+    size_t size;
+    int64_t calls, skipped, skipped_in_row; /**< of dsopt_optimizer_step */
+    int64_t nonfinite;         /**< Inf and NaN elements found in the last call */
+    int64_t first_bad;         /**< first parameter with one in the last call, -1 = none */
+    int32_t last_skipped;      /**< 1 if the last call was skipped */
+    int32_t reserved;
+    double grad_norm, weight_norm, update_norm; /**< of the last call, as DSOPT_R_...; NaN if not computed */
+    double divisor;            /**< as DSOPT_R_DIVISOR; 0 if the last call was skipped */
+    int64_t state_bytes, workspace_bytes;
+} dsopt_report;
+/** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report);
+
+/* ------------------------------------------------------------------------------------------------------ save and load */
+enum {
+    DSOPT_IO_NO_STATE = 1,   /**< load: leave moments and counters */
+    DSOPT_IO_NO_MASTERS = 2, /**< load: leave saved masters out and make them from the parameters */
+    DSOPT_IO_NO_HYPER = 4,   /**< load: keep the hyper-parameters that are set now */
+    DSOPT_IO_PARAMS = 8      /**< save and load the parameters as well */
+};
+/** Where bytes go when not to a file. Functions return 0 or an error number. */
+typedef struct dsopt_io {
+    size_t size;
+    uint32_t flags; /**< DSOPT_IO_... */
+    uint32_t reserved;
+    void *user;
+    int (*write)(void *user, const void *data, size_t bytes);           /**< save: in order, from offset 0 */
+    int (*read)(void *user, uint64_t offset, void *data, size_t bytes); /**< load: any order */
+    uint64_t total;                                                     /**< load: length of what `read` reads */
+} dsopt_io;
+/**
+ * Write a checkpoint: safetensors, one tensor "<param>.<state>" a state entry ("optimizer.<state>" for those of the whole optimizer;
+ * "<param>.param" with DSOPT_IO_PARAMS), algorithm, hyper-parameters and an XXH3-128 checksum a tensor in the metadata. To a file: under a
+ * temporary name, flushed, renamed, directory flushed, so that a crash leaves the old file or the new one.
+ * @param[in] path  NULL = to `io->write`. @param[in] io  NULL = defaults.
+ * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
+/**
+ * Read one. Everything, checksums included, is checked before anything changes.
+ * @return DSOPT_OK; _IO; _FORMAT, _CHECKSUM, _MISMATCH: the text names the tensor or field.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
+
+/* ---------------------------------------------------------------------------------------- lists without an optimizer */
+enum {
+    DSOPT_ZERO_FILL = 0, /**< every element becomes zero, in stream order */
+    DSOPT_ZERO_NONE = 1  /**< memory is not touched: `data` of every entry becomes NULL, "no gradient" for the next step */
+};
+/**
+ * Zero-grad of a list. Entries without data are passed over.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on lists that differ.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

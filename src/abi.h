@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C boundary: the fence that no exception passes, and structs that grow.
+#pragma once
+#include "status.h"
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace dsopt {
+
+template <class F> dsopt_status fence(F &&body) noexcept {
+    try {
+        std::forward<F>(body)();
+        return DSOPT_OK;
+    } catch (const Error &e) {
+        set_last_error(e.what());
+        return e.status();
+    } catch (const std::bad_alloc &) {
+        set_last_error("out of host memory");
+        return DSOPT_ERR_NOMEM;
+    } catch (const std::exception &e) {
+        set_last_error(e.what());
+        return DSOPT_ERR_INTERNAL;
+    } catch (...) {
+        set_last_error("unknown exception");
+        return DSOPT_ERR_INTERNAL;
+    }
+}
+
+/// sizeof of every growable struct as released first. A shorter one is refused.
+template <class T> struct FirstSize;
+template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 72; };
+template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 32; };
+template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
+template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 144; };
+template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 104; };
+template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 48; };
+
+template <class T> void check_size(size_t size, const char *type) {
+    static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
+    if (size < FirstSize<T>::value)
+        throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.1 has %zu bytes", type, size, FirstSize<T>::value);
+}
+
+/// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that this
+/// library lacks must be.
+template <class T> T read_struct(const T *user, const char *type) {
+    T known{};
+    if (user == nullptr) {
+        known.size = sizeof known;
+        return known;
+    }
+    check_size<T>(user->size, type);
+    const auto *bytes = reinterpret_cast<const unsigned char *>(user);
+    for (size_t i = sizeof known; i < user->size; ++i)
+        if (bytes[i] != 0)
+            throw Error(DSOPT_ERR_VERSION, "%s has a field at byte %zu that this library does not know", type, i);
+    std::memcpy(&known, user, user->size < sizeof known ? user->size : sizeof known);
+    known.size = sizeof known;
+    return known;
+}
+
+/// Write `known` into a caller's struct, no further than the caller's size.
+template <class T> void write_struct(T *user, T known, const char *type) {
+    if (user == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", type);
+    const size_t size = user->size;
+    check_size<T>(size, type);
+    known.size = size;
+    std::memcpy(user, &known, size < sizeof known ? size : sizeof known);
+}
+
+template <class T> T *not_null(T *pointer, const char *what) {
+    if (pointer == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", what);
+    return pointer;
+}
+
+} // namespace dsopt

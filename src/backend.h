@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The line between what a step means (Optimizer) and where it runs. One Backend per kind of memory.
+#pragma once
+#include "step_plan.h"
+#include <memory>
+
+namespace dsopt {
+
+class Backend {
+public:
+    virtual ~Backend() = default;
+    virtual const char *name() const = 0;
+    /// Memory when the caller brought no allocator. Throws on failure.
+    virtual void *allocate(size_t bytes, void *stream) const = 0;
+    virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
+    virtual void step(const StepPlan &plan) const = 0;
+    virtual void fill(void *data, int32_t dtype, int64_t numel, double value, void *stream) const = 0;
+    /// Zero every entry that has data, as one list.
+    virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
+    /// Between two float dtypes, rounded to nearest.
+    virtual void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel, const Parallel &parallel,
+                         void *stream) const = 0;
+    virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
+    /// Bytes of backend memory where the host can read them: in place, or copied to `buffer`.
+    virtual const void *view_on_host(const void *from, size_t bytes, void *buffer) const = 0;
+    virtual void copy_from_host(void *to, const void *host, size_t bytes, void *stream) const = 0;
+    virtual void synchronize(void *stream) const = 0;
+};
+
+/// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
+const char *cpu_isa_name();
+std::unique_ptr<Backend> make_cpu_backend();
+
+} // namespace dsopt

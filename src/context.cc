@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "context.h"
+#include "status.h"
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <pthread.h>
+
+namespace dsopt {
+namespace {
+
+// Rises in every child of fork(): memory is copied, but worker threads and device contexts are not.
+std::atomic<int64_t> fork_generation{0};
+
+void watch_forks() {
+    static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
+    if (registered != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(registered));
+}
+
+int level_from_environment() {
+    const char *wanted = secure_getenv("DSOPT_LOG");
+    const char *const names[] = {"error", "warn", "info", "trace"};
+    if (wanted != nullptr)
+        for (int i = 0; i < 4; ++i)
+            if (std::strcmp(wanted, names[i]) == 0) return i + 1;
+    return DSOPT_LOG_WARN;
+}
+
+std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
+    switch (desc.backend) {
+    case DSOPT_CPU:
+        if (desc.device != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
+        return make_cpu_backend();
+    case DSOPT_CUDA: throw Error(DSOPT_ERR_UNSUPPORTED, "the CUDA backend is not in this build");
+    }
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.backend is %d, which is no backend", desc.backend);
+}
+
+} // namespace
+
+Context::Context(const dsopt_context_desc &desc) :
+    desc_(desc), chunk_(desc.chunk != 0 ? desc.chunk : kLeaf), log_level_(desc.log_level), generation_(0) {
+    if (desc.threads < 0 || desc.threads > 4096)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, 4096]", desc.threads);
+    if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.log_level is %d, not in [0, 4]", desc.log_level);
+    if ((desc.allocate == nullptr) != (desc.release == nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc: allocate and release come together or not at all");
+    if (chunk_ <= 0 || chunk_ % kLeaf != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.chunk is %lld, not a positive multiple of %lld",
+                    static_cast<long long>(chunk_), static_cast<long long>(kLeaf));
+    watch_forks();
+    generation_ = fork_generation.load(std::memory_order_relaxed);
+    backend_ = make_backend(desc);
+    threads_ = desc.threads != 0 ? desc.threads : default_threads();
+    if (log_level_ == 0) log_level_ = level_from_environment();
+}
+
+Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
+    if (hook != nullptr) return {threads_, hook, user};
+    return {threads_, desc_.parallel_for, desc_.user};
+}
+
+void *Context::allocate(size_t bytes, void *stream) const {
+    void *memory = desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream)
+                                             : backend_->allocate(bytes, stream);
+    if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator gave no memory for %zu bytes", bytes);
+    return memory;
+}
+
+void Context::release(void *memory, size_t bytes, void *stream) const noexcept {
+    if (desc_.release != nullptr) desc_.release(desc_.user, memory, bytes, stream);
+    else backend_->release(memory, bytes, stream);
+}
+
+void Context::log(int32_t level, const char *format, ...) const noexcept {
+    if (desc_.log == nullptr || level > log_level_) return;
+    char text[512];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    desc_.log(desc_.user, level, text);
+}
+
+void Context::check_process() const {
+    if (generation_ != fork_generation.load(std::memory_order_relaxed))
+        throw Error(DSOPT_ERR_FORKED, "made before fork(): in the child only destroy works");
+}
+
+} // namespace dsopt

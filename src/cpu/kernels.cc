@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags. Everything but the table is local to this file, and no
+// function of the standard library is used: the linker keeps one copy of a shared inline function, and it could be this one.
+#include "cpu/kernels.h"
+#include "rules/lamb.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace dsopt::cpu {
+namespace {
+
+// Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded back, fp32
+// ones are used where they are. So a rule is one loop over floats, whatever the storage types.
+constexpr int64_t kTile = 1024;
+static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
+
+struct alignas(64) Buffer {
+    float at[kTile];
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ------------------------------------------------------------------------------------------------------- conversions
+void widen(const uint16_t *from, float *to, int64_t n, F16) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + i))));
+#endif
+    for (; i < n; ++i) to[i] = f16_to_f32(from[i]);
+}
+void narrow(const float *from, uint16_t *to, int64_t n, F16) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; ++i) to[i] = f32_to_f16(from[i]);
+}
+void widen(const uint16_t *from, float *to, int64_t n, BF16) {
+    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_f32(from[i]);
+}
+void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
+    for (int64_t i = 0; i < n; ++i) to[i] = f32_to_bf16(from[i]);
+}
+void widen(const float *from, float *to, int64_t n, F32) {
+    if (from != to) __builtin_memmove(to, from, size_t(n) * sizeof(float));
+}
+void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
+
+template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
+template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
+
+void load(const void *data, Dtype type, int64_t index, int64_t n, float *to) {
+    visit(type, [&](auto tag) { widen(element<typename decltype(tag)::storage>(data, index), to, n, tag); });
+}
+void store(const float *from, void *data, Dtype type, int64_t index, int64_t n) {
+    visit(type, [&](auto tag) { narrow(from, element<typename decltype(tag)::storage>(data, index), n, tag); });
+}
+
+/// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
+float *open(void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
+    if (type == Dtype::f32 && !private_copy) return element<float>(data, index);
+    load(data, type, index, n, buffer.at);
+    return buffer.at;
+}
+void close(const float *tile, void *data, Dtype type, int64_t index, int64_t n) {
+    if (type != Dtype::f32) store(tile, data, type, index, n);
+}
+const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
+    return open(job.grad, job.grad_type, index, n, buffer);
+}
+void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
+    const size_t size = dtype_size(job.grad_type);
+    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+}
+
+// -------------------------------------------------------------------------------------------------------- reductions
+/// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five times.
+/// That order is part of the result on every backend.
+struct LeafSum {
+    typedef float Float8 __attribute__((vector_size(32), aligned(4)));
+    typedef double Double8 __attribute__((vector_size(64)));
+    Double8 lane[4] = {};
+
+    /// `x` starts at a multiple of 32 in its leaf.
+    void add(const float *x, int64_t n) {
+        int64_t i = 0;
+        Double8 l0 = lane[0], l1 = lane[1], l2 = lane[2], l3 = lane[3];
+        for (; i + 32 <= n; i += 32) {
+            const Double8 a = wide(x + i), b = wide(x + i + 8), c = wide(x + i + 16), d = wide(x + i + 24);
+            l0 += a * a;
+            l1 += b * b;
+            l2 += c * c;
+            l3 += d * d;
+        }
+        lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
+        for (int64_t k = 0; i < n; ++i, ++k) lane[k / 8][k % 8] += double(x[i]) * double(x[i]);
+    }
+    double fold() const {
+        double sum[32];
+        for (int i = 0; i < 32; ++i) sum[i] = lane[i / 8][i % 8];
+        for (int width = 16; width != 0; width /= 2)
+            for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
+        return sum[0];
+    }
+    static Double8 wide(const float *x) {
+        return __builtin_convertvector(*reinterpret_cast<const Float8 *>(x), Double8);
+    }
+};
+
+int64_t count_nonfinite(const float *x, int64_t n) {
+    int32_t bad = 0;
+    for (int64_t i = 0; i < n; ++i) bad += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
+    return bad;
+}
+
+void gradients(const TensorJob &job, int64_t begin, int64_t end, double *squares, int64_t *bad) {
+    Buffer g_buffer;
+    for (int64_t leaf = begin; leaf < end; leaf += kLeaf) {
+        const int64_t stop = least(leaf + kLeaf, end), index = job.first_leaf + leaf / kLeaf;
+        LeafSum sum;
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            sum.add(open_gradient(job, i, n, g_buffer), n);
+        }
+        squares[index] = sum.fold();
+        bad[index] = 0;
+        // Squares of floats and 4,096 of them cannot overflow a double, so a finite sum means finite elements. Only a leaf
+        // with a non-finite one is read again to count them.
+        if (!__builtin_isfinite(squares[index]))
+            for (int64_t i = leaf; i < stop; i += kTile) {
+                const int64_t n = least(kTile, stop - i);
+                bad[index] += count_nonfinite(open_gradient(job, i, n, g_buffer), n);
+            }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------- rules
+template <class R>
+void apply(const R rule, const float *__restrict g, float *__restrict p, float *__restrict m, float *__restrict v,
+           int64_t n) {
+    for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i], v[i]);
+}
+
+/// old becomes now - old, or what `out` gets with the delta flag.
+void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) old[i] = now[i] - old[i];
+}
+
+/// Where the new weights of a tile go: the weight itself, the low-precision copy, the output.
+void publish(const Span &span, const float *tile, const float *delta, int64_t index, int64_t n) {
+    const TensorJob &job = *span.job;
+    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n);
+    if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
+    if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, index, n);
+}
+
+/// OUT_ONLY leaves parameters alone, but a master is state.
+bool keeps_weight(const Span &span) { return (span.flags & kOutOnly) && !span.job->has_master; }
+
+template <class R> void update_with(const R &rule, const Span &span) {
+    const TensorJob &job = *span.job;
+    const bool keep = keeps_weight(span), needs_old = span.sums || (span.flags & kDelta);
+    Buffer g_buffer, p_buffer, m_buffer, v_buffer, old;
+    for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
+        const int64_t stop = least(leaf + kLeaf, span.end);
+        LeafSum weight_sum, update_sum;
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            const float *g = open_gradient(job, i, n, g_buffer);
+            float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
+            float *m = open(job.m, job.state_type, i, n, m_buffer);
+            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            if (needs_old) widen(p, old.at, n, F32{});
+            if (span.sums) weight_sum.add(p, n);
+            apply(rule, g, p, m, v, n);
+            if (needs_old) subtract(p, old.at, n);
+            if (span.sums) update_sum.add(old.at, n);
+            if (!keep) close(p, job.weight, job.weight_type, i, n);
+            close(m, job.m, job.state_type, i, n);
+            close(v, job.v, job.state_type, i, n);
+            publish(span, p, old.at, i, n);
+        }
+        if (span.sums) {
+            span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
+            span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
+        }
+    }
+}
+
+void update(Rule rule, const Span &span) {
+    switch (rule) {
+    case Rule::adam: update_with(Adam<false>{*span.scalars}, span); return;
+    case Rule::adamw: update_with(Adam<true>{*span.scalars}, span); return;
+    case Rule::legacy: update_with(LegacyAdam<false>{*span.scalars}, span); return;
+    case Rule::legacy_eps_inside: update_with(LegacyAdam<true>{*span.scalars}, span); return;
+    case Rule::lamb:
+    case Rule::lamb_eps_inside: return; // two sweeps, below
+    }
+}
+
+template <class R>
+void apply_moments(const R rule, const float *__restrict g, const float *__restrict p, float *__restrict m,
+                   float *__restrict v, float *__restrict u, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) u[i] = rule(g[i], p[i], m[i], v[i]);
+}
+
+template <class R> void lamb_moments_with(const R &rule, const Span &span) {
+    const TensorJob &job = *span.job;
+    Buffer g_buffer, p_buffer, m_buffer, v_buffer, u;
+    for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
+        const int64_t stop = least(leaf + kLeaf, span.end);
+        LeafSum weight_sum, update_sum;
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            const float *g = open_gradient(job, i, n, g_buffer);
+            const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
+            float *m = open(job.m, job.state_type, i, n, m_buffer);
+            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            apply_moments(rule, g, p, m, v, u.at, n);
+            weight_sum.add(p, n);
+            update_sum.add(u.at, n);
+            close(m, job.m, job.state_type, i, n);
+            close(v, job.v, job.state_type, i, n);
+        }
+        span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
+        span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
+    }
+}
+
+void lamb_moments(Rule rule, const Span &span) {
+    if (rule == Rule::lamb) lamb_moments_with(LambMoments<false>{*span.scalars}, span);
+    else lamb_moments_with(LambMoments<true>{*span.scalars}, span);
+}
+
+template <class R>
+void apply_weights(const R rule, float *__restrict p, const float *__restrict m, const float *__restrict v, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) rule(p[i], m[i], v[i]);
+}
+
+template <class R> void lamb_weights_with(const R &rule, const Span &span) {
+    const TensorJob &job = *span.job;
+    const bool keep = keeps_weight(span);
+    Buffer p_buffer, m_buffer, v_buffer, old;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
+        const float *m = open(job.m, job.state_type, i, n, m_buffer);
+        const float *v = open(job.v, job.state_type, i, n, v_buffer);
+        if (span.flags & kDelta) widen(p, old.at, n, F32{});
+        apply_weights(rule, p, m, v, n);
+        if (span.flags & kDelta) subtract(p, old.at, n);
+        if (!keep) close(p, job.weight, job.weight_type, i, n);
+        publish(span, p, old.at, i, n);
+    }
+}
+
+void lamb_weights(Rule rule, const Span &span) {
+    if (rule == Rule::lamb) lamb_weights_with(LambWeights<false>{*span.scalars, span.trust}, span);
+    else lamb_weights_with(LambWeights<true>{*span.scalars, span.trust}, span);
+}
+
+void unchanged(const Span &span) {
+    const TensorJob &job = *span.job;
+    Buffer p_buffer;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        if (job.out != nullptr) {
+            if (span.flags & kDelta) __builtin_memset(p_buffer.at, 0, sizeof p_buffer.at);
+            else load(job.weight, job.weight_type, i, n, p_buffer.at);
+            store(p_buffer.at, job.out, job.out_type, i, n);
+        }
+        if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, i, n);
+    }
+}
+
+void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel) {
+    Buffer buffer;
+    for (int64_t i = 0; i < numel; i += kTile) {
+        const int64_t n = least(kTile, numel - i);
+        load(from, from_type, i, n, buffer.at);
+        store(buffer.at, to, to_type, i, n);
+    }
+}
+
+} // namespace
+
+#define DSOPT_PASTE(a, b) a##b
+#define DSOPT_TABLE(isa) DSOPT_PASTE(kernels_, isa)
+#define DSOPT_TEXT(isa) DSOPT_QUOTE(isa)
+#define DSOPT_QUOTE(isa) #isa
+extern const Kernels DSOPT_TABLE(DSOPT_ISA);
+const Kernels DSOPT_TABLE(DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA), gradients, update, lamb_moments, lamb_weights, unchanged,
+                                        convert};
+
+} // namespace dsopt::cpu

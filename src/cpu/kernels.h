@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of the CPU backend. kernels.cc is compiled once per instruction set; all of them give the same bits.
+#pragma once
+#include "step_plan.h"
+
+namespace dsopt::cpu {
+
+/// A piece of one tensor. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
+struct Span {
+    const TensorJob *job;
+    const Scalars *scalars;
+    int64_t begin, end;
+    uint32_t flags;
+    bool sums;              // element-wise rules: also sum old^2 and (new - old)^2 a leaf
+    double *sums_a, *sums_b; // of all leaves of the step
+    float trust;            // LAMB, second sweep
+};
+
+struct Kernels {
+    const char *name;
+    /// Pass 1: sum of squares and number of non-finite elements of the gradient, a leaf each.
+    void (*gradients)(const TensorJob &job, int64_t begin, int64_t end, double *squares, int64_t *bad);
+    /// Element-wise rules: everything in one read-modify-write.
+    void (*update)(Rule rule, const Span &span);
+    /// LAMB: moments, and sums of weight^2 and update^2 a leaf; then the weights.
+    void (*lamb_moments)(Rule rule, const Span &span);
+    void (*lamb_weights)(Rule rule, const Span &span);
+    /// A tensor that stays as it is: outputs and zeroed gradients all the same.
+    void (*unchanged)(const Span &span);
+    void (*convert)(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel);
+};
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;   // and F16C
+extern const Kernels kernels_avx512; // F, BW, DQ, VL
+#endif
+
+} // namespace dsopt::cpu

@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups, parameters and state tensors. The step itself is in step.cc.
+#include "optimizer.h"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <unordered_set>
+
+namespace dsopt {
+namespace {
+
+long long ll(int64_t value) { return static_cast<long long>(value); }
+
+bool is_utf8(const char *text) {
+    const auto *c = reinterpret_cast<const unsigned char *>(text);
+    while (*c != 0) {
+        const int follow = *c < 0x80 ? 0 : *c >= 0xc2 && *c < 0xe0 ? 1 : *c >= 0xe0 && *c < 0xf0 ? 2 : *c >= 0xf0 && *c < 0xf5 ? 3 : -1;
+        if (follow < 0) return false;
+        // Overlong forms, surrogates and code points past U+10FFFF show in the first two bytes.
+        if ((*c == 0xe0 && c[1] < 0xa0) || (*c == 0xed && c[1] > 0x9f) || (*c == 0xf0 && c[1] < 0x90) ||
+            (*c == 0xf4 && c[1] > 0x8f))
+            return false;
+        ++c;
+        for (int i = 0; i < follow; ++i, ++c)
+            if ((*c & 0xc0) != 0x80) return false;
+    }
+    return true;
+}
+
+void require(bool good, const char *field, double value, const char *range) {
+    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
+}
+bool not_negative(double value) { return std::isfinite(value) && value >= 0; }
+
+std::string param_name(const dsopt_param &param, int64_t index) {
+    if (param.name == nullptr) return "p" + std::to_string(index);
+    const size_t length = strnlen(param.name, 1001);
+    if (length == 0 || length > 1000)
+        throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld has %s bytes, must be 1 to 1000", ll(index),
+                    length == 0 ? "0" : "more than 1000");
+    if (!is_utf8(param.name)) throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld is not UTF-8", ll(index));
+    return param.name;
+}
+
+std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
+    if (param.ndim < 0 || param.ndim > 8 || (param.ndim > 0 && param.dims == nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has ndim %d%s, must be 0 to 8 with dims", name, param.ndim,
+                    param.dims == nullptr ? " and no dims" : "");
+    if (param.ndim == 0) return {param.tensor.numel};
+    std::vector<int64_t> dims(param.dims, param.dims + param.ndim);
+    int64_t product = 1;
+    for (const int64_t dim : dims)
+        if (dim < 0 || __builtin_mul_overflow(product, dim, &product))
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has dimension %lld", name, ll(dim));
+    if (product != param.tensor.numel)
+        throw Error(DSOPT_ERR_ARGUMENT, "dims of parameter '%s' multiply to %lld, its numel is %lld", name, ll(product),
+                    ll(param.tensor.numel));
+    return dims;
+}
+
+bool is_lamb_group(const dsopt_group &group) { return group.algorithm == DSOPT_LAMB; }
+
+} // namespace
+
+void Optimizer::check_group(const dsopt_group &g) {
+    constexpr uint32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD |
+                               DSOPT_GROUP_SPARSE;
+    const bool lamb = g.algorithm == DSOPT_LAMB, legacy = g.algorithm == DSOPT_ADAM_LEGACY;
+    if (!lamb && !legacy && g.algorithm != DSOPT_ADAM && g.algorithm != DSOPT_ADAMW)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
+    if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
+    if (g.flags & DSOPT_GROUP_AMSGRAD) throw Error(DSOPT_ERR_UNSUPPORTED, "amsgrad is not supported");
+    if (g.flags & DSOPT_GROUP_SPARSE) throw Error(DSOPT_ERR_UNSUPPORTED, "sparse gradients are not supported");
+    if ((g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) && !lamb && !legacy)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in Adam and AdamW");
+    require(not_negative(g.lr), "lr", g.lr, "finite and not negative");
+    require(g.beta1 >= 0 && g.beta1 < 1, "beta1", g.beta1, "in [0, 1)");
+    require(g.beta2 >= 0 && g.beta2 < 1, "beta2", g.beta2, "in [0, 1)");
+    require(not_negative(g.eps), "eps", g.eps, "finite and not negative");
+    require(not_negative(g.weight_decay), "weight_decay", g.weight_decay, "finite and not negative");
+    require(not_negative(g.max_norm), "max_norm of the group", g.max_norm, "finite and not negative");
+    if (lamb) {
+        require(not_negative(g.max_trust), "max_trust", g.max_trust, "finite and not negative");
+        require(g.min_trust >= 0 && g.min_trust <= g.max_trust, "min_trust", g.min_trust, "in [0, max_trust]");
+    } else if (g.min_trust != 0 || g.max_trust != 0) {
+        throw Error(DSOPT_ERR_UNSUPPORTED, "min_trust and max_trust have no effect without LAMB");
+    }
+}
+
+Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc) :
+    context_(std::move(context)), desc_(desc) {
+    if (desc.compat != DSOPT_STANDARD && desc.compat != DSOPT_COMPAT_DEEPSPEED)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know", desc.compat);
+    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS;
+    if (desc.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
+    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.reserved is %d, must be 0", desc.reserved);
+    require(not_negative(desc.max_norm), "dsopt_optimizer_desc.max_norm", desc.max_norm, "finite and not negative");
+    outcome_.first_bad = -1;
+    outcome_.grad_norm = outcome_.weight_norm = outcome_.update_norm = NAN;
+}
+
+void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
+    check_group(group);
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
+    if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
+    if (int64_t(params_.size()) + count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "more than 2^31 parameters");
+
+    // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
+    std::vector<dsopt_group> new_groups = groups_;
+    std::vector<Param> new_params = params_;
+    std::vector<StateEntry> new_state = state_;
+    std::vector<StateEntry> of_optimizer; // these follow the parameters' and grow with them
+    while (!new_state.empty() && new_state.back().param < 0) {
+        of_optimizer.push_back(new_state.back());
+        new_state.pop_back();
+    }
+    new_groups.push_back(group);
+    std::unordered_set<std::string> names;
+    for (const Param &param : params_) names.insert(param.name);
+    int64_t leaf = params_.empty() ? 0 : params_.back().first_leaf + leaves_of(params_.back().numel);
+
+    for (int64_t i = 0; i < count; ++i) {
+        const dsopt_param &given = params[i];
+        const int64_t index = int64_t(new_params.size());
+        Param param{param_name(given, index), {}, given.tensor.data, given.tensor.numel, given.tensor.dtype,
+                    int32_t(groups_.size()), int64_t(new_state.size()), leaf, false};
+        const Label label{"parameter", param.name.c_str()};
+        check_float_tensor(given.tensor, label);
+        if (given.flags != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
+        for (const int32_t word : given.reserved)
+            if (word != 0) throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name, word);
+        param.dims = param_dims(given, label.name);
+        if (!names.insert(param.name).second)
+            throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", label.name);
+        const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
+        param.has_master = param.dtype != DSOPT_F32 && !no_master;
+        // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
+        const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_F32;
+        if (param.has_master)
+            new_state.push_back({"master", index, DSOPT_F32, DSOPT_STATE_FROM_PARAM, param.numel, nullptr});
+        new_state.push_back({"exp_avg", index, moments, 0, param.numel, nullptr});
+        new_state.push_back({"exp_avg_sq", index, moments, 0, param.numel, nullptr});
+        leaf += leaves_of(param.numel);
+        new_params.push_back(std::move(param));
+    }
+    std::vector<Interval> intervals;
+    for (const Param &param : new_params)
+        intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
+    for (const StateEntry &entry : new_state)
+        if (entry.data != nullptr)
+            intervals.push_back(interval_of(entry.tensor(), {entry.name, new_params[size_t(entry.param)].name.c_str()}));
+    check_overlap(intervals);
+
+    // State of the whole optimizer has one element a parameter: what is there is copied into something longer.
+    const auto total = int64_t(new_params.size());
+    std::vector<StateEntry> longer;
+    if (std::any_of(new_groups.begin(), new_groups.end(), is_lamb_group))
+        longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr});
+    longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr});
+    std::vector<Memory> new_memory;
+    if (!memory_.empty() || std::any_of(of_optimizer.begin(), of_optimizer.end(), [](auto &e) { return e.data != nullptr; })) {
+        for (StateEntry &entry : longer) {
+            new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
+            entry.data = new_memory.back().data();
+            context_->backend().fill(entry.data, entry.dtype, entry.numel, 0, nullptr);
+            for (const StateEntry &old : of_optimizer)
+                if (std::strcmp(old.name, entry.name) == 0 && old.data != nullptr)
+                    context_->backend().copy(entry.data, old.data, old.bytes(), nullptr);
+        }
+        context_->backend().synchronize(nullptr);
+    }
+    for (StateEntry &entry : longer) new_state.push_back(entry);
+    memory_.reserve(memory_.size() + new_memory.size());
+
+    groups_.swap(new_groups);
+    params_.swap(new_params);
+    state_.swap(new_state);
+    for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
+    workspace_ = Memory();
+    state_list_.clear();
+}
+
+void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, int64_t calls) {
+    groups_.swap(groups);
+    desc_.max_norm = max_norm;
+    calls_ = calls;
+}
+
+// ------------------------------------------------------------------------------------------------ hyper-parameters
+namespace {
+
+double *field_of(dsopt_group &group, int32_t key) {
+    switch (key) {
+    case DSOPT_LR: return &group.lr;
+    case DSOPT_BETA1: return &group.beta1;
+    case DSOPT_BETA2: return &group.beta2;
+    case DSOPT_EPS: return &group.eps;
+    case DSOPT_WEIGHT_DECAY: return &group.weight_decay;
+    case DSOPT_GROUP_MAX_NORM: return &group.max_norm;
+    case DSOPT_MIN_TRUST: return &group.min_trust;
+    case DSOPT_MAX_TRUST: return &group.max_trust;
+    }
+    return nullptr;
+}
+
+void set_flag(dsopt_group &group, uint32_t flag, bool on, int32_t key, double value) {
+    if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
+    group.flags = on ? group.flags | flag : group.flags & ~flag;
+}
+
+dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
+    if (double *field = field_of(group, key)) *field = value;
+    else if (key == DSOPT_BIAS_CORRECTION) set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
+    else if (key == DSOPT_EPS_INSIDE_SQRT) set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
+    else if (key == DSOPT_ALGORITHM) throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
+    else throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    return group;
+}
+
+} // namespace
+
+void Optimizer::set(int32_t group, int32_t key, double value) {
+    if (key == DSOPT_MAX_NORM || key == DSOPT_CALLS) {
+        if (group != DSOPT_ALL_GROUPS)
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
+        if (key == DSOPT_MAX_NORM) {
+            require(not_negative(value), "max_norm", value, "finite and not negative");
+            desc_.max_norm = value;
+        } else {
+            require(value >= 0 && value <= 9007199254740992.0 && std::floor(value) == value, "calls", value,
+                    "a whole number in [0, 2^53]");
+            calls_ = int64_t(value);
+        }
+        return;
+    }
+    if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
+    for (size_t i = first; i < last; ++i) check_group(changed_group(groups_[i], key, value));
+    for (size_t i = first; i < last; ++i) groups_[i] = changed_group(groups_[i], key, value);
+}
+
+double Optimizer::get(int32_t group, int32_t key) const {
+    if (key == DSOPT_MAX_NORM || key == DSOPT_CALLS) {
+        if (group != DSOPT_ALL_GROUPS)
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
+        return key == DSOPT_MAX_NORM ? desc_.max_norm : double(calls_);
+    }
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    if (group < DSOPT_ALL_GROUPS || index >= groups_.size())
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    dsopt_group copy = groups_[index];
+    switch (key) {
+    case DSOPT_ALGORITHM: return copy.algorithm;
+    case DSOPT_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
+    case DSOPT_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
+    case DSOPT_MIN_TRUST:
+    case DSOPT_MAX_TRUST:
+        if (!is_lamb_group(copy)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
+    }
+    const double *field = field_of(copy, key);
+    if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    return *field;
+}
+
+// ------------------------------------------------------------------------------------------------ memory of the state
+const char *Optimizer::owner_of(const StateEntry &entry) const {
+    return entry.param < 0 ? "the optimizer" : params_[size_t(entry.param)].name.c_str();
+}
+
+const void *Optimizer::memory_of(const StateEntry &entry) const {
+    return entry.param < 0 ? nullptr : params_[size_t(entry.param)].data;
+}
+
+void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
+    const Backend &backend = context_->backend();
+    if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
+        backend.fill(data, entry.dtype, entry.numel, 0, stream);
+        return;
+    }
+    const Param &param = params_[size_t(entry.param)];
+    if (entry.numel == 0) return;
+    if (source == nullptr)
+        throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
+                    param.name.c_str());
+    backend.convert(data, Dtype::f32, source, Dtype(param.dtype), entry.numel, context_->parallel(), stream);
+}
+
+void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
+    constexpr size_t line = 64;
+    const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
+    size_t bytes = 0;
+    bool missing = false;
+    for (const StateEntry &entry : state_)
+        if (entry.data == nullptr) missing = true, bytes += rounded(entry.bytes());
+    if (missing) {
+        Memory arena(context_, std::max(bytes, line), stream);
+        char *at = static_cast<char *>(arena.data());
+        std::vector<StateEntry> allocated = state_;
+        for (StateEntry &entry : allocated)
+            if (entry.data == nullptr) {
+                const bool own = entry.param < 0 || params == nullptr;
+                if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM))
+                    initialize(entry, own ? memory_of(entry) : params[entry.param].data, at, stream);
+                entry.data = at;
+                at += rounded(entry.bytes());
+            }
+        memory_.push_back(std::move(arena));
+        state_.swap(allocated);
+        state_list_.clear();
+    }
+    if (state_list_.size() != state_.size()) {
+        std::vector<dsopt_tensor> list;
+        list.reserve(state_.size());
+        for (const StateEntry &entry : state_) list.push_back(entry.tensor());
+        state_list_.swap(list);
+    }
+}
+
+void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool required) const {
+    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the state list is NULL");
+    if (count != int64_t(state_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count), state_.size());
+    for (size_t i = 0; i < state_.size(); ++i) {
+        const StateEntry &entry = state_[i];
+        const Label label{entry.name, owner_of(entry)};
+        check_tensor(list[i], label);
+        if (list[i].dtype != entry.dtype)
+            throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, must be %d", label.role, label.name, list[i].dtype, entry.dtype);
+        check_numel(list[i], entry.numel, label);
+        if (required && list[i].data == nullptr && entry.numel != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
+    }
+}
+
+void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
+    if (count != int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld parameters, registered are %zu", ll(count), params_.size());
+    if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
+    std::vector<Interval> intervals;
+    for (size_t i = 0; i < params_.size(); ++i) {
+        const Label label{"parameter", params_[i].name.c_str()};
+        check_float_tensor(list[i], label);
+        if (list[i].dtype != params_[i].dtype)
+            throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", label.name, list[i].dtype,
+                        params_[i].dtype);
+        check_numel(list[i], params_[i].numel, label);
+        intervals.push_back(interval_of(list[i], label));
+    }
+    for (const StateEntry &entry : state_)
+        if (entry.data != nullptr) intervals.push_back(interval_of(entry.tensor(), {entry.name, owner_of(entry)}));
+    check_overlap(intervals);
+    for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
+}
+
+void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
+    check_state_list(list, count, false);
+    std::vector<Interval> intervals;
+    for (const Param &param : params_)
+        intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
+    std::vector<StateEntry> bound = state_;
+    for (size_t i = 0; i < bound.size(); ++i) {
+        if (list[i].data != nullptr) bound[i].data = list[i].data;
+        if (bound[i].data == nullptr) continue;
+        intervals.push_back(interval_of(bound[i].tensor(), {bound[i].name, owner_of(bound[i])}));
+    }
+    check_overlap(intervals);
+    state_.swap(bound);
+    state_list_.clear();
+}
+
+void Optimizer::reset(uint32_t what, void *stream) {
+    constexpr uint32_t known = DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS;
+    if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
+    const auto part_of = [](const StateEntry &entry) -> uint32_t {
+        if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
+        return entry.param < 0 ? DSOPT_RESET_COUNTERS : DSOPT_RESET_MOMENTS;
+    };
+    if (what & DSOPT_RESET_MASTERS)
+        for (const Param &param : params_)
+            if (param.has_master && param.numel != 0 && param.data == nullptr)
+                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
+    for (const StateEntry &entry : state_)
+        if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
+    if (what & DSOPT_RESET_COUNTERS) {
+        calls_ = 0;
+        outcome_.total_skipped = outcome_.skipped_in_row = 0;
+    }
+}
+
+} // namespace dsopt

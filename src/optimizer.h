@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "context.h"
+#include "step_plan.h"
+#include "tensor_list.h"
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace dsopt {
+
+struct Param {
+    std::string name;
+    std::vector<int64_t> dims;
+    void *data;
+    int64_t numel;
+    int32_t dtype;
+    int32_t group;
+    int64_t first_state; // index of its first state entry
+    int64_t first_leaf;
+    bool has_master;
+};
+
+/// One state tensor. `data` is NULL until allocated or bound.
+struct StateEntry {
+    const char *name;
+    int64_t param; // -1: of the whole optimizer
+    int32_t dtype;
+    uint32_t flags;
+    int64_t numel;
+    void *data;
+    size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
+    dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
+};
+
+/// One thread at a time: the second one gets DSOPT_ERR_BUSY instead of a race.
+class Exclusive {
+public:
+    explicit Exclusive(std::atomic_flag &flag) : flag_(flag) {
+        if (flag.test_and_set(std::memory_order_acquire))
+            throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread");
+    }
+    ~Exclusive() { flag_.clear(std::memory_order_release); }
+    Exclusive(const Exclusive &) = delete;
+    Exclusive &operator=(const Exclusive &) = delete;
+
+private:
+    std::atomic_flag &flag_;
+};
+
+class Optimizer {
+public:
+    Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc);
+
+    const Context &context() const { return *context_; }
+    const dsopt_optimizer_desc &desc() const { return desc_; }
+    const std::vector<dsopt_group> &groups() const { return groups_; }
+    const std::vector<Param> &params() const { return params_; }
+    const std::vector<StateEntry> &state() const { return state_; }
+    std::atomic_flag &in_use() { return in_use_; }
+    int64_t calls() const { return calls_; }
+
+    void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
+    void set(int32_t group, int32_t key, double value);
+    double get(int32_t group, int32_t key) const;
+    void bind_params(const dsopt_tensor *list, int64_t count);
+    void bind_state(const dsopt_tensor *list, int64_t count);
+    void reset(uint32_t what, void *stream);
+    /// Memory for every state tensor that has none, with its starting values. `params`: where masters start from, NULL = where
+    /// the parameters are bound. `masters_follow`: the caller fills them at once.
+    void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
+    /// What a checkpoint holds beside tensors; replaced as a whole by a load.
+    void restore(std::vector<dsopt_group> groups, double max_norm, int64_t calls);
+
+    void step(const dsopt_step &step);
+    void apply(const dsopt_step &step) const;
+    size_t workspace_bytes() const;
+    dsopt_report report() const;
+
+    static void check_group(const dsopt_group &group);
+
+private:
+    struct Arguments; // pointers of one call, checked
+    struct Layout;    // where the parts of the workspace are
+
+    Arguments check_step(const dsopt_step &step, bool functional) const;
+    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const;
+    Layout layout() const;
+    void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
+    const char *owner_of(const StateEntry &entry) const;
+    const void *memory_of(const StateEntry &entry) const; // of its parameter
+    void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
+
+    std::shared_ptr<const Context> context_;
+    dsopt_optimizer_desc desc_;
+    std::vector<dsopt_group> groups_;
+    std::vector<Param> params_;
+    std::vector<StateEntry> state_;
+    std::vector<Memory> memory_; // what the engine owns of the state
+    Memory workspace_;
+    std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
+    std::vector<dsopt_tensor> call_list_;  // the same with what a call brings
+    Outcome outcome_{};
+    int64_t calls_ = 0;
+    std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
+};
+
+} // namespace dsopt

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "dsopt.h"
+
+namespace dsopt {
+
+/// Where the parts of a CPU step run: OpenMP, or the pool that the caller brought. Copied freely.
+struct Parallel {
+    int threads = 1;
+    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads in a build without it
+    void *user = nullptr;
+
+    /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw.
+    template <class Body> void run(int64_t parts, const Body &body) const {
+        if (parts == 1) body(int64_t(0));
+        else if (parts > 1)
+            run_parts(
+                parts, [](void *arg, int64_t i) { (*static_cast<const Body *>(arg))(i); }, const_cast<Body *>(&body));
+    }
+
+private:
+    void run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg) const;
+};
+
+/// As many as OpenMP would take (OMP_NUM_THREADS and affinity are respected), or as many as cores without OpenMP.
+int default_threads();
+
+/// Default floating-point environment for the life of the object: callers that flush denormals or round differently would
+/// otherwise change the results. One per thread that computes.
+class DefaultFloatEnvironment {
+public:
+    DefaultFloatEnvironment();
+    ~DefaultFloatEnvironment();
+    DefaultFloatEnvironment(const DefaultFloatEnvironment &) = delete;
+    DefaultFloatEnvironment &operator=(const DefaultFloatEnvironment &) = delete;
+
+private:
+    unsigned long saved_;
+};
+
+} // namespace dsopt

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a step computes once per tensor, in double, from the hyper-parameters and the integer step.
+#pragma once
+#include "dtype.h"
+#include <math.h>
+
+namespace dsopt {
+
+/// The update rules as kernels know them: an algorithm with the options that change its formula.
+enum class Rule : uint8_t { adam, adamw, lamb, lamb_eps_inside, legacy, legacy_eps_inside };
+
+constexpr bool is_lamb(Rule rule) { return rule == Rule::lamb || rule == Rule::lamb_eps_inside; }
+
+/// Hyper-parameters of a group as a step reads them.
+struct Hyper {
+    double lr, beta1, beta2, eps, weight_decay, max_norm, min_trust, max_trust;
+    Rule rule;
+    bool bias_correction;
+    bool compat;
+};
+
+/// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
+struct Scalars {
+    float lr;           // LAMB, legacy: with the bias correction folded in
+    float beta1, beta2; // decay of the moments
+    float a1, a2;       // 1 - beta
+    float eps, wd;
+    float c1, c2;       // bias corrections; 1 without
+    float inverse;
+};
+
+/// base^n by repeated squaring: the same bits on host and device, which pow() does not promise.
+DSOPT_HD double power(double base, int64_t n) {
+    double result = 1;
+    for (; n > 0; n >>= 1, base *= base)
+        if (n & 1) result *= base;
+    return result;
+}
+
+/// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels do.
+DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, double divisor) {
+    const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
+    const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
+    Scalars s;
+    s.beta1 = float(beta1);
+    s.beta2 = float(beta2);
+    s.a1 = hyper.compat ? 1.0f - s.beta1 : float(1.0 - beta1);
+    s.a2 = hyper.compat ? 1.0f - s.beta2 : float(1.0 - beta2);
+    s.eps = float(hyper.eps);
+    s.wd = float(hyper.weight_decay);
+    s.c1 = hyper.bias_correction ? float(1.0 - power(beta1, step)) : 1.0f;
+    s.c2 = hyper.bias_correction ? float(1.0 - power(beta2, step)) : 1.0f;
+    s.inverse = float(1.0 / divisor);
+    s.lr = float(lr);
+    if (hyper.rule != Rule::adam && hyper.rule != Rule::adamw) {
+        if (hyper.compat) s.lr = s.lr * sqrtf(s.c2) / s.c1;
+        else if (hyper.bias_correction) s.lr = float(lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
+    }
+    return s;
+}
+
+/// Trust ratio of LAMB from the sums of squares; 1 where a norm is 0. A NaN passes through.
+DSOPT_HD float trust_ratio(double weight_squares, double update_squares, double lower, double upper) {
+    const double weight = sqrt(weight_squares), update = sqrt(update_squares);
+    if (weight == 0 || update == 0) return 1.0f;
+    double ratio = weight / update;
+    if (ratio > upper) ratio = upper;
+    if (ratio < lower) ratio = lower;
+    return float(ratio);
+}
+
+/// What gradients are divided by: the scale they carry, times the clip coefficient where it is above 1. `squares` are of
+/// gradients as given.
+DSOPT_HD double clip_divisor(double scale, double norm_as_given, double max_norm) {
+    if (!(max_norm > 0)) return scale;
+    const double coefficient = (norm_as_given / scale + 1e-6) / max_norm;
+    return coefficient > 1 ? coefficient * scale : scale;
+}
+
+} // namespace dsopt

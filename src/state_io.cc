@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "state_io.h"
+#include "safetensors.h"
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+
+namespace dsopt {
+namespace {
+
+constexpr char kFormatVersion[] = "1";
+
+/// What is called what in the metadata, for both directions.
+struct Field {
+    const char *name;
+    double dsopt_group::*value;
+};
+constexpr Field kFields[] = {{"lr", &dsopt_group::lr},
+                             {"beta1", &dsopt_group::beta1},
+                             {"beta2", &dsopt_group::beta2},
+                             {"eps", &dsopt_group::eps},
+                             {"weight_decay", &dsopt_group::weight_decay},
+                             {"max_norm", &dsopt_group::max_norm},
+                             {"min_trust", &dsopt_group::min_trust},
+                             {"max_trust", &dsopt_group::max_trust}};
+
+struct AlgorithmName {
+    int32_t algorithm;
+    const char *name;
+};
+constexpr AlgorithmName kAlgorithms[] = {
+    {DSOPT_ADAM, "adam"}, {DSOPT_ADAMW, "adamw"}, {DSOPT_LAMB, "lamb"}, {DSOPT_ADAM_LEGACY, "adam_legacy"}};
+
+const char *algorithm_name(int32_t algorithm) {
+    for (const AlgorithmName &known : kAlgorithms)
+        if (known.algorithm == algorithm) return known.name;
+    throw Error(DSOPT_ERR_INTERNAL, "algorithm %d has no name", algorithm);
+}
+
+/// The shortest text that reads back as the same number, whatever the locale.
+template <class T> std::string to_text(T value) {
+    char text[32];
+    return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+/// Reads metadata; everything missing or malformed is a FORMAT error that names the key.
+class Fields {
+public:
+    explicit Fields(const SafetensorsReader &file) : file_(file) {}
+    const std::string &text(const std::string &key) const {
+        const auto found = file_.metadata().find(key);
+        if (found == file_.metadata().end()) throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
+        return found->second;
+    }
+    template <class T> T number(const std::string &key) const {
+        const std::string &value = text(key);
+        T number{};
+        const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+        if (error != std::errc() || end != value.data() + value.size())
+            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(), value.c_str());
+        return number;
+    }
+
+private:
+    const SafetensorsReader &file_;
+};
+
+std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
+    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
+    return owner + "." + entry.name;
+}
+std::string param_tensor_name(const Param &param) { return param.name + ".param"; }
+
+/// Parameter names in order, each behind its length: names may hold any character.
+std::string join_names(const std::vector<Param> &params) {
+    std::string text;
+    for (const Param &param : params) text += to_text(param.name.size()) + ":" + param.name;
+    return text;
+}
+std::vector<std::string> split_names(const std::string &text) {
+    std::vector<std::string> names;
+    for (size_t at = 0; at < text.size();) {
+        size_t length = 0;
+        const auto [end, error] = std::from_chars(text.data() + at, text.data() + text.size(), length);
+        const size_t begin = size_t(end - text.data()) + 1;
+        if (error != std::errc() || begin > text.size() || *end != ':' || length > text.size() - begin)
+            throw Error(DSOPT_ERR_FORMAT, "field 'params' of the checkpoint is damaged at byte %zu", at);
+        names.emplace_back(text, begin, length);
+        at = begin + length;
+    }
+    return names;
+}
+
+void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known) {
+    if (io.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
+    if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
+    if ((path == nullptr) != callback)
+        throw Error(DSOPT_ERR_ARGUMENT, callback ? "a path and a callback: which one?" : "neither a path nor a callback");
+}
+
+/// A tensor between file and memory.
+struct Transfer {
+    size_t index; // in the file
+    void *memory;
+    size_t bytes;
+    bool per_param; // one element a parameter, in the file's order of parameters
+};
+
+/// Saved groups against live ones: the same number, algorithms and sizes. Returns them with the saved hyper-parameters.
+std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &fields, std::vector<int64_t> &sizes) {
+    const auto count = fields.number<int64_t>("groups");
+    if (count != int64_t(optimizer.groups().size()))
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has %lld groups, this optimizer has %zu", static_cast<long long>(count),
+                    optimizer.groups().size());
+    std::vector<dsopt_group> groups = optimizer.groups();
+    for (size_t i = 0; i < groups.size(); ++i) {
+        const std::string prefix = "group." + std::to_string(i) + ".";
+        const std::string &saved = fields.text(prefix + "algorithm");
+        if (saved != algorithm_name(groups[i].algorithm))
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
+                        algorithm_name(groups[i].algorithm));
+        for (const Field &field : kFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
+        groups[i].flags = fields.number<uint32_t>(prefix + "flags");
+        sizes.push_back(fields.number<int64_t>(prefix + "params"));
+        try {
+            Optimizer::check_group(groups[i]);
+        } catch (const Error &e) {
+            throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what());
+        }
+    }
+    return groups;
+}
+
+/// Where the parameter that the file has at a place is in this optimizer.
+std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fields, const std::vector<int64_t> &sizes) {
+    const std::vector<std::string> names = split_names(fields.text("params"));
+    const std::vector<Param> &params = optimizer.params();
+    std::unordered_map<std::string, int64_t> places;
+    for (size_t i = 0; i < params.size(); ++i) places.emplace(params[i].name, int64_t(i));
+    std::vector<int64_t> order;
+    size_t group = 0;
+    int64_t end = sizes.empty() ? 0 : sizes[0];
+    for (const std::string &name : names) {
+        while (group + 1 < sizes.size() && int64_t(order.size()) >= end) end += sizes[++group];
+        const auto found = places.find(name);
+        if (found == places.end() || found->second < 0)
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a parameter '%.200s', this optimizer has none of that name",
+                        name.c_str());
+        if (size_t(params[size_t(found->second)].group) != group)
+            throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is in group %zu of the checkpoint and in group %d here",
+                        name.c_str(), group, params[size_t(found->second)].group);
+        order.push_back(found->second);
+        found->second = -1; // a name counts once
+    }
+    for (const Param &param : params)
+        if (places[param.name] >= 0)
+            throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
+    return order;
+}
+
+size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
+                   const std::vector<int64_t> &dims) {
+    const size_t index = file.find(name);
+    if (index == SafetensorsReader::npos)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
+    const TensorEntry &tensor = file.tensors()[index];
+    if (tensor.dtype != dtype)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
+                    tensor.dtype, dtype);
+    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu", name.c_str(),
+                    static_cast<unsigned long long>(tensor.bytes),
+                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
+    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size", name.c_str());
+    return index;
+}
+
+} // namespace
+
+void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
+    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const bool with_params = io.flags & DSOPT_IO_PARAMS;
+    if (with_params)
+        for (const Param &param : optimizer.params())
+            if (param.data == nullptr && param.numel != 0)
+                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory", param.name.c_str());
+    optimizer.ensure_state(nullptr, nullptr);
+
+    Metadata metadata{{"format", "dsopt"},
+                      {"format_version", kFormatVersion},
+                      {"calls", to_text(optimizer.calls())},
+                      {"max_norm", to_text(optimizer.desc().max_norm)},
+                      {"groups", to_text(optimizer.groups().size())}};
+    for (size_t i = 0; i < optimizer.groups().size(); ++i) {
+        const dsopt_group &group = optimizer.groups()[i];
+        const std::string prefix = "group." + std::to_string(i) + ".";
+        const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
+        metadata.emplace_back(prefix + "algorithm", algorithm_name(group.algorithm));
+        for (const Field &field : kFields) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+        metadata.emplace_back(prefix + "flags", to_text(group.flags));
+        metadata.emplace_back(prefix + "params",
+                              to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
+    }
+    metadata.emplace_back("params", join_names(optimizer.params()));
+
+    std::vector<TensorEntry> tensors;
+    std::vector<const char *> memory;
+    const auto add = [&](std::string name, const void *data, int32_t dtype, int64_t numel, std::vector<int64_t> dims) {
+        tensors.push_back({std::move(name), dtype, std::move(dims), uint64_t(numel) * dtype_size(dtype)});
+        memory.push_back(static_cast<const char *>(data));
+    };
+    for (const StateEntry &entry : optimizer.state())
+        add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
+            entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
+    if (with_params)
+        for (const Param &param : optimizer.params())
+            add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
+
+    const Backend &backend = optimizer.context().backend();
+    const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
+    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *buffer) {
+        return backend.view_on_host(memory[index] + offset, bytes, buffer);
+    });
+}
+
+void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_PARAMS;
+    check_io(path, io, io.read != nullptr, known);
+    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const bool no_state = io.flags & DSOPT_IO_NO_STATE, no_masters = io.flags & DSOPT_IO_NO_MASTERS;
+    const bool with_params = io.flags & DSOPT_IO_PARAMS;
+
+    const SafetensorsReader file(path != nullptr ? file_source(path) : callback_source(io));
+    const Fields fields(file);
+    if (fields.text("format") != "dsopt") throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
+    if (fields.text("format_version") != kFormatVersion)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %.20s, this library reads %s",
+                    fields.text("format_version").c_str(), kFormatVersion);
+    std::vector<int64_t> sizes;
+    std::vector<dsopt_group> groups = read_groups(optimizer, fields, sizes);
+    const auto max_norm = fields.number<double>("max_norm");
+    const auto calls = fields.number<int64_t>("calls");
+    if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", max_norm);
+    if (calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", static_cast<long long>(calls));
+    const std::vector<int64_t> order = match_params(optimizer, fields, sizes);
+
+    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
+    std::vector<Transfer> transfers;
+    for (const StateEntry &entry : optimizer.state()) {
+        const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
+        if (master ? no_masters : no_state) continue;
+        const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
+        transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), entry.data,
+                             entry.bytes(), entry.param < 0});
+    }
+    for (const Param &param : optimizer.params()) {
+        if (with_params) {
+            const size_t index = find_tensor(file, param_tensor_name(param), param.dtype, param.numel, param.dims);
+            if (param.data == nullptr && param.numel != 0)
+                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
+            transfers.push_back({index, param.data, size_t(param.numel) * dtype_size(param.dtype), false});
+        } else if (no_masters && param.has_master && param.data == nullptr && param.numel != 0) {
+            throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
+        }
+    }
+
+    // Everything is read and its checksum compared before the first byte of the optimizer changes.
+    size_t total = 0;
+    for (const Transfer &transfer : transfers) total += transfer.bytes;
+    const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
+    std::vector<bool> wanted(file.tensors().size());
+    size_t at = 0;
+    for (const Transfer &transfer : transfers) {
+        wanted[transfer.index] = true;
+        file.verify(transfer.index, staging.get() + at);
+        at += transfer.bytes;
+    }
+    for (size_t i = 0; i < wanted.size(); ++i)
+        if (!wanted[i]) file.verify(i);
+    // Tensors of the whole optimizer follow the file's order of parameters; bring them into this one's.
+    at = 0;
+    for (const Transfer &transfer : transfers) {
+        if (transfer.per_param) {
+            std::vector<uint32_t> words(order.size());
+            std::memcpy(words.data(), staging.get() + at, transfer.bytes);
+            for (size_t i = 0; i < order.size(); ++i)
+                std::memcpy(staging.get() + at + size_t(order[i]) * 4, &words[i], 4);
+        }
+        at += transfer.bytes;
+    }
+
+    const Backend &backend = optimizer.context().backend();
+    at = 0;
+    for (const Transfer &transfer : transfers) {
+        backend.copy_from_host(transfer.memory, staging.get() + at, transfer.bytes, nullptr);
+        at += transfer.bytes;
+    }
+    if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
+    const bool keep = io.flags & DSOPT_IO_NO_HYPER;
+    optimizer.restore(keep ? optimizer.groups() : std::move(groups), keep ? optimizer.desc().max_norm : max_norm,
+                      no_state ? optimizer.calls() : calls);
+}
+
+} // namespace dsopt

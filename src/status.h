@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "dsopt.h"
+#include <exception>
+
+namespace dsopt {
+
+/// A failure on its way to the C boundary. The text lives in the object: throwing it must not need the heap.
+class Error : public std::exception {
+public:
+    /// printf-style; text past the capacity is cut.
+    [[gnu::format(printf, 3, 4)]] Error(dsopt_status status, const char *format, ...) noexcept;
+    const char *what() const noexcept override { return text_; }
+    dsopt_status status() const noexcept { return status_; }
+
+private:
+    dsopt_status status_;
+    char text_[512];
+};
+
+/// Text of dsopt_last_error() for the calling thread.
+void set_last_error(const char *text) noexcept;
+const char *last_error() noexcept;
+const char *status_name(dsopt_status status) noexcept;
+
+} // namespace dsopt

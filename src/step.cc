@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// One step: check the lists, make the plan, hand it to the backend.
+#include "optimizer.h"
+#include <cmath>
+#include <cstring>
+
+namespace dsopt {
+namespace {
+
+long long ll(int64_t value) { return static_cast<long long>(value); }
+
+Rule rule_of(const dsopt_group &group) {
+    const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
+    switch (group.algorithm) {
+    case DSOPT_ADAM: return Rule::adam;
+    case DSOPT_ADAMW: return Rule::adamw;
+    case DSOPT_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
+    }
+    return inside ? Rule::legacy_eps_inside : Rule::legacy;
+}
+
+} // namespace
+
+/// The lists of one call after checking. `params` NULL: where they are bound.
+struct Optimizer::Arguments {
+    const dsopt_step &step;
+    const dsopt_tensor *params, *out;
+    uint32_t flags;
+    Parallel parallel;
+};
+
+/// Offsets of the parts of a workspace, each on its own cache line. Rises with parameters only, so its size is constant.
+struct Optimizer::Layout {
+    size_t jobs, hypers, scalars, divisors, cost, sums_a, sums_b, bad, bytes;
+};
+
+Optimizer::Layout Optimizer::layout() const {
+    const size_t count = params_.size(), groups = groups_.size();
+    const size_t leaves = params_.empty() ? 0 : size_t(params_.back().first_leaf + leaves_of(params_.back().numel));
+    size_t at = 0;
+    const auto place = [&](size_t bytes) {
+        const size_t offset = at;
+        at += (bytes + 63) / 64 * 64;
+        return offset;
+    };
+    Layout l;
+    l.jobs = place(count * sizeof(TensorJob));
+    l.hypers = place(groups * sizeof(Hyper));
+    l.scalars = place(count * sizeof(Scalars));
+    l.divisors = place(2 * groups * sizeof(double));
+    l.cost = place((count + 1) * sizeof(int64_t));
+    l.sums_a = place(leaves * sizeof(double));
+    l.sums_b = place(leaves * sizeof(double));
+    l.bad = place(leaves * sizeof(int64_t));
+    l.bytes = at;
+    return l;
+}
+
+size_t Optimizer::workspace_bytes() const { return layout().bytes; }
+
+Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    constexpr uint32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA;
+    if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
+    if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
+    if (step.count != int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count), params_.size());
+    if (step.count > 0 && step.grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+    if (functional && step.count > 0 && step.params == nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
+    if (step.parallel_for == nullptr && step.parallel_user != nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.parallel_user without parallel_for");
+    for (const void *scalar : {static_cast<const void *>(step.lr), static_cast<const void *>(step.grad_scale),
+                               static_cast<const void *>(step.skip), static_cast<const void *>(step.grad_norms),
+                               static_cast<const void *>(step.report)})
+        if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
+            throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
+
+    uint32_t flags = step.flags;
+    if (flags & DSOPT_STEP_DELTA) flags |= DSOPT_STEP_OUT_ONLY;
+    if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_STEP_OUT_ONLY and _DELTA need dsopt_step.out");
+    for (size_t i = 0; i < params_.size(); ++i) {
+        const Param &param = params_[i];
+        const char *name = param.name.c_str();
+        const dsopt_tensor &grad = step.grads[i];
+        if (grad.data != nullptr) {
+            check_float_tensor(grad, {"gradient of", name});
+            check_numel(grad, param.numel, {"gradient of", name});
+        }
+        const void *data = param.data;
+        if (step.params != nullptr) {
+            const dsopt_tensor &given = step.params[i];
+            check_float_tensor(given, {"parameter", name});
+            check_numel(given, param.numel, {"parameter", name});
+            if (given.dtype != param.dtype)
+                throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", name, given.dtype, param.dtype);
+            data = given.data;
+        }
+        const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
+        if (wanted) {
+            check_float_tensor(step.out[i], {"output of", name});
+            check_numel(step.out[i], param.numel, {"output of", name});
+        } else if ((flags & DSOPT_STEP_OUT_ONLY) && param.numel != 0) {
+            throw Error(DSOPT_ERR_ARGUMENT, "output of '%s' has no memory: OUT_ONLY and DELTA need every one", name);
+        }
+        if ((flags & DSOPT_STEP_DELTA) && param.has_master)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
+                                               "would not give the new weight", name);
+        if (data == nullptr && param.numel != 0 && (grad.data != nullptr || wanted))
+            throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
+    }
+    return {step, step.params, step.out, flags, context_->parallel(step.parallel_for, step.parallel_user)};
+}
+
+void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const {
+    const dsopt_step &step = arguments.step;
+    const Layout place = layout();
+    char *base = static_cast<char *>(workspace);
+    const auto part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(base + offset); };
+
+    auto *jobs = part(place.jobs, static_cast<TensorJob *>(nullptr));
+    for (size_t i = 0; i < params_.size(); ++i) {
+        const Param &param = params_[i];
+        const dsopt_tensor *own = state + param.first_state;
+        void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
+        const dsopt_tensor &moment = own[param.has_master];
+        const dsopt_tensor *out = arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
+        const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY);
+        jobs[i] = {step.grads[i].data,
+                   param.has_master ? own[0].data : data,
+                   moment.data,
+                   own[param.has_master + 1].data,
+                   copies ? data : nullptr,
+                   out != nullptr ? out->data : nullptr,
+                   param.numel,
+                   param.first_leaf,
+                   param.group,
+                   step.grads[i].data != nullptr ? Dtype(step.grads[i].dtype) : Dtype::f32,
+                   param.has_master ? Dtype::f32 : Dtype(param.dtype),
+                   Dtype(moment.dtype),
+                   Dtype(param.dtype),
+                   out != nullptr ? Dtype(out->dtype) : Dtype::f32,
+                   param.has_master};
+    }
+
+    auto *hypers = part(place.hypers, static_cast<Hyper *>(nullptr));
+    const bool compat = desc_.compat == DSOPT_COMPAT_DEEPSPEED;
+    bool clips = desc_.max_norm > 0, has_lamb = false;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+        const dsopt_group &g = groups_[i];
+        hypers[i] = {g.lr,        g.beta1,     g.beta2,     g.eps,      g.weight_decay,
+                     g.max_norm,  g.min_trust, g.max_trust, rule_of(g), !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
+                     compat};
+        clips = clips || g.max_norm > 0;
+        has_lamb = has_lamb || is_lamb(hypers[i].rule);
+    }
+    const bool looks = desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips;
+    auto *divisors = part(place.divisors, static_cast<double *>(nullptr));
+    const dsopt_tensor *last = state + state_.size() - 1; // step; before it trust_ratio
+    const StepPlan plan{.jobs = jobs,
+                        .count = int64_t(params_.size()),
+                        .groups = hypers,
+                        .group_count = int64_t(groups_.size()),
+                        .flags = arguments.flags,
+                        .read_gradients = looks && step.grad_norms == nullptr,
+                        .skip_nonfinite = desc_.nonfinite != DSOPT_NONFINITE_APPLY,
+                        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+                        .has_lamb = has_lamb,
+                        .compat = compat,
+                        .max_norm = desc_.max_norm,
+                        .lr = step.lr,
+                        .grad_scale = step.grad_scale,
+                        .grad_norms = step.grad_norms,
+                        .skip = step.skip,
+                        .step = static_cast<int32_t *>(last->data),
+                        .trust_ratio = has_lamb ? static_cast<float *>((last - 1)->data) : nullptr,
+                        .report = step.report,
+                        .outcome = outcome,
+                        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
+                        .divisors = divisors,
+                        .cost = part(place.cost, static_cast<int64_t *>(nullptr)),
+                        .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
+                        .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
+                        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+                        .stream = step.stream,
+                        .parallel = arguments.parallel,
+                        .chunk = context_->chunk()};
+    context_->backend().step(plan);
+}
+
+void Optimizer::step(const dsopt_step &step) {
+    const Arguments arguments = check_step(step, false);
+    if (step.workspace != nullptr || step.workspace_bytes != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
+    bool complete = false; // the caller's list covers everything: the engine needs no memory of its own
+    if (step.state != nullptr) {
+        check_state_list(step.state, step.state_count, false);
+        complete = true;
+        for (size_t i = 0; i < state_.size(); ++i) complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
+    } else if (step.state_count != 0) {
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
+    }
+    if (workspace_.data() == nullptr) workspace_ = Memory(context_, workspace_bytes(), step.stream);
+    const dsopt_tensor *state = step.state;
+    if (!complete) {
+        ensure_state(step.params, step.stream);
+        state = state_list_.data();
+        if (step.state != nullptr) {
+            call_list_ = state_list_;
+            for (size_t i = 0; i < call_list_.size(); ++i)
+                if (step.state[i].data != nullptr) call_list_[i] = step.state[i];
+            state = call_list_.data();
+        }
+    }
+    run(arguments, state, workspace_.data(), &outcome_);
+    ++calls_;
+}
+
+void Optimizer::apply(const dsopt_step &step) const {
+    const Arguments arguments = check_step(step, true);
+    check_state_list(step.state, step.state_count, true);
+    const size_t needed = workspace_bytes();
+    if (needed != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
+        throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed", 
+                    step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
+    if (reinterpret_cast<uintptr_t>(step.workspace) % 256 != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_step.workspace is at %p, not aligned to 256 bytes", step.workspace);
+    run(arguments, step.state, step.workspace, nullptr);
+}
+
+dsopt_report Optimizer::report() const {
+    dsopt_report r{};
+    r.calls = calls_;
+    r.skipped = outcome_.total_skipped;
+    r.skipped_in_row = outcome_.skipped_in_row;
+    r.nonfinite = outcome_.nonfinite;
+    r.first_bad = outcome_.first_bad;
+    r.last_skipped = outcome_.skipped;
+    r.grad_norm = outcome_.grad_norm;
+    r.weight_norm = outcome_.weight_norm;
+    r.update_norm = outcome_.update_norm;
+    r.divisor = outcome_.divisor;
+    for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
+    r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
+    return r;
+}
+
+} // namespace dsopt

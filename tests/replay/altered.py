@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Does dsopt-replay notice a wrong record? Gives it copies of golden cases in which one thing is wrong.
+
+usage: altered.py [--backend NAME] REPLAY FILE...
+
+Every tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
+F64), by three units in the last place (16 bit), by one (integers). Replay must fail each copy and name that tensor. The
+engine computes its own trajectory from the inputs alone, so a change in any row of an output stays a difference of that
+one value. Then each file as a whole is damaged in ways that a careless reader would skip over. Exit status 1 unless
+everything was noticed.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+
+# dtype: struct code of one element. 16-bit floats are handled as bit patterns.
+CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i", "U8": "B"}
+SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
+INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
+          "input", "loss_scale_used"}
+BATCH = 128  # files a run of replay: few processes, little disk
+
+
+class Golden:
+    """A safetensors file whose header and bytes can be changed."""
+
+    def __init__(self, path):
+        with open(path, "rb") as stream:
+            raw = stream.read()
+        (length,) = struct.unpack_from("<Q", raw)
+        self.header = json.loads(raw[8:8 + length])
+        self.data = bytearray(raw[8 + length:])
+
+    def metadata(self):
+        return self.header["__metadata__"]
+
+    def tensors(self):
+        return [name for name in self.header if name != "__metadata__"]
+
+    def compared(self):
+        inputs = set(INPUTS)
+        if self.metadata()["algorithm"] in ("dynamic_loss_scaler", "fp16_scale_rule"):
+            inputs.add("overflow")  # what the wrappers return is what the bare scalers are told
+        return [name for name in self.tensors() if name.split("/")[0] not in inputs]
+
+    def bytes(self):
+        text = json.dumps(self.header).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text + bytes(self.data)
+
+    def drop(self, name):
+        begin, end = self.header.pop(name)["data_offsets"]
+        del self.data[begin:end]
+        for other in self.tensors():
+            offsets = self.header[other]["data_offsets"]
+            if offsets[0] >= end:
+                self.header[other]["data_offsets"] = [offset - (end - begin) for offset in offsets]
+
+    def alter(self, name, rng):
+        """Change one value; False if the tensor is empty."""
+        dtype = self.header[name]["dtype"]
+        begin, end = self.header[name]["data_offsets"]
+        code = CODES[dtype]
+        values = list(struct.unpack_from(f"<{(end - begin) // struct.calcsize(code)}{code}", self.data, begin))
+        if not values:
+            return False
+        change = {"d": change_float, "f": change_float, "H": change_half}.get(code, change_integer)
+        index, value = change(values, dtype, rng)
+        struct.pack_into("<" + code, self.data, begin + index * struct.calcsize(code), value)
+        return True
+
+
+def pick(indices, count, rng):
+    """One of the wanted places; any place at all if there is no such."""
+    return rng.choice(indices) if indices else rng.randrange(count)
+
+
+def change_float(values, dtype, rng):
+    largest = 3.4e38 if dtype == "F32" else 1.7e308
+    finite = [i for i, value in enumerate(values) if math.isfinite(value)]
+    index = pick(finite, len(values), rng)
+    if not finite:
+        return index, 1.0
+    peak = max(abs(values[i]) for i in finite)
+    # All zeros: any change is one, and the altered value is the new peak.
+    delta = 3e-5 * peak if peak > 0 else 1.0
+    if values[index] + delta > largest:
+        delta = -delta
+    return index, values[index] + delta
+
+
+def change_half(bits, dtype, rng):
+    # One unit is allowed and the engine may be one off on the other side: three can not be missed.
+    infinity = SMALLEST_INF[dtype]
+    finite = [i for i, value in enumerate(bits) if value & 0x7FFF < infinity]
+    index = pick(finite, len(bits), rng)
+    magnitude, sign = bits[index] & 0x7FFF, bits[index] & 0x8000
+    if magnitude >= infinity:
+        return index, 0
+    return index, sign | (magnitude + 3 if magnitude + 3 < infinity else magnitude - 3)
+
+
+def change_integer(values, dtype, rng):
+    index = rng.randrange(len(values))
+    limit = {"I64": 2**63, "I32": 2**31, "U8": 2**8}[dtype]
+    return index, values[index] + 1 if values[index] + 1 < limit else values[index] - 1
+
+
+def damaged(path):
+    """Copies of one file with something wrong in its structure: (what, bytes, text that replay's line must contain)."""
+    golden = Golden(path)
+    size = len(golden.data)
+    golden.header["stowaway"] = {"dtype": "U8", "shape": [1], "data_offsets": [size, size + 1]}
+    golden.data.append(0)
+    yield "one more tensor", golden.bytes(), "stowaway"
+
+    for name in dict.fromkeys((golden.compared()[0], golden.tensors()[0])):
+        golden = Golden(path)
+        golden.drop(name)
+        yield f"without tensor {name}", golden.bytes(), name
+
+    golden = Golden(path)
+    golden.metadata()["stowaway"] = "1"
+    yield "one more metadata key", golden.bytes(), "stowaway"
+
+    golden = Golden(path)
+    if "groups" in golden.metadata():
+        groups = json.loads(golden.metadata()["groups"])
+        groups[-1]["stowaway"] = 1
+        golden.metadata()["groups"] = json.dumps(groups)
+        yield "one more override in a group", golden.bytes(), "stowaway"
+
+    golden = Golden(path)
+    golden.metadata()["algorithm"] = "stowaway"
+    yield "an unknown algorithm", golden.bytes(), "stowaway"
+    yield "its last byte cut off", Golden(path).bytes()[:-1], ""
+
+
+def checks(paths):
+    """What to run: (what, bytes of the file, verdict, tensor to be named or None, text in the line)."""
+    for path in paths:
+        stem = os.path.basename(path)
+        yield stem, Golden(path).bytes(), "PASS", None, ""
+        for name in Golden(path).compared():
+            golden = Golden(path)
+            if golden.alter(name, random.Random(f"{stem}/{name}")):
+                yield f"{stem} with one value of {name} changed", golden.bytes(), "FAIL", name, ""
+        for what, raw, needle in damaged(path):
+            yield f"{stem}, {what}", raw, "FAIL", None, needle
+
+
+def run_batch(command, batch, folder):
+    """Number of checks in which replay said what it should."""
+    paths = []
+    for index, (_, raw, _, _, _) in enumerate(batch):
+        paths.append(os.path.join(folder, f"{index}.safetensors"))
+        with open(paths[-1], "wb") as stream:
+            stream.write(raw)
+    result = subprocess.run(command + paths, stdout=subprocess.PIPE, text=True, check=False)
+    lines = result.stdout.splitlines()
+    wanted_status = 1 if any(line.startswith("FAIL") for line in lines) else 0
+    if len(lines) != len(batch) + 1 or result.returncode != wanted_status:
+        print(f"replay printed {len(lines)} lines for {len(batch)} files and ended with status {result.returncode}")
+        return 0
+    good = 0
+    for index, (what, _, verdict, tensor, needle) in enumerate(batch):
+        words = lines[index].split(" ")
+        as_expected = words[:2] == [verdict, str(index)] and needle in lines[index]
+        if as_expected and tensor is not None:
+            as_expected = words[3:4] == [tensor]  # FAIL name difference tensor (...)
+        good += as_expected
+        if not as_expected:
+            print(f"{what}: expected {verdict} {tensor or needle}, replay said: {lines[index]}")
+    return good
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Does dsopt-replay notice a wrong record?")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("replay")
+    parser.add_argument("files", nargs="+")
+    arguments = parser.parse_args()
+    command = [arguments.replay, "--backend", arguments.backend]
+
+    passed = total = 0
+    with tempfile.TemporaryDirectory() as folder:
+        batch = []
+        for check in checks(arguments.files):
+            batch.append(check)
+            if len(batch) == BATCH:
+                passed += run_batch(command, batch, folder)
+                total += len(batch)
+                batch = []
+        if batch:
+            passed += run_batch(command, batch, folder)
+            total += len(batch)
+    print(f"{passed} passed, {total - passed} failed")
+    return 0 if passed == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// One function an algorithm: give the engine what was recorded as input and compare all the rest. To add one, write its
+// file and add a line to the table in main.cc.
+#pragma once
+#include "compare.h"
+#include "golden_file.h"
+
+namespace replay {
+
+struct Case {
+    GoldenFile &file;
+    Comparison &comparison;
+    int32_t backend; ///< DSOPT_CPU or DSOPT_CUDA
+};
+
+void replay_fused_adam(const Case &recorded);
+void replay_fused_lamb(const Case &recorded);
+
+} // namespace replay

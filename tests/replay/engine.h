@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// dsopt.h with owners: every failing call becomes a Failure with the engine's own text, and everything is released.
+#pragma once
+#include "golden_file.h"
+#include "memory.h"
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace replay {
+
+inline void check(dsopt_status status, const char *what) {
+    if (status != DSOPT_OK) fail("%s: %s: %s", what, dsopt_status_name(status), dsopt_last_error());
+}
+
+class Engine {
+public:
+    explicit Engine(int32_t backend) {
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.backend = backend;
+        dsopt_context *context = nullptr;
+        check(dsopt_context_create(&desc, &context), "dsopt_context_create");
+        context_.reset(context);
+        memory_ = backend == DSOPT_CUDA ? cuda_memory(desc.device) : host_memory();
+    }
+    dsopt_context *context() const { return context_.get(); }
+    Memory &memory() const { return *memory_; }
+
+private:
+    struct Destroy {
+        void operator()(dsopt_context *context) const { dsopt_context_destroy(context); }
+    };
+    std::unique_ptr<Memory> memory_;
+    std::unique_ptr<dsopt_context, Destroy> context_; // goes first
+};
+
+/// A tensor in backend memory.
+class Array {
+public:
+    /// One element at least is allocated: an empty gradient without an address would mean "no gradient".
+    Array(const Engine &engine, int32_t dtype, int64_t numel) :
+        memory_(&engine.memory()),
+        dtype_(dtype),
+        numel_(numel),
+        data_(memory_->allocate(size_t(numel > 0 ? numel : 1) * element_size(dtype))) {}
+    ~Array() {
+        if (data_ != nullptr) memory_->release(data_);
+    }
+    Array(Array &&other) noexcept :
+        memory_(other.memory_),
+        dtype_(other.dtype_),
+        numel_(other.numel_),
+        data_(std::exchange(other.data_, nullptr)) {}
+    Array &operator=(Array &&) = delete;
+
+    void upload(const void *host) { memory_->upload(data_, host, bytes()); }
+    std::vector<double> values() const {
+        std::vector<unsigned char> host(bytes() + 1); // data() is never NULL
+        memory_->download(host.data(), data_, bytes());
+        std::vector<double> values(static_cast<size_t>(numel_));
+        for (int64_t i = 0; i < numel_; ++i) values[size_t(i)] = to_double(host.data(), dtype_, i);
+        return values;
+    }
+    void *data() const { return data_; }
+    dsopt_tensor tensor() const { return {data_, numel_, dtype_, 0}; }
+    /// The same in a list entry that means "not this time".
+    dsopt_tensor absent() const { return {nullptr, numel_, dtype_, 0}; }
+
+private:
+    size_t bytes() const { return size_t(numel_) * element_size(dtype_); }
+
+    Memory *memory_;
+    int32_t dtype_;
+    int64_t numel_;
+    void *data_;
+};
+
+class Optimizer {
+public:
+    Optimizer(const Engine &engine, const dsopt_optimizer_desc &desc) {
+        dsopt_optimizer *optimizer = nullptr;
+        check(dsopt_optimizer_create(engine.context(), &desc, &optimizer), "dsopt_optimizer_create");
+        handle_.reset(optimizer);
+    }
+    dsopt_optimizer *get() const { return handle_.get(); }
+
+    void add_group(const dsopt_group &group, const std::vector<dsopt_param> &params) {
+        check(dsopt_optimizer_add_group(get(), &group, params.data(), int64_t(params.size())),
+              "dsopt_optimizer_add_group");
+    }
+    void set(int32_t group, int32_t key, double value) {
+        check(dsopt_optimizer_set(get(), group, key, value), "dsopt_optimizer_set");
+    }
+    void step(const dsopt_step &step) { check(dsopt_optimizer_step(get(), &step), "dsopt_optimizer_step"); }
+
+    /// Index in the state list of entry `name` of a parameter (place in the flat order), -1 = of the whole optimizer.
+    /// Failure unless it has this dtype and size.
+    int64_t state_index(const std::string &name, int64_t param, int32_t dtype, int64_t numel) const {
+        int64_t count = 0;
+        check(dsopt_optimizer_state_count(get(), &count), "dsopt_optimizer_state_count");
+        for (int64_t i = 0; i < count; ++i) {
+            const dsopt_state_info info = state_info(i);
+            if (info.param != param || name != info.name) continue;
+            if (info.tensor.dtype != dtype || info.tensor.numel != numel)
+                fail("state %s of parameter %lld: the engine has %lld of %s, expected %lld of %s", name.c_str(),
+                     (long long)param, (long long)info.tensor.numel, dtype_name(info.tensor.dtype), (long long)numel,
+                     dtype_name(dtype));
+            return i;
+        }
+        fail("the engine has no state %s of parameter %lld", name.c_str(), (long long)param);
+    }
+    std::vector<double> state_values(int64_t index) {
+        const dsopt_tensor tensor = state_info(index).tensor;
+        const size_t bytes = size_t(tensor.numel) * element_size(tensor.dtype);
+        const auto host = std::make_unique<unsigned char[]>(bytes + 1); // never NULL; the engine is told the exact size
+        check(dsopt_optimizer_export(get(), index, host.get(), bytes), "dsopt_optimizer_export");
+        std::vector<double> values(static_cast<size_t>(tensor.numel));
+        for (int64_t i = 0; i < tensor.numel; ++i) values[size_t(i)] = to_double(host.get(), tensor.dtype, i);
+        return values;
+    }
+
+private:
+    dsopt_state_info state_info(int64_t index) const {
+        DSOPT_NEW(dsopt_state_info, info);
+        check(dsopt_optimizer_state(get(), index, &info), "dsopt_optimizer_state");
+        return info;
+    }
+    struct Destroy {
+        void operator()(dsopt_optimizer *optimizer) const { dsopt_optimizer_destroy(optimizer); }
+    };
+    std::unique_ptr<dsopt_optimizer, Destroy> handle_;
+};
+
+} // namespace replay

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "layout.h"
+#include <algorithm>
+#include <rapidjson/document.h>
+
+namespace replay {
+namespace {
+
+// RapidJSON's default number parser may be off by some units in the last place: a beta must be the double that was
+// recorded.
+constexpr unsigned parse_flags =
+    rapidjson::kParseIterativeFlag | rapidjson::kParseFullPrecisionFlag | rapidjson::kParseValidateEncodingFlag;
+
+rapidjson::Document parse_array(GoldenFile &file, const char *key) {
+    rapidjson::Document document;
+    document.Parse<parse_flags>(file.text(key).c_str());
+    if (document.HasParseError() || !document.IsArray()) fail("metadata %s: not a JSON array", key);
+    return document;
+}
+
+double scalar(const rapidjson::Value &value, const std::string &key) {
+    if (value.IsBool()) return value.GetBool() ? 1 : 0;
+    if (!value.IsNumber()) fail("metadata groups: %s is neither a number nor a boolean", key.c_str());
+    return value.GetDouble();
+}
+
+} // namespace
+
+std::string param_item(int64_t index) { return "p" + std::to_string(index); }
+
+std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_t params) {
+    const std::string &text = file.text(key);
+    std::vector<int32_t> dtypes;
+    for (size_t begin = 0; begin <= text.size();) {
+        const size_t comma = std::min(text.find(',', begin), text.size());
+        const std::string word = text.substr(begin, comma - begin);
+        begin = comma + 1;
+        const int32_t dtype = word == "f32" ? DSOPT_F32 : word == "f16" ? DSOPT_F16 : word == "bf16" ? DSOPT_BF16 : 0;
+        if (dtype == 0) fail("metadata %s: '%s' is not a dtype that the engine steps", key.c_str(), word.c_str());
+        dtypes.push_back(dtype);
+    }
+    if (dtypes.size() == 1) dtypes.resize(size_t(params), dtypes[0]);
+    if (int64_t(dtypes.size()) != params) fail("metadata %s: one dtype, or one a parameter", key.c_str());
+    return dtypes;
+}
+
+Layout::Layout(GoldenFile &file) : file_(file) {
+    read_shapes();
+    read_groups();
+}
+
+void Layout::read_shapes() {
+    const auto document = parse_array(file_, "param_shapes");
+    for (const auto &entry : document.GetArray()) {
+        if (!entry.IsArray()) fail("metadata param_shapes: not a list of lists");
+        int64_t numel = 1;
+        std::vector<int64_t> shape;
+        for (const auto &dim : entry.GetArray()) {
+            if (!dim.IsInt64() || dim.GetInt64() < 0 || __builtin_mul_overflow(numel, dim.GetInt64(), &numel))
+                fail("metadata param_shapes: malformed shape");
+            shape.push_back(dim.GetInt64());
+        }
+        shapes_.push_back(std::move(shape));
+        numels_.push_back(numel);
+    }
+}
+
+void Layout::read_groups() {
+    std::set<int64_t> placed;
+    const auto document = parse_array(file_, "groups");
+    for (const auto &entry : document.GetArray()) {
+        if (!entry.IsObject() || !entry.HasMember("params")) fail("metadata groups: not a list of objects with params");
+        Group group;
+        const auto set = [&group](const std::string &given, const std::string &key, const rapidjson::Value &value) {
+            if (!group.overrides.emplace(key, scalar(value, given)).second)
+                fail("metadata groups: %s is given twice", given.c_str());
+        };
+        for (const auto &member : entry.GetObject()) {
+            const std::string key = member.name.GetString();
+            if (key == "params") {
+                if (!member.value.IsArray()) fail("metadata groups: params are a list");
+                for (const auto &index : member.value.GetArray()) {
+                    if (!index.IsInt64() || index.GetInt64() < 0 || index.GetInt64() >= param_count())
+                        fail("metadata groups: params names no parameter");
+                    if (!placed.insert(index.GetInt64()).second)
+                        fail("metadata groups: parameter %lld is in it twice", (long long)index.GetInt64());
+                    group.params.push_back(index.GetInt64());
+                    order_.push_back(index.GetInt64());
+                }
+            } else if (key == "betas") {
+                if (!member.value.IsArray() || member.value.Size() != 2) fail("metadata groups: betas are two numbers");
+                set(key, "beta1", member.value[0]);
+                set(key, "beta2", member.value[1]);
+            } else {
+                set(key, key, member.value);
+            }
+        }
+        groups_.push_back(std::move(group));
+    }
+    if (placed.size() != shapes_.size())
+        fail("metadata groups: %zu of %zu parameters are in no group", shapes_.size() - placed.size(), shapes_.size());
+}
+
+double Layout::hyper(size_t index, const std::string &key) {
+    Group &group = groups_[index];
+    const auto found = group.overrides.find(key);
+    // The top-level value is looked at even where it is replaced: it has to be understood too.
+    const double common = file_.has(key) || found == group.overrides.end() ? file_.number(key) : 0;
+    group.read.insert(key);
+    return found == group.overrides.end() ? common : found->second;
+}
+
+bool Layout::hyper_flag(size_t index, const std::string &key) {
+    const double value = hyper(index, key);
+    if (value != 0 && value != 1) fail("group %zu: %s is neither 0 nor 1", index, key.c_str());
+    return value == 1;
+}
+
+void Layout::finish() const {
+    for (size_t i = 0; i < groups_.size(); ++i)
+        for (const auto &[key, value] : groups_[i].overrides)
+            if (groups_[i].read.count(key) == 0)
+                fail("group %zu: the override %s = %g is not understood by this algorithm's replay", i, key.c_str(),
+                     value);
+}
+
+} // namespace replay

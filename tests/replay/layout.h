@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters, groups and hyper-parameters of a recorded case, the same for every optimizer.
+#pragma once
+#include "golden_file.h"
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace replay {
+
+class Layout {
+public:
+    /// Reads the metadata `param_shapes` and `groups`. Failure unless every parameter is in exactly one group.
+    explicit Layout(GoldenFile &file);
+
+    int64_t param_count() const { return int64_t(shapes_.size()); }
+    const std::vector<int64_t> &shape(int64_t param) const { return shapes_[size_t(param)]; }
+    int64_t numel(int64_t param) const { return numels_[size_t(param)]; }
+
+    size_t group_count() const { return groups_.size(); }
+    const std::vector<int64_t> &group(size_t index) const { return groups_[index].params; }
+    /// Parameter indices in optimizer order: `groups[0].params`, `groups[1].params`, ...
+    const std::vector<int64_t> &order() const { return order_; }
+
+    /// Hyper-parameter of a group: its override, or the top-level value. "beta1" and "beta2" also stand for "betas".
+    double hyper(size_t group, const std::string &key);
+    bool hyper_flag(size_t group, const std::string &key);
+    /// The same for something that the original keeps once for all groups: an override of it is never read, so finish()
+    /// fails.
+    double common(const std::string &key) { return file_.number(key); }
+    bool common_flag(const std::string &key) { return file_.flag(key); }
+
+    /// Failure that names an override which nothing has read.
+    void finish() const;
+
+private:
+    struct Group {
+        std::vector<int64_t> params;
+        std::map<std::string, double> overrides;
+        std::set<std::string> read;
+    };
+
+    void read_shapes();
+    void read_groups();
+
+    GoldenFile &file_;
+    std::vector<std::vector<int64_t>> shapes_;
+    std::vector<int64_t> numels_, order_;
+    std::vector<Group> groups_;
+};
+
+/// "p<index>", the item name of a parameter.
+std::string param_item(int64_t index);
+
+/// A dtype as metadata spells it ("f32"), one for all parameters or a comma list in the order of their indices.
+std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_t params);
+
+} // namespace replay

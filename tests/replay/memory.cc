@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memory.h"
+#include "golden_file.h"
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+
+namespace replay {
+namespace {
+
+class HostMemory : public Memory {
+public:
+    void *allocate(size_t bytes) override {
+        void *memory = std::malloc(bytes);
+        if (memory == nullptr) fail("out of memory");
+        return memory;
+    }
+    void release(void *memory) override { std::free(memory); }
+    void upload(void *to, const void *from, size_t bytes) override { std::memcpy(to, from, bytes); }
+    void download(void *to, const void *from, size_t bytes) override { std::memcpy(to, from, bytes); }
+};
+
+// The driver's stable interface, as much of it as is used here: CUresult is an int, CUdeviceptr 64 bits wide.
+class CudaMemory : public Memory {
+public:
+    explicit CudaMemory(int ordinal) {
+        library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+        if (library_ == nullptr) fail("no CUDA driver: %s", dlerror());
+        int (*init)(unsigned) = nullptr, (*get)(int *, int) = nullptr, (*retain)(void **, int) = nullptr;
+        int (*set_current)(void *) = nullptr;
+        find(init, "cuInit");
+        find(get, "cuDeviceGet");
+        find(retain, "cuDevicePrimaryCtxRetain");
+        find(set_current, "cuCtxSetCurrent");
+        find(drop_, "cuDevicePrimaryCtxRelease_v2");
+        find(allocate_, "cuMemAlloc_v2");
+        find(release_, "cuMemFree_v2");
+        find(upload_, "cuMemcpyHtoD_v2");
+        find(download_, "cuMemcpyDtoH_v2");
+        check(init(0), "cuInit");
+        check(get(&device_, ordinal), "cuDeviceGet");
+        void *context = nullptr;
+        check(retain(&context, device_), "cuDevicePrimaryCtxRetain");
+        check(set_current(context), "cuCtxSetCurrent");
+    }
+    ~CudaMemory() override { (void)drop_(device_); } // the library stays: the engine may hold it too
+
+    void *allocate(size_t bytes) override {
+        uint64_t memory = 0;
+        check(allocate_(&memory, bytes), "cuMemAlloc");
+        return reinterpret_cast<void *>(memory);
+    }
+    void release(void *memory) override { (void)release_(address(memory)); }
+    void upload(void *to, const void *from, size_t bytes) override {
+        if (bytes != 0) check(upload_(address(to), from, bytes), "cuMemcpyHtoD");
+    }
+    void download(void *to, const void *from, size_t bytes) override {
+        if (bytes != 0) check(download_(to, address(from), bytes), "cuMemcpyDtoH");
+    }
+
+private:
+    static uint64_t address(const void *memory) { return reinterpret_cast<uint64_t>(memory); }
+    static void check(int result, const char *what) {
+        if (result != 0) fail("%s: CUDA driver error %d", what, result);
+    }
+    template <class F> void find(F &function, const char *name) {
+        void *symbol = dlsym(library_, name);
+        if (symbol == nullptr) fail("the CUDA driver has no %s", name);
+        function = reinterpret_cast<F>(symbol);
+    }
+
+    void *library_ = nullptr;
+    int device_ = 0;
+    int (*drop_)(int) = nullptr;
+    int (*allocate_)(uint64_t *, size_t) = nullptr;
+    int (*release_)(uint64_t) = nullptr;
+    int (*upload_)(uint64_t, const void *, size_t) = nullptr;
+    int (*download_)(void *, uint64_t, size_t) = nullptr;
+};
+
+} // namespace
+
+std::unique_ptr<Memory> host_memory() { return std::make_unique<HostMemory>(); }
+std::unique_ptr<Memory> cuda_memory(int device) { return std::make_unique<CudaMemory>(device); }
+
+} // namespace replay

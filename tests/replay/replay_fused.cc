@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// fused_adam and fused_lamb: one rank, no loss scaler, moments in the parameter's dtype.
+#include "cases.h"
+#include "engine.h"
+#include "layout.h"
+
+namespace replay {
+namespace {
+
+struct Param {
+    std::string item; ///< "p<index in the record>"
+    const Tensor *grad, *param, *exp_avg, *exp_avg_sq, *param_out /* NULL: not recorded */;
+    int64_t exp_avg_state = 0, exp_avg_sq_state = 0;
+    Array weights, gradient;
+    std::vector<Array> out; ///< one or none
+};
+
+class FusedReplay {
+public:
+    FusedReplay(const Case &recorded, bool lamb) :
+        file_(recorded.file),
+        comparison_(recorded.comparison),
+        lamb_(lamb),
+        layout_(file_),
+        engine_(recorded.backend),
+        optimizer_(engine_, make_desc()),
+        scale_(engine_, DSOPT_F32, 1) {
+        steps_ = file_.integer("steps");
+        if (steps_ < 1) fail("metadata steps: nothing is recorded");
+        if (file_.integer("world_size") != 1) fail("metadata world_size: this algorithm has one rank");
+        if (lamb_) {
+            const auto divisor = float(layout_.common("grad_divisor"));
+            scaled_ = divisor != 1;
+            scale_.upload(&divisor);
+        }
+        add_groups();
+        for (size_t place = 0; place < params_.size(); ++place) {
+            Param &p = params_[place];
+            p.exp_avg_state = find_state("exp_avg", place, *p.exp_avg);
+            p.exp_avg_sq_state = find_state("exp_avg_sq", place, *p.exp_avg_sq);
+        }
+        const int64_t count = layout_.param_count();
+        lr_ = &comparison_.input("lr", DSOPT_F64, {steps_});
+        if (file_.find("grad_present") != nullptr)
+            present_ = &comparison_.input("grad_present", DSOPT_U8, {steps_, count});
+        step_ = &comparison_.output("state_step", {steps_, count});
+        step_state_ = optimizer_.state_index("step", -1, DSOPT_I32, count);
+        if (lamb_) {
+            coeff_ = &comparison_.output("lamb_coeff", {steps_, count});
+            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_F32, count);
+        }
+        layout_.finish();
+    }
+
+    void run() {
+        for (int64_t t = 0; t < steps_; ++t) {
+            step(t);
+            compare(t);
+        }
+    }
+
+private:
+    dsopt_optimizer_desc make_desc() {
+        dtypes_ = dtype_list(file_, "dtype", layout_.param_count());
+        grad_dtypes_ = lamb_ ? dtype_list(file_, "grad_dtype", layout_.param_count()) : dtypes_;
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.compat = DSOPT_COMPAT_DEEPSPEED;
+        desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original never looks
+        for (const int32_t dtype : dtypes_)
+            if (dtype != DSOPT_F32) desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
+        return desc;
+    }
+
+    void add_groups() {
+        params_.reserve(layout_.order().size()); // names and weights of those already there must stay where they are
+        const bool decoupled = !lamb_ && layout_.common_flag("adam_w_mode");
+        const bool inside = lamb_ && layout_.common_flag("eps_inside_sqrt");
+        for (size_t g = 0; g < layout_.group_count(); ++g) {
+            dsopt_group group;
+            check(dsopt_group_init(&group, sizeof group,
+                                   lamb_       ? DSOPT_LAMB
+                                   : decoupled ? DSOPT_ADAMW
+                                               : DSOPT_ADAM),
+                  "dsopt_group_init");
+            group.lr = layout_.hyper(g, "lr"); // until the first call, which brings its own
+            group.beta1 = layout_.hyper(g, "beta1");
+            group.beta2 = layout_.hyper(g, "beta2");
+            group.eps = layout_.hyper(g, "eps");
+            group.weight_decay = layout_.hyper(g, "weight_decay");
+            if (!layout_.hyper_flag(g, "bias_correction")) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+            if (lamb_) {
+                group.min_trust = layout_.hyper(g, "min_coeff");
+                group.max_trust = layout_.hyper(g, "max_coeff");
+                if (inside) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
+            }
+            std::vector<dsopt_param> list;
+            for (const int64_t index : layout_.group(g)) list.push_back(add_param(index));
+            optimizer_.add_group(group, list);
+        }
+    }
+
+    dsopt_param add_param(int64_t index) {
+        const std::string name = param_item(index), item = "/" + name;
+        const int64_t numel = layout_.numel(index);
+        const int32_t dtype = dtypes_[size_t(index)], grad_dtype = grad_dtypes_[size_t(index)];
+        Param p{name,
+                &comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
+                &output("param" + item, dtype, numel),
+                &output("exp_avg" + item, dtype, numel),
+                &output("exp_avg_sq" + item, dtype, numel),
+                lamb_ ? file_.find("param_out" + item) : nullptr,
+                0,
+                0,
+                Array(engine_, dtype, numel),
+                Array(engine_, grad_dtype, numel),
+                {}};
+        if (p.param_out != nullptr) {
+            // The original writes this copy in the gradient's type.
+            (void)output(p.param_out->name, grad_dtype, numel);
+            p.out.emplace_back(engine_, grad_dtype, numel);
+            has_out_ = true;
+        }
+        p.weights.upload(comparison_.input("param_init" + item, dtype, {numel}).data);
+        params_.push_back(std::move(p));
+
+        const std::vector<int64_t> &shape = layout_.shape(index);
+        dsopt_param param{};
+        param.tensor = params_.back().weights.tensor();
+        param.name = params_.back().item.c_str();
+        param.dims = shape.data();
+        param.ndim = int32_t(shape.size());
+        return param;
+    }
+
+    const Tensor &output(const std::string &name, int32_t dtype, int64_t numel) const {
+        const Tensor &tensor = comparison_.output(name, {steps_, numel});
+        if (tensor.dtype != dtype)
+            fail("tensor %s is %s, expected %s", name.c_str(), dtype_name(tensor.dtype), dtype_name(dtype));
+        return tensor;
+    }
+
+    /// The state has the dtype of the record: an engine that keeps fp32 moments instead is not the original.
+    int64_t find_state(const char *name, size_t place, const Tensor &recorded) const {
+        return optimizer_.state_index(name, int64_t(place), recorded.dtype, recorded.row_numel());
+    }
+
+    void step(int64_t t) {
+        std::vector<dsopt_tensor> grads, outs;
+        for (size_t place = 0; place < params_.size(); ++place) {
+            Param &p = params_[place];
+            const auto column = t * layout_.param_count() + int64_t(place);
+            const bool present = present_ == nullptr || present_->value(column) != 0;
+            if (present) p.gradient.upload(p.grad->row(t));
+            grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
+            outs.push_back(p.out.empty() ? p.weights.absent() : p.out[0].tensor());
+        }
+        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_LR, lr_->value(t));
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = grads.data();
+        step.count = int64_t(grads.size());
+        if (has_out_) step.out = outs.data();
+        if (scaled_) step.grad_scale = static_cast<const float *>(scale_.data());
+        optimizer_.step(step);
+    }
+
+    void compare(int64_t t) {
+        for (Param &p : params_) {
+            comparison_.row(*p.param, t, p.weights.values());
+            comparison_.row(*p.exp_avg, t, optimizer_.state_values(p.exp_avg_state));
+            comparison_.row(*p.exp_avg_sq, t, optimizer_.state_values(p.exp_avg_sq_state));
+            if (p.param_out != nullptr) comparison_.row(*p.param_out, t, p.out[0].values());
+        }
+        comparison_.row(*step_, t, optimizer_.state_values(step_state_));
+        if (coeff_ != nullptr) comparison_.row(*coeff_, t, optimizer_.state_values(coeff_state_));
+    }
+
+    GoldenFile &file_;
+    Comparison &comparison_;
+    bool lamb_;
+    Layout layout_;
+    std::vector<int32_t> dtypes_, grad_dtypes_; // by parameter index
+    Engine engine_;
+    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    Optimizer optimizer_;
+    Array scale_;
+    int64_t steps_ = 0, step_state_ = 0, coeff_state_ = 0;
+    bool scaled_ = false, has_out_ = false;
+    const Tensor *lr_ = nullptr, *present_ = nullptr, *step_ = nullptr, *coeff_ = nullptr;
+};
+
+} // namespace
+
+void replay_fused_adam(const Case &recorded) { FusedReplay(recorded, false).run(); }
+void replay_fused_lamb(const Case &recorded) { FusedReplay(recorded, true).run(); }
+
+} // namespace replay
