@@ -95,11 +95,16 @@ enum {
     DSOPT_ERR_STATE = 19,       /**< wrong moment: no groups yet, parameters not bound */
     DSOPT_ERR_BUSY = 20,        /**< the object is in use by another thread */
     DSOPT_ERR_FORKED = 21,      /**< made before fork(): in the child only destroy works */
+    DSOPT_ERR_SKIPS = 22,       /**< the skip budget is used up: that many steps in a row were skipped */
     /* the system is at fault */
     DSOPT_ERR_NOMEM = 30,       /**< out of host or backend memory */
     DSOPT_ERR_MISSING = 31,     /**< a driver or library that the call needs is not on this machine */
     DSOPT_ERR_IO = 32,          /**< open, read, write, flush or rename failed; the text has the system's reason */
     DSOPT_ERR_INTERNAL = 33,    /**< a defect of dsopt */
+    /* communication; sticky for the comm */
+    DSOPT_ERR_COMM = 50,        /**< a collective failed; the text has the provider's reason */
+    DSOPT_ERR_TIMEOUT = 51,     /**< a peer did not come within the comm's time-out */
+    DSOPT_ERR_ABORTED = 52,     /**< dsopt_comm_abort was called */
     /* files */
     DSOPT_ERR_FORMAT = 70,      /**< not a dsopt checkpoint, or a damaged header */
     DSOPT_ERR_CHECKSUM = 71,    /**< tensor data do not match their checksum */
@@ -156,6 +161,141 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_create(const dsopt_context_desc
 /** Release the handle. Never blocks. */
 DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 
+/* --------------------------------------------------------------------------------------------------------------- comm */
+/*
+ * Ranks that agree on norms and on skipped steps. Every rank makes the same calls in the same order. A comm is used by one thread at a
+ * time, but dsopt_comm_query and dsopt_comm_abort may be called from any thread at any time.
+ */
+typedef struct dsopt_comm dsopt_comm;
+
+enum {
+    DSOPT_COMM_SELF = 0,  /**< one rank */
+    DSOPT_COMM_LOCAL = 1, /**< ranks are threads of this process, host memory */
+    DSOPT_COMM_TABLE = 4  /**< the caller's functions */
+};
+enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
+
+/** Collectives of the caller (MPI, Gloo, ...). Functions return 0 or their own error code, block until done, and take host memory. */
+typedef struct dsopt_comm_table {
+    size_t size;
+    void *self;     /**< first argument of every function; must live until `destroy` */
+    int32_t rank;
+    int32_t ranks;
+    int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream); /**< F32, F64,
+                         I32; SUM, MAX; send may be recv; every rank must get the same bits */
+    int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
+    int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
+    int (*broadcast)(void *self, void *buffer, int64_t bytes, int32_t root, void *stream);             /**< optional */
+    int (*barrier)(void *self);                            /**< optional */
+    int (*error)(void *self, char *text, size_t capacity); /**< optional: state of the communicator, any thread; 0 = fine */
+    void (*abort)(void *self);                             /**< optional: make blocked calls return, any thread */
+    void (*destroy)(void *self);                           /**< optional: last call */
+} dsopt_comm_table;
+
+typedef struct dsopt_comm_desc {
+    size_t size;
+    int32_t kind;       /**< DSOPT_COMM_...; SELF needs nothing else */
+    int32_t rank;       /**< with `id`: this rank */
+    int32_t ranks;      /**< with `id`: number of ranks */
+    int32_t timeout_ms; /**< longest wait in any call; 0 = 600000; -1 = none. TABLE: the functions' own affair, must be 0 */
+    const void *id;     /**< LOCAL: bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
+    size_t id_bytes;
+    const dsopt_comm_table *table; /**< TABLE: copied */
+} dsopt_comm_desc;
+
+typedef struct dsopt_comm_info {
+    size_t size;
+    int32_t rank, ranks;
+    dsopt_status status;    /**< DSOPT_OK, or the first failure of this comm */
+    int32_t reserved;
+    int64_t calls;          /**< collectives since creation */
+    int64_t bytes_sent;     /**< payload put on the wire by this rank since creation; an all-reduce counts 2 (ranks - 1) / ranks of it */
+    int64_t bytes_received;
+} dsopt_comm_info;
+
+/**
+ * Make a bootstrap blob on one rank; carry it to the others by any means.
+ * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes).
+ * @param[out]    id     may be NULL to ask for the size only.
+ * @param[in,out] bytes  capacity of `id`; then the size.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob; DSOPT_ERR_SHAPE: capacity. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
+/** Make a comm; collective where `id` is given. @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm);
+/** Rank, size, health and counters, without waiting; `info->size` must be set. Thread-safety: any. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info);
+/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Thread-safety: any. */
+DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
+/** Release the handle. Never blocks. */
+DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
+
+/* -------------------------------------------------------------------------------------------------------- loss scaler */
+typedef struct dsopt_scaler dsopt_scaler;
+
+/** Where zero fields of dsopt_scaler_desc come from. */
+enum {
+    DSOPT_SCALER_DEFAULT = 0, /**< init 2^16, factor 2, window 1000, min 1, hysteresis 1 */
+    DSOPT_SCALER_FUSED = 1,   /**< FP16_Optimizer: init 2^32, min 1. Hysteresis is ignored there, hence refused here */
+    DSOPT_SCALER_UNFUSED = 2, /**< FP16_UnfusedOptimizer: init 2^16, min 0.25, likewise */
+    DSOPT_SCALER_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
+};
+enum {
+    DSOPT_SCALER_STATIC = 1,            /**< never changes by itself; overflow skips the step all the same */
+    DSOPT_SCALER_REFILL = 2,            /**< consecutive hysteresis: every good step refills the budget */
+    DSOPT_SCALER_FAIL_AT_MIN = 4,       /**< overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else */
+    DSOPT_SCALER_KEEP_AT_MIN = 8,       /**< takes FAIL_AT_MIN out of the DYNAMIC profile */
+    DSOPT_SCALER_SHARED = 16,           /**< steps only record overflow; dsopt_scaler_update makes the transition, once an iteration.
+                                             Needed for a second optimizer (else DSOPT_ERR_STATE when that is created) */
+    DSOPT_SCALER_GROWTH_AT_WINDOW = 32  /**< grow in the step that makes `window` good ones (2023 form), not in the one after it */
+};
+typedef struct dsopt_scaler_desc {
+    size_t size;
+    int32_t profile;    /**< DSOPT_SCALER_DEFAULT ... */
+    uint32_t flags;     /**< DSOPT_SCALER_STATIC ... */
+    double init;        /**< 0 = of the profile; STATIC: 1 */
+    double factor;      /**< > 1; 0 = 2 */
+    double min;         /**< 0 = of the profile */
+    double max;         /**< 0 = none */
+    int32_t window;     /**< good steps until growth; 0 = 1000 */
+    int32_t hysteresis; /**< overflows until the scale shrinks (delayed_shift); 0 = 1 */
+} dsopt_scaler_desc;
+typedef struct dsopt_scaler_info {
+    size_t size;
+    double scale;           /**< what the next backward pass must use, override included */
+    double dynamic;         /**< the machine's own value */
+    int64_t updates;        /**< transitions so far (cur_iter) */
+    int64_t last_overflow;  /**< number of the last one with overflow (last_overflow_iter), -1 if none */
+    int32_t hysteresis;     /**< overflows left until the scale shrinks */
+    int32_t overridden;     /**< 1 while an override is set */
+    int32_t failures;       /**< overflows at the minimum, with FAIL_AT_MIN */
+    int32_t skipped_in_row; /**< transitions with overflow in a row */
+} dsopt_scaler_info;
+enum { DSOPT_SCALE_VALUE = 0, DSOPT_SCALE_OVERRIDE = 1, DSOPT_SCALE_CLEAR_OVERRIDE = 2 };
+
+/**
+ * The machine (updates i, last overflow l): on overflow, with the budget of `hysteresis` at 1, scale = max(scale / factor, min); else
+ * one less in the budget; l = i. On a good step with k = i - l - 1 > 0 and k a multiple of `window`: scale = min(scale * factor, max) and
+ * a full budget. Then i + 1. (DeepSpeed's loss_scaler.py.)
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler);
+/** Release the handle; optimizers that it is attached to keep the scaler alive. */
+DSOPT_API void dsopt_scaler_destroy(dsopt_scaler *scaler);
+/** One float in backend memory, fixed for the scaler's life: the loss, or its gradient, is multiplied by it. NULL only for NULL. */
+DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
+/** Stream-ordered: set the value, set an override (used by backward and unscaling; the machine pauses), or clear it. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
+/**
+ * One transition. With DSOPT_SCALER_SHARED once an iteration, after the last step; else for a scaler used without an optimizer.
+ * @param[in] overflow  an int32 in backend memory, nonzero = overflow; NULL = what the attached optimizers recorded.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
+/** Current values; `info->size` must be set. Waits for the work that was enqueued with this scaler. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info);
+/** Multiply a loss (one F32, F16 or BF16 in backend memory) by the scale, in place and in stream order: the backward helper. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream);
+
 /* ---------------------------------------------------------------------------------------------- groups and parameters */
 /** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 - beta2^t. */
 enum {
@@ -188,14 +328,22 @@ typedef struct dsopt_group {
     double min_trust, max_trust; /**< LAMB: bounds of the trust ratio, 0 <= min <= max */
 } dsopt_group;
 
+/** What the global norm makes of a parameter's gradient. */
+enum {
+    DSOPT_PARAM_MODEL_PARALLEL = 1, /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
+    DSOPT_PARAM_REPLICATED = 2      /**< exists on another pipeline stage too, which counts it: left out of norms here */
+};
+
 /** One parameter as registered. No `size`: it travels in arrays. */
 typedef struct dsopt_param {
     dsopt_tensor tensor; /**< F32, F16 or BF16; data may be NULL: bound later, or given at each call */
     const char *name;    /**< copied; UTF-8, at most 1000 bytes, unique in the optimizer; NULL = "p<index>" */
     const int64_t *dims; /**< copied; optional, for checkpoints; the product must be numel */
     int32_t ndim;        /**< 0 = flat; at most 8 */
-    uint32_t flags;      /**< 0 */
-    int32_t reserved[4]; /**< 0 */
+    uint32_t flags;      /**< DSOPT_PARAM_... */
+    int64_t offset;      /**< where this piece begins if it is a slice of a tensor of that name: stochastic rounding follows it */
+    int32_t expert;      /**< 0 = dense; k = its ranks in expert comm k - 1 hold different experts, whose squares add up */
+    int32_t reserved;    /**< 0 */
 } dsopt_param;
 
 /**
@@ -211,26 +359,47 @@ typedef struct dsopt_optimizer dsopt_optimizer;
 enum { DSOPT_STANDARD = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
 enum { DSOPT_NONFINITE_AUTO = 0, DSOPT_NONFINITE_SKIP = 1, DSOPT_NONFINITE_APPLY = 2 };
 enum {
-    DSOPT_OPTIMIZER_NO_MASTER = 1,   /**< 16-bit parameters without an fp32 master; refused when no parameter is 16-bit */
-    DSOPT_OPTIMIZER_REPORT_NORMS = 2 /**< weight and update norm in the report (no further pass over memory) */
+    DSOPT_OPTIMIZER_NO_MASTER = 1,           /**< 16-bit parameters without an fp32 master */
+    DSOPT_OPTIMIZER_REPORT_NORMS = 2,        /**< weight and update norm in the report (no further pass over memory) */
+    DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING = 4, /**< with NO_MASTER: BF16 parameters are rounded up or down at random, in proportion. The
+                                                  random number follows from seed, name, step and element alone: any sharding gives the same */
+    DSOPT_OPTIMIZER_ACCUMULATE = 8,          /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
+    DSOPT_OPTIMIZER_TIMING = 16              /**< times per phase in the report */
+};
+enum {
+    DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
+    DSOPT_MASTERS_FLAT = 1        /**< the masters of a group lie one behind the other without gaps; compat mode: FP16_Optimizer */
 };
 
 typedef struct dsopt_optimizer_desc {
     size_t size;
-    int32_t compat;    /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included: betas and 1 - beta
-                            in fp32, one step counter a group and dtype, moments in the parameter's dtype with NO_MASTER */
+    int32_t compat;    /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without masters
+                            that is FusedAdam and FusedLamb: betas and 1 - beta in fp32, Adam's steps counted by one counter a group,
+                            moments in the parameter's dtype. With masters it is the fp16 wrapper that `masters` names: the first use of
+                            the state takes a step on zero gradients, absent gradients are zeros, the scale moves before gradients are
+                            divided by it, a norm that is not finite in fp32 counts as 1, experts count by their weights (FLAT) or not
+                            at all, and non-finite gradients without a scaler are applied (FLAT) */
     uint32_t flags;    /**< DSOPT_OPTIMIZER_... */
-    int32_t nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for clipping anyway, else apply;
-                            SKIP: always look (one more read of the gradients); APPLY: let them through */
-    int32_t reserved;
+    int32_t nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for scaling or clipping anyway, else
+                            apply; SKIP: always look (one more read of the gradients); APPLY: let them through */
+    int32_t masters;   /**< DSOPT_MASTERS_... */
     double max_norm;   /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a group has its
                             own max_norm too, the larger of the two divisors holds */
+    double max_value;  /**< clip every element of the unscaled gradient to [-max_value, max_value], after the norm; 0 = off */
+    dsopt_scaler *scaler; /**< kept; NULL = no loss scaling */
+    dsopt_comm *data;  /**< kept: data-parallel ranks, which agree on skipping; NULL = one */
+    dsopt_comm *model; /**< kept: model-parallel ranks, which add up norms and agree on skipping; NULL = one */
+    dsopt_comm *const *experts; /**< kept: expert_count comms of expert-parallel ranks */
+    int32_t expert_count;
+    int32_t skip_budget; /**< after this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS; 0 = never */
+    uint64_t seed;     /**< of STOCHASTIC_ROUNDING */
 } dsopt_optimizer_desc;
 
 /**
  * An optimizer without parameters yet.
- * @param[in] desc  NULL = standard mode, no clipping, fp32 masters for 16-bit parameters.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range. Thread-safety: any.
+ * @param[in] desc  NULL = standard mode, no scaling, no clipping, fp32 masters for 16-bit parameters.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect; DSOPT_ERR_STATE: the
+ *         scaler has an optimizer already and is not SHARED. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc, dsopt_optimizer **opt);
 /** Release the handle and, when nothing else uses them, the state tensors that the engine owns. */
@@ -255,6 +424,8 @@ enum {
     DSOPT_ALGORITHM = 11,       /**< read only */
     /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
     DSOPT_MAX_NORM = 32,
+    DSOPT_MAX_VALUE = 34,
+    DSOPT_SKIP_BUDGET = 35,     /**< setting it also forgives the skips so far */
     DSOPT_CALLS = 33            /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
 };
 /**
@@ -270,8 +441,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
 /* ------------------------------------------------------------------------------------------------------ state tensors */
 /*
  * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter (master,
- * exp_avg, exp_avg_sq), then of the optimizer (trust_ratio where a group is LAMB: F32, one a parameter; step: I32, one a parameter).
- * Names, sizes and order are known from the groups, before the first step and without memory: a framework can allocate the list, keep
+ * exp_avg, exp_avg_sq, grad_accum), then of the optimizer (with a scaler loss_scale: F32, one, and scaler: I32, 12 words; trust_ratio where
+ * a group is LAMB: F32, one a parameter; step: I32, one a parameter). Each is there only where it is used. loss_scale and scaler are the
+ * attached scaler's own memory. Names, sizes and order are known from the groups, before the first step and without memory: a framework can allocate the list, keep
  * it in its own checkpoints, and pass it to apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments have
  * the parameter's dtype.
  */
@@ -308,7 +480,12 @@ enum { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2 };
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count);
 
-enum { DSOPT_RESET_MASTERS = 1 /**< from the parameters */, DSOPT_RESET_MOMENTS = 2, DSOPT_RESET_COUNTERS = 4 };
+enum {
+    DSOPT_RESET_MASTERS = 1, /**< from the parameters, after new weights were loaded (refresh_fp32_params) */
+    DSOPT_RESET_MOMENTS = 2,
+    DSOPT_RESET_COUNTERS = 4,
+    DSOPT_RESET_GRADS = 8    /**< accumulators */
+};
 /** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_STATE. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream);
 
@@ -316,6 +493,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, u
 enum {
     DSOPT_STEP_ZERO_GRADS = 1, /**< set gradients to zero in the same pass, also when the step is skipped */
     DSOPT_STEP_OUT_ONLY = 2,   /**< do not write params: the new values go to `out` alone, which must then name every parameter */
+    DSOPT_STEP_ACCUMULATED = 8, /**< gradients are those of dsopt_optimizer_accumulate; `grads` is NULL; accumulators are zeroed */
     DSOPT_STEP_DELTA = 4       /**< as OUT_ONLY, and `out` gets new - old, zeros when skipped. Refused for parameters with a master */
 };
 enum { DSOPT_REPORT_FLOATS = 16 };
@@ -327,7 +505,11 @@ enum {
     DSOPT_R_UPDATE_NORM = 3, /**< |new - old|, with REPORT_NORMS */
     DSOPT_R_NONFINITE = 4,   /**< number of Inf and NaN elements found, 0 if not looked for */
     DSOPT_R_FIRST_BAD = 5,   /**< index of the first parameter with one, -1 = none */
-    DSOPT_R_DIVISOR = 6      /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by themselves */
+    DSOPT_R_DIVISOR = 6,     /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by themselves; 0 if skipped */
+    DSOPT_R_SCALE_USED = 7,  /**< loss scale that the gradients carried, 1 without */
+    DSOPT_R_SCALE_NEXT = 8,  /**< loss scale for the next backward pass */
+    DSOPT_R_EXPERT_NORM = 9, /**< the experts' part of the norm, over all their ranks */
+    DSOPT_R_SKIPPED_IN_ROW = 10 /**< by the scaler's count, 0 without */
 };
 
 /** Arguments of one step. Only `grads` and `count` are always needed. Lists have `count` = all parameters, in order. */
@@ -342,7 +524,8 @@ typedef struct dsopt_step {
     int64_t state_count;
     /* In backend memory, read when the stream gets there; NULL = the value set on the host. */
     const float *lr;            /**< one per group */
-    const float *grad_scale;    /**< gradients are this much too large and get divided by it; NULL = 1 */
+    const float *grad_scale;    /**< gradients are this much too large, beside the attached scaler's scale, and get divided by both: the
+                                     number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
     const int32_t *skip;        /**< nonzero = write nothing but out, report and zeroed gradients; counters stay */
     const float *grad_norms;    /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the norm;
                                      negative or not finite = overflow, the step is skipped unless the policy is APPLY */
@@ -358,10 +541,11 @@ typedef struct dsopt_step {
 
 /**
  * Update every parameter that has a gradient, once. Checks the lists, then enqueues on `stream` and returns before the device is done.
- * All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be skipped (non-finite gradients, norm
- * not finite, `skip`) parameters, state and counters stay; `out`, `report` and ZERO_GRADS still happen. The first call allocates, later
+ * All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be skipped (non-finite gradients here or
+ * on another rank, norm not finite, `skip`) parameters, state and counters stay; `out`, `report`, ZERO_GRADS and the scaler still happen. The first call allocates, later
  * ones do not. Gradients that overlap each other or parameters are not looked for here.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter; _SKIPS;
+ *         _COMM, _TIMEOUT, _ABORTED: parameters and state are unchanged, the comms are lost.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
@@ -371,18 +555,39 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, co
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
 
+/**
+ * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The step with DSOPT_STEP_ACCUMULATED uses and zeroes them; a parameter
+ * that got nothing since the last such step has no gradient then. Not taken back if that step is skipped.
+ * @param[in] grads  F32, F16 or BF16; data NULL = nothing to add. count = all parameters.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; DSOPT_ERR_UNSUPPORTED: not made with DSOPT_OPTIMIZER_ACCUMULATE.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream);
+
 /** Bytes of workspace that `apply` needs. Changes only with add_group. Thread-safety: any number of readers. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
 
+/** Places in dsopt_report.ms, under the original's timer names. What needs no phase of its own here is 0. */
+enum {
+    DSOPT_MS_OVERFLOW_CHECK = 0,   /**< pass 1: finite check and squares in one read of the gradients */
+    DSOPT_MS_COMPUTE_NORM = 1,     /**< adding up leaves and ranks */
+    DSOPT_MS_UNSCALE_AND_CLIP = 2, /**< the divisor; the division is part of basic_step */
+    DSOPT_MS_BASIC_STEP = 3,       /**< pass 2, which also writes 16-bit parameters */
+    DSOPT_MS_UPDATE_FP16 = 4       /**< 0: see basic_step */
+};
 typedef struct dsopt_report {
     size_t size;
     int64_t calls, skipped, skipped_in_row; /**< of dsopt_optimizer_step */
-    int64_t nonfinite;         /**< Inf and NaN elements found in the last call */
+    int64_t nonfinite;         /**< Inf and NaN elements found in the last call, on this rank */
     int64_t first_bad;         /**< first parameter with one in the last call, -1 = none */
+    const char *first_bad_name; /**< its name, owned by the optimizer; NULL = none */
     int32_t last_skipped;      /**< 1 if the last call was skipped */
-    int32_t reserved;
+    int32_t kind;              /**< what was found in the first bad tensor: 0 nothing, 1 Inf, 2 NaN */
+    double loss_scale;         /**< for the next backward pass; 1 without scaler */
+    double scale_used;         /**< that the gradients of the last call carried */
     double grad_norm, weight_norm, update_norm; /**< of the last call, as DSOPT_R_...; NaN if not computed */
-    double divisor;            /**< as DSOPT_R_DIVISOR; 0 if the last call was skipped */
+    double dense_norm, expert_norm; /**< parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2 */
+    double divisor;            /**< as DSOPT_R_DIVISOR */
+    double ms[8];              /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
     int64_t state_bytes, workspace_bytes;
 } dsopt_report;
 /** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits. */
@@ -393,6 +598,7 @@ enum {
     DSOPT_IO_NO_STATE = 1,   /**< load: leave moments and counters */
     DSOPT_IO_NO_MASTERS = 2, /**< load: leave saved masters out and make them from the parameters */
     DSOPT_IO_NO_HYPER = 4,   /**< load: keep the hyper-parameters that are set now */
+    DSOPT_IO_NO_SCALER = 16, /**< load: keep the loss scale and its counters */
     DSOPT_IO_PARAMS = 8      /**< save and load the parameters as well */
 };
 /** Where bytes go when not to a file. Functions return 0 or an error number. */
@@ -429,6 +635,33 @@ enum {
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on lists that differ.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream);
+
+enum { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1 };
+/** What dsopt_tensors_norm finds, in backend memory. */
+typedef struct dsopt_norm_result {
+    double norm;       /**< L2: squares and sums in double, leaves of 4,096 in order; MAX: largest magnitude, NaN if there is one */
+    float coefficient; /**< what to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0 */
+    int32_t reserved;
+    int64_t nonfinite; /**< number of Inf and NaN elements */
+    int64_t first_bad; /**< first tensor with one, -1 = none */
+} dsopt_norm_result;
+/**
+ * Norm and finite check of any list in one read. Entries without data are passed over, here and below.
+ * @param[in]  comm    optional: the norm over all its ranks; nonfinite then too, first_bad stays local.
+ * @param[out] result  backend memory, in stream order.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on lists that differ.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm, double max_norm,
+                                                      dsopt_comm *comm, dsopt_norm_result *result, void *stream);
+/**
+ * y = a * x + b * y, element-wise, between any two of the float dtypes, in fp32: clip (x = y, a = coefficient, b = 0), scale, convert (b = 0),
+ * accumulate 16-bit gradients into fp32 (b = 1). y is not read when b = 0.
+ * @param[in] a  in backend memory; NULL = 1. @param[in] x, y  `count` entries each, the same numel; equal or disjoint memory.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y,
+                                                       int64_t count, void *stream);
+/** Clip every element to [-limit, limit]; NaN stays. @param[in] limit  > 0. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit, void *stream);
 
 #ifdef __cplusplus
 }

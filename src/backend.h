@@ -15,11 +15,17 @@ public:
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
     virtual void step(const StepPlan &plan) const = 0;
     virtual void fill(void *data, int32_t dtype, int64_t numel, double value, void *stream) const = 0;
-    /// Zero every entry that has data, as one list.
+    // Lists; entries without data are passed over.
     virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
-    /// Between two float dtypes, rounded to nearest.
-    virtual void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel, const Parallel &parallel,
-                         void *stream) const = 0;
+    /// y = a x + b y in fp32; `a` in backend memory, NULL = 1.
+    virtual void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+                       const Parallel &parallel, void *stream) const = 0;
+    virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const = 0;
+    virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+                      dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
+    /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
+    virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
+                               void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
     /// Bytes of backend memory where the host can read them: in place, or copied to `buffer`.

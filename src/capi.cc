@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every public function, one fence each. Nothing is decided here.
 #include "abi.h"
+#include "comm.h"
 #include "optimizer.h"
+#include "scaler.h"
 #include "state_io.h"
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -12,6 +15,12 @@ using namespace dsopt;
 // Handles keep shared ownership, so an object lives as long as one made from it.
 struct dsopt_context {
     std::shared_ptr<const Context> object;
+};
+struct dsopt_comm {
+    std::shared_ptr<Comm> object;
+};
+struct dsopt_scaler {
+    std::shared_ptr<Scaler> object;
 };
 struct dsopt_optimizer {
     std::shared_ptr<Optimizer> object;
@@ -53,10 +62,50 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     return entry_at(optimizer, index);
 }
 
+template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) noexcept {
+    return fence([&] {
+        Scaler &scaler = *not_null(handle, "the scaler")->object;
+        scaler.context().check_process();
+        body(scaler);
+    });
+}
+
+Attachments attachments_of(const dsopt_optimizer_desc &desc) {
+    Attachments with;
+    if (desc.scaler != nullptr) with.scaler = desc.scaler->object;
+    if (desc.data != nullptr) with.data = desc.data->object;
+    if (desc.model != nullptr) with.model = desc.model->object;
+    if (desc.expert_count < 0 || desc.expert_count > 1024)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.expert_count is %d, not in [0, 1024]", desc.expert_count);
+    if ((desc.expert_count > 0) != (desc.experts != nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
+                    desc.experts != nullptr ? "given" : "NULL");
+    for (int32_t i = 0; i < desc.expert_count; ++i)
+        with.experts.push_back(not_null(desc.experts[i], "an entry of dsopt_optimizer_desc.experts")->object);
+    return with;
+}
+
+/// Checks of a list that stands alone; tensors are called by their place in it.
+void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", static_cast<long long>(count));
+    if (count > 0) not_null(list, role);
+    for (int64_t i = 0; i < count; ++i) {
+        char name[24];
+        std::snprintf(name, sizeof name, "%lld", static_cast<long long>(i));
+        check_float_tensor(list[i], {role, name});
+    }
+}
+
+const Context &context_of(const dsopt_context *ctx) {
+    const Context &context = *not_null(ctx, "ctx")->object;
+    context.check_process();
+    return context;
+}
+
 std::string make_build_info() {
     char text[512];
     std::snprintf(text, sizeof text,
-                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"], \"comms\": [], "
+                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"], \"comms\": [\"self\", \"local\", \"table\"], "
                   "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   cpu_isa_name(),
@@ -97,6 +146,58 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
 }
 void dsopt_context_destroy(dsopt_context *ctx) { delete ctx; }
 
+// ------------------------------------------------------------------------------------------------------------- comms
+dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
+    return fence([&] {
+        not_null(bytes, "bytes");
+        if (kind != DSOPT_COMM_LOCAL) throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
+        if (id != nullptr) {
+            if (*bytes < kLocalIdBytes) throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", kLocalIdBytes, *bytes);
+            make_local_id(id);
+        }
+        *bytes = kLocalIdBytes;
+    });
+}
+dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm) {
+    return fence([&] {
+        (void)context_of(ctx);
+        not_null(comm, "comm");
+        *comm = new dsopt_comm{make_comm(ctx->object, read_struct(desc, "dsopt_comm_desc"))};
+    });
+}
+dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
+    return fence([&] { write_struct(info, not_null(comm, "the comm")->object->info(), "dsopt_comm_info"); });
+}
+void dsopt_comm_abort(dsopt_comm *comm) {
+    if (comm != nullptr) comm->object->abort();
+}
+void dsopt_comm_destroy(dsopt_comm *comm) { delete comm; }
+
+// ------------------------------------------------------------------------------------------------------------ scaler
+dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler) {
+    return fence([&] {
+        (void)context_of(ctx);
+        not_null(scaler, "scaler");
+        *scaler = new dsopt_scaler{std::make_shared<Scaler>(ctx->object, read_struct(desc, "dsopt_scaler_desc"))};
+    });
+}
+void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
+const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
+    return scaler != nullptr ? scaler->object->scale() : nullptr;
+}
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+}
+dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
+}
+dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info) {
+    return with(scaler, [&](Scaler &object) { write_struct(info, object.info(), "dsopt_scaler_info"); });
+}
+dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.scale_loss(*not_null(loss, "loss"), stream); });
+}
+
 // ----------------------------------------------------------------------------------------------- groups, optimizer
 dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm) {
     return fence([&] {
@@ -124,7 +225,10 @@ dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_de
     return fence([&] {
         not_null(ctx, "ctx")->object->check_process();
         not_null(opt, "opt");
-        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(ctx->object, read_struct(desc, "dsopt_optimizer_desc"))};
+        dsopt_optimizer_desc known = read_struct(desc, "dsopt_optimizer_desc");
+        Attachments with = attachments_of(known);
+        known.experts = nullptr; // the caller's array is not kept
+        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(ctx->object, known, std::move(with))};
     });
 }
 void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
@@ -198,6 +302,9 @@ dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step 
         optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step"));
     });
 }
+dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });
+}
 dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes) {
     return with(opt, [&](const Optimizer &optimizer) { *not_null(bytes, "bytes") = optimizer.workspace_bytes(); });
 }
@@ -216,19 +323,45 @@ dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const 
 // ------------------------------------------------------------------------------------------------------------- lists
 dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream) {
     return fence([&] {
-        const Context &context = *not_null(ctx, "ctx")->object;
-        context.check_process();
-        if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", static_cast<long long>(count));
-        if (count > 0) not_null(grads, "grads");
+        const Context &context = context_of(ctx);
         if (how != DSOPT_ZERO_FILL && how != DSOPT_ZERO_NONE)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
-        for (int64_t i = 0; i < count; ++i) {
-            char name[24];
-            std::snprintf(name, sizeof name, "%lld", static_cast<long long>(i));
-            check_float_tensor(grads[i], {"gradient", name});
-        }
+        check_list(grads, count, "gradient");
         if (how == DSOPT_ZERO_FILL) context.backend().zero(grads, count, context.parallel(), stream);
         else
             for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
+    });
+}
+dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm, double max_norm,
+                                dsopt_comm *comm, dsopt_norm_result *result, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX) throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
+        if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
+        not_null(result, "result");
+        check_list(list, count, "tensor");
+        context.backend().norm(list, count, norm, max_norm, comm != nullptr ? comm->object.get() : nullptr, result,
+                               context.parallel(), stream);
+    });
+}
+dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y,
+                                 int64_t count, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        check_list(x, count, "x");
+        check_list(y, count, "y");
+        for (int64_t i = 0; i < count; ++i)
+            if (x[i].numel != y[i].numel)
+                throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", static_cast<long long>(i),
+                            static_cast<long long>(x[i].numel), static_cast<long long>(y[i].numel));
+        context.backend().axpby(a, x, b, y, count, context.parallel(), stream);
+    });
+}
+dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);
+        check_list(list, count, "tensor");
+        context.backend().clamp(list, count, float(limit), context.parallel(), stream);
     });
 }

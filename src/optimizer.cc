@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Groups, parameters and state tensors. The step itself is in step.cc.
 #include "optimizer.h"
+#include "rules/rounding.h"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -87,18 +88,40 @@ void Optimizer::check_group(const dsopt_group &g) {
     }
 }
 
-Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc) :
-    context_(std::move(context)), desc_(desc) {
+Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc, Attachments attachments) :
+    context_(std::move(context)), desc_(desc), with_(std::move(attachments)) {
     if (desc.compat != DSOPT_STANDARD && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know", desc.compat);
-    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS;
+    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING |
+                               DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_TIMING;
     if (desc.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
-    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.reserved is %d, must be 0", desc.reserved);
+    if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.masters is %d, not 0 or 1", desc.masters);
     require(not_negative(desc.max_norm), "dsopt_optimizer_desc.max_norm", desc.max_norm, "finite and not negative");
+    require(not_negative(desc.max_value), "dsopt_optimizer_desc.max_value", desc.max_value, "finite and not negative");
+    require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
+    const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER, random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    if (random && !no_master)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
+    if (random && desc.compat != DSOPT_STANDARD)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
+    if (!random && desc.seed != 0)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
+    if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
+    if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     outcome_.first_bad = -1;
-    outcome_.grad_norm = outcome_.weight_norm = outcome_.update_norm = NAN;
+    outcome_.grad_norm = outcome_.dense_norm = outcome_.expert_norm = outcome_.weight_norm = outcome_.update_norm = NAN;
+    outcome_.scale_used = 1;
+    for (const auto &comm : with_.experts) experts_.push_back(comm.get());
+    if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
+}
+
+Optimizer::~Optimizer() {
+    if (with_.scaler) with_.scaler->detach();
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
@@ -125,13 +148,24 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         const dsopt_param &given = params[i];
         const int64_t index = int64_t(new_params.size());
         Param param{param_name(given, index), {}, given.tensor.data, given.tensor.numel, given.tensor.dtype,
-                    int32_t(groups_.size()), int64_t(new_state.size()), leaf, false};
+                    int32_t(groups_.size()), int64_t(new_state.size()), leaf, given.offset, 0, given.flags, given.expert, false,
+                    false};
         const Label label{"parameter", param.name.c_str()};
         check_float_tensor(given.tensor, label);
-        if (given.flags != 0)
+        if (given.flags & ~uint32_t(DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
-        for (const int32_t word : given.reserved)
-            if (word != 0) throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name, word);
+        if (given.reserved != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name, given.reserved);
+        if (given.expert < 0 || given.expert > desc_.expert_count)
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert, desc_.expert_count);
+        const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+        if (given.offset < 0 || (given.offset != 0 && !random))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
+                        label.name, ll(given.offset));
+        if (random && given.tensor.dtype == DSOPT_F16)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
+        param.random_key = desc_.seed;
+        for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
         param.dims = param_dims(given, label.name);
         if (!names.insert(param.name).second)
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", label.name);
@@ -139,10 +173,13 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         param.has_master = param.dtype != DSOPT_F32 && !no_master;
         // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
         const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_F32;
-        if (param.has_master)
-            new_state.push_back({"master", index, DSOPT_F32, DSOPT_STATE_FROM_PARAM, param.numel, nullptr});
-        new_state.push_back({"exp_avg", index, moments, 0, param.numel, nullptr});
-        new_state.push_back({"exp_avg_sq", index, moments, 0, param.numel, nullptr});
+        const auto add = [&](const char *name, int32_t dtype, uint32_t flags) {
+            new_state.push_back({name, index, dtype, flags, param.numel, nullptr, false});
+        };
+        if (param.has_master) add("master", DSOPT_F32, DSOPT_STATE_FROM_PARAM);
+        add("exp_avg", moments, 0);
+        add("exp_avg_sq", moments, 0);
+        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add("grad_accum", DSOPT_F32, 0);
         leaf += leaves_of(param.numel);
         new_params.push_back(std::move(param));
     }
@@ -154,24 +191,28 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
             intervals.push_back(interval_of(entry.tensor(), {entry.name, new_params[size_t(entry.param)].name.c_str()}));
     check_overlap(intervals);
 
-    // State of the whole optimizer has one element a parameter: what is there is copied into something longer.
+    // State of the whole optimizer, most of it with one element a parameter: what is there is copied into something longer.
     const auto total = int64_t(new_params.size());
     std::vector<StateEntry> longer;
-    if (std::any_of(new_groups.begin(), new_groups.end(), is_lamb_group))
-        longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr});
-    longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr});
-    std::vector<Memory> new_memory;
-    if (!memory_.empty() || std::any_of(of_optimizer.begin(), of_optimizer.end(), [](auto &e) { return e.data != nullptr; })) {
-        for (StateEntry &entry : longer) {
-            new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
-            entry.data = new_memory.back().data();
-            context_->backend().fill(entry.data, entry.dtype, entry.numel, 0, nullptr);
-            for (const StateEntry &old : of_optimizer)
-                if (std::strcmp(old.name, entry.name) == 0 && old.data != nullptr)
-                    context_->backend().copy(entry.data, old.data, old.bytes(), nullptr);
-        }
-        context_->backend().synchronize(nullptr);
+    if (with_.scaler) {
+        longer.push_back({"loss_scale", -1, DSOPT_F32, 0, 1, with_.scaler->scale(), false});
+        longer.push_back({"scaler", -1, DSOPT_I32, 0, int64_t(sizeof(ScalerState) / 4), with_.scaler->state(), false});
     }
+    if (std::any_of(new_groups.begin(), new_groups.end(), is_lamb_group))
+        longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr, true});
+    longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr, true});
+    std::vector<Memory> new_memory;
+    for (StateEntry &entry : longer) {
+        const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
+            return std::strcmp(other.name, entry.name) == 0 && other.data != nullptr;
+        });
+        if (old == of_optimizer.end() || !entry.per_param) continue;
+        new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
+        entry.data = new_memory.back().data();
+        context_->backend().fill(entry.data, entry.dtype, entry.numel, 0, nullptr);
+        context_->backend().copy(entry.data, old->data, old->bytes(), nullptr);
+    }
+    context_->backend().synchronize(nullptr);
     for (StateEntry &entry : longer) new_state.push_back(entry);
     memory_.reserve(memory_.size() + new_memory.size());
 
@@ -183,14 +224,19 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     state_list_.clear();
 }
 
-void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, int64_t calls) {
+void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls) {
     groups_.swap(groups);
     desc_.max_norm = max_norm;
+    desc_.max_value = max_value;
     calls_ = calls;
 }
 
 // ------------------------------------------------------------------------------------------------ hyper-parameters
 namespace {
+
+bool is_optimizer_key(int32_t key) {
+    return key == DSOPT_MAX_NORM || key == DSOPT_MAX_VALUE || key == DSOPT_SKIP_BUDGET || key == DSOPT_CALLS;
+}
 
 double *field_of(dsopt_group &group, int32_t key) {
     switch (key) {
@@ -223,15 +269,22 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
 } // namespace
 
 void Optimizer::set(int32_t group, int32_t key, double value) {
-    if (key == DSOPT_MAX_NORM || key == DSOPT_CALLS) {
+    if (is_optimizer_key(key)) {
         if (group != DSOPT_ALL_GROUPS)
             throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
+        const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_MAX_NORM) {
             require(not_negative(value), "max_norm", value, "finite and not negative");
             desc_.max_norm = value;
+        } else if (key == DSOPT_MAX_VALUE) {
+            require(not_negative(value), "max_value", value, "finite and not negative");
+            desc_.max_value = value;
+        } else if (key == DSOPT_SKIP_BUDGET) {
+            require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
+            desc_.skip_budget = int32_t(value);
+            outcome_.skipped_in_row = 0;
         } else {
-            require(value >= 0 && value <= 9007199254740992.0 && std::floor(value) == value, "calls", value,
-                    "a whole number in [0, 2^53]");
+            require(whole && value <= 9007199254740992.0, "calls", value, "a whole number in [0, 2^53]");
             calls_ = int64_t(value);
         }
         return;
@@ -245,10 +298,13 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {
-    if (key == DSOPT_MAX_NORM || key == DSOPT_CALLS) {
+    if (is_optimizer_key(key)) {
         if (group != DSOPT_ALL_GROUPS)
             throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
-        return key == DSOPT_MAX_NORM ? desc_.max_norm : double(calls_);
+        return key == DSOPT_MAX_NORM    ? desc_.max_norm
+               : key == DSOPT_MAX_VALUE ? desc_.max_value
+               : key == DSOPT_CALLS     ? double(calls_)
+                                        : double(desc_.skip_budget);
     }
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
@@ -288,31 +344,53 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
     if (source == nullptr)
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
-    backend.convert(data, Dtype::f32, source, Dtype(param.dtype), entry.numel, context_->parallel(), stream);
+    const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_F32, 0};
+    backend.axpby(nullptr, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
     constexpr size_t line = 64;
     const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
+    const auto is_flat = [&](const StateEntry &entry) {
+        return desc_.masters == DSOPT_MASTERS_FLAT && (entry.flags & DSOPT_STATE_FROM_PARAM);
+    };
+    // Flat masters first, those of a group one behind the other; then the rest, each on its own cache line.
+    std::vector<size_t> place(state_.size());
     size_t bytes = 0;
     bool missing = false;
-    for (const StateEntry &entry : state_)
-        if (entry.data == nullptr) missing = true, bytes += rounded(entry.bytes());
+    int32_t group = -1;
+    for (size_t i = 0; i < state_.size(); ++i) {
+        if (state_[i].data != nullptr || !is_flat(state_[i])) continue;
+        const int32_t owner = params_[size_t(state_[i].param)].group;
+        if (owner != group) bytes = rounded(bytes);
+        group = owner;
+        place[i] = bytes;
+        bytes += state_[i].bytes();
+        missing = true;
+    }
+    for (size_t i = 0; i < state_.size(); ++i) {
+        if (state_[i].data != nullptr || is_flat(state_[i])) continue;
+        place[i] = bytes = rounded(bytes);
+        bytes += state_[i].bytes();
+        missing = true;
+    }
     if (missing) {
-        Memory arena(context_, std::max(bytes, line), stream);
-        char *at = static_cast<char *>(arena.data());
+        Memory arena(context_, std::max(rounded(bytes), line), stream);
         std::vector<StateEntry> allocated = state_;
-        for (StateEntry &entry : allocated)
-            if (entry.data == nullptr) {
-                const bool own = entry.param < 0 || params == nullptr;
-                if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM))
-                    initialize(entry, own ? memory_of(entry) : params[entry.param].data, at, stream);
-                entry.data = at;
-                at += rounded(entry.bytes());
-            }
+        bool counters = false;
+        for (size_t i = 0; i < allocated.size(); ++i) {
+            StateEntry &entry = allocated[i];
+            if (entry.data != nullptr) continue;
+            entry.data = static_cast<char *>(arena.data()) + place[i];
+            const bool own = entry.param < 0 || params == nullptr;
+            if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM))
+                initialize(entry, own ? memory_of(entry) : params[entry.param].data, entry.data, stream);
+            counters = counters || entry.per_param;
+        }
         memory_.push_back(std::move(arena));
         state_.swap(allocated);
         state_list_.clear();
+        if (counters && wrapper() != Wrapper::none && !masters_follow) take_initial_step(stream);
     }
     if (state_list_.size() != state_.size()) {
         std::vector<dsopt_tensor> list;
@@ -375,11 +453,13 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
 }
 
 void Optimizer::reset(uint32_t what, void *stream) {
-    constexpr uint32_t known = DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS;
+    constexpr uint32_t known = DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     const auto part_of = [](const StateEntry &entry) -> uint32_t {
         if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
-        return entry.param < 0 ? DSOPT_RESET_COUNTERS : DSOPT_RESET_MOMENTS;
+        if (std::strcmp(entry.name, "grad_accum") == 0) return DSOPT_RESET_GRADS;
+        if (entry.param >= 0) return DSOPT_RESET_MOMENTS;
+        return entry.per_param ? DSOPT_RESET_COUNTERS : 0; // the scaler is its own
     };
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params_)
@@ -391,6 +471,37 @@ void Optimizer::reset(uint32_t what, void *stream) {
         calls_ = 0;
         outcome_.total_skipped = outcome_.skipped_in_row = 0;
     }
+    if (what & DSOPT_RESET_GRADS)
+        for (Param &param : params_) param.accumulated = false;
+}
+
+// ---------------------------------------------------------------------------------------------- gradient accumulation
+void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *stream) {
+    if (!(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
+    if (count != int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count), params_.size());
+    if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
+    for (size_t i = 0; i < params_.size(); ++i) {
+        if (grads[i].data == nullptr) continue;
+        const Label label{"gradient of", params_[i].name.c_str()};
+        check_float_tensor(grads[i], label);
+        check_numel(grads[i], params_[i].numel, label);
+    }
+    ensure_state(nullptr, stream);
+    call_list_.resize(params_.size());
+    for (size_t i = 0; i < params_.size(); ++i) call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
+    context_->backend().axpby(nullptr, grads, 1, call_list_.data(), count, context_->parallel(), stream);
+    for (size_t i = 0; i < params_.size(); ++i) params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
+}
+
+std::string Optimizer::accumulated() const {
+    std::string digits;
+    for (const Param &param : params_) digits += param.accumulated ? '1' : '0';
+    return digits;
+}
+void Optimizer::set_accumulated(const std::string &digits) {
+    for (size_t i = 0; i < params_.size() && i < digits.size(); ++i) params_[i].accumulated = digits[i] == '1';
 }
 
 } // namespace dsopt

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+#include "comm.h"
 #include "context.h"
+#include "scaler.h"
 #include "step_plan.h"
 #include "tensor_list.h"
 #include <atomic>
@@ -19,7 +21,19 @@ struct Param {
     int32_t group;
     int64_t first_state; // index of its first state entry
     int64_t first_leaf;
+    int64_t offset;
+    uint64_t random_key; // of stochastic rounding: name and seed
+    uint32_t flags;      // DSOPT_PARAM_...
+    int32_t expert;
     bool has_master;
+    bool accumulated; // its accumulator got something since the last step
+};
+
+/// Comms and scaler that an optimizer keeps alive.
+struct Attachments {
+    std::shared_ptr<Scaler> scaler;
+    std::shared_ptr<Comm> data, model;
+    std::vector<std::shared_ptr<Comm>> experts;
 };
 
 /// One state tensor. `data` is NULL until allocated or bound.
@@ -30,6 +44,7 @@ struct StateEntry {
     uint32_t flags;
     int64_t numel;
     void *data;
+    bool per_param; // one element a parameter
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
 };
@@ -51,7 +66,8 @@ private:
 
 class Optimizer {
 public:
-    Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc);
+    Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc, Attachments attachments);
+    ~Optimizer();
 
     const Context &context() const { return *context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
@@ -60,6 +76,7 @@ public:
     const std::vector<StateEntry> &state() const { return state_; }
     std::atomic_flag &in_use() { return in_use_; }
     int64_t calls() const { return calls_; }
+    Scaler *scaler() const { return with_.scaler.get(); }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     void set(int32_t group, int32_t key, double value);
@@ -71,7 +88,11 @@ public:
     /// the parameters are bound. `masters_follow`: the caller fills them at once.
     void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
     /// What a checkpoint holds beside tensors; replaced as a whole by a load.
-    void restore(std::vector<dsopt_group> groups, double max_norm, int64_t calls);
+    void restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls);
+    void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
+    /// Which accumulators hold something, as a checkpoint keeps it: a digit a parameter.
+    std::string accumulated() const;
+    void set_accumulated(const std::string &digits);
 
     void step(const dsopt_step &step);
     void apply(const dsopt_step &step) const;
@@ -87,6 +108,9 @@ private:
     Arguments check_step(const dsopt_step &step, bool functional) const;
     void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const;
     Layout layout() const;
+    Wrapper wrapper() const;
+    void take_initial_step(void *stream);
+    const dsopt_tensor *find_state(const dsopt_tensor *state, const char *name) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
     const char *owner_of(const StateEntry &entry) const;
     const void *memory_of(const StateEntry &entry) const; // of its parameter
@@ -95,6 +119,8 @@ private:
     std::shared_ptr<const Context> context_;
     dsopt_optimizer_desc desc_;
     std::vector<dsopt_group> groups_;
+    Attachments with_;
+    std::vector<Comm *> experts_; // of with_, as a plan wants them
     std::vector<Param> params_;
     std::vector<StateEntry> state_;
     std::vector<Memory> memory_; // what the engine owns of the state

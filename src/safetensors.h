@@ -51,7 +51,8 @@ public:
 
 /// Replaces a file, as a whole and durably: a crash at any time leaves the old file or the new one. Errors are
 /// DSOPT_ERR_IO with the old file untouched; the one exception is a failing flush of the directory, after which the new
-/// file is in place.
+/// file is in place. The temporary is ".dsopt-<hash of the name>-<pid>-<counter>.tmp" beside the target; what killed
+/// savers left of these is removed at the next save of the same target.
 std::unique_ptr<Sink> file_sink(const char *path);
 std::unique_ptr<Source> file_source(const char *path);
 

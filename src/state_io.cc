@@ -161,6 +161,26 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
     return order;
 }
 
+/// The saved rules of the machine. What makes it static or shared is a matter of this process and stays.
+ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
+    constexpr uint32_t kept = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
+    constexpr uint32_t known = kept | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
+    const auto flags = fields.number<uint32_t>("scaler.flags");
+    if (flags & ~known) throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
+    const ScalerRules rules{fields.number<double>("scaler.factor"),     fields.number<double>("scaler.min"),
+                            fields.number<double>("scaler.max"),        fields.number<int32_t>("scaler.window"),
+                            fields.number<int32_t>("scaler.hysteresis"), (flags & ~kept) | (live.flags & kept)};
+    if ((flags ^ live.flags) & DSOPT_SCALER_STATIC)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
+                    flags & DSOPT_SCALER_STATIC ? "static" : "dynamic", live.flags & DSOPT_SCALER_STATIC ? "static" : "dynamic");
+    try {
+        Scaler::check(rules);
+    } catch (const Error &e) {
+        throw Error(DSOPT_ERR_FORMAT, "scaler of the checkpoint: %s", e.what());
+    }
+    return rules;
+}
+
 size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
                    const std::vector<int64_t> &dims) {
     const size_t index = file.find(name);
@@ -195,6 +215,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                       {"format_version", kFormatVersion},
                       {"calls", to_text(optimizer.calls())},
                       {"max_norm", to_text(optimizer.desc().max_norm)},
+                      {"max_value", to_text(optimizer.desc().max_value)},
                       {"groups", to_text(optimizer.groups().size())}};
     for (size_t i = 0; i < optimizer.groups().size(); ++i) {
         const dsopt_group &group = optimizer.groups()[i];
@@ -207,6 +228,16 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
+    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) metadata.emplace_back("accumulated", optimizer.accumulated());
+    if (const Scaler *scaler = optimizer.scaler()) {
+        const ScalerRules &rules = scaler->rules();
+        metadata.emplace_back("scaler.factor", to_text(rules.factor));
+        metadata.emplace_back("scaler.min", to_text(rules.min));
+        metadata.emplace_back("scaler.max", to_text(rules.max));
+        metadata.emplace_back("scaler.window", to_text(rules.window));
+        metadata.emplace_back("scaler.hysteresis", to_text(rules.hysteresis));
+        metadata.emplace_back("scaler.flags", to_text(rules.flags));
+    }
 
     std::vector<TensorEntry> tensors;
     std::vector<const char *> memory;
@@ -229,11 +260,13 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 }
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
-    constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_PARAMS;
+    constexpr uint32_t known =
+        DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER | DSOPT_IO_PARAMS;
     check_io(path, io, io.read != nullptr, known);
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const bool no_state = io.flags & DSOPT_IO_NO_STATE, no_masters = io.flags & DSOPT_IO_NO_MASTERS;
-    const bool with_params = io.flags & DSOPT_IO_PARAMS;
+    const bool with_params = io.flags & DSOPT_IO_PARAMS, no_hyper = io.flags & DSOPT_IO_NO_HYPER;
+    Scaler *const scaler = io.flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler();
 
     const SafetensorsReader file(path != nullptr ? file_source(path) : callback_source(io));
     const Fields fields(file);
@@ -246,17 +279,29 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const auto max_norm = fields.number<double>("max_norm");
     const auto calls = fields.number<int64_t>("calls");
     if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", max_norm);
+    const auto max_value = fields.number<double>("max_value");
+    if (!std::isfinite(max_value) || max_value < 0)
+        throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", max_value);
     if (calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", static_cast<long long>(calls));
     const std::vector<int64_t> order = match_params(optimizer, fields, sizes);
 
+    const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
+    std::string accumulated;
+    if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {
+        const std::string &digits = fields.text("accumulated");
+        if (digits.size() != order.size()) throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
+        accumulated.resize(digits.size());
+        for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
+    }
     optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
     std::vector<Transfer> transfers;
     for (const StateEntry &entry : optimizer.state()) {
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
-        if (master ? no_masters : no_state) continue;
+        const bool of_scaler = entry.param < 0 && !entry.per_param;
+        if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), entry.data,
-                             entry.bytes(), entry.param < 0});
+                             entry.bytes(), entry.per_param});
     }
     for (const Param &param : optimizer.params()) {
         if (with_params) {
@@ -301,9 +346,10 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         at += transfer.bytes;
     }
     if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
-    const bool keep = io.flags & DSOPT_IO_NO_HYPER;
-    optimizer.restore(keep ? optimizer.groups() : std::move(groups), keep ? optimizer.desc().max_norm : max_norm,
-                      no_state ? optimizer.calls() : calls);
+    if (scaler != nullptr && !no_hyper) scaler->restore(rules);
+    if (!no_state) optimizer.set_accumulated(accumulated);
+    optimizer.restore(no_hyper ? optimizer.groups() : std::move(groups), no_hyper ? optimizer.desc().max_norm : max_norm,
+                      no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
 }
 
 } // namespace dsopt

@@ -32,6 +32,10 @@ const char *status_name(dsopt_status status) noexcept {
     case DSOPT_ERR_STATE: return "DSOPT_ERR_STATE";
     case DSOPT_ERR_BUSY: return "DSOPT_ERR_BUSY";
     case DSOPT_ERR_FORKED: return "DSOPT_ERR_FORKED";
+    case DSOPT_ERR_SKIPS: return "DSOPT_ERR_SKIPS";
+    case DSOPT_ERR_COMM: return "DSOPT_ERR_COMM";
+    case DSOPT_ERR_TIMEOUT: return "DSOPT_ERR_TIMEOUT";
+    case DSOPT_ERR_ABORTED: return "DSOPT_ERR_ABORTED";
     case DSOPT_ERR_NOMEM: return "DSOPT_ERR_NOMEM";
     case DSOPT_ERR_MISSING: return "DSOPT_ERR_MISSING";
     case DSOPT_ERR_IO: return "DSOPT_ERR_IO";

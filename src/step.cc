@@ -27,11 +27,12 @@ struct Optimizer::Arguments {
     const dsopt_tensor *params, *out;
     uint32_t flags;
     Parallel parallel;
+    bool initial; // the original's step on zero gradients when a wrapper is made
 };
 
 /// Offsets of the parts of a workspace, each on its own cache line. Rises with parameters only, so its size is constant.
 struct Optimizer::Layout {
-    size_t jobs, hypers, scalars, divisors, cost, sums_a, sums_b, bad, bytes;
+    size_t jobs, hypers, scalars, divisors, norms, cost, sums_a, sums_b, bad, bytes;
 };
 
 Optimizer::Layout Optimizer::layout() const {
@@ -47,7 +48,9 @@ Optimizer::Layout Optimizer::layout() const {
     l.jobs = place(count * sizeof(TensorJob));
     l.hypers = place(groups * sizeof(Hyper));
     l.scalars = place(count * sizeof(Scalars));
-    l.divisors = place(2 * groups * sizeof(double));
+    l.divisors = place(groups * sizeof(double));
+    const auto classes = 1 + size_t(desc_.expert_count);
+    l.norms = place(((groups + 1) * classes + 1 + groups + 2) * sizeof(double)); // a NormTable and a message of it
     l.cost = place((count + 1) * sizeof(int64_t));
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
@@ -60,12 +63,20 @@ size_t Optimizer::workspace_bytes() const { return layout().bytes; }
 
 Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    constexpr uint32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA;
+    constexpr uint32_t known =
+        DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED;
+    const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
     if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
     if (step.count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count), params_.size());
-    if (step.count > 0 && step.grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+    if (step.count > 0 && !accumulated && step.grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+    if (accumulated && step.grads != nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
+    if (accumulated && !(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
+    if (accumulated && functional)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_apply remembers nothing: give it the accumulators as gradients");
     if (functional && step.count > 0 && step.params == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
     if (step.parallel_for == nullptr && step.parallel_user != nullptr)
@@ -83,11 +94,12 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const char *name = param.name.c_str();
-        const dsopt_tensor &grad = step.grads[i];
-        if (grad.data != nullptr) {
-            check_float_tensor(grad, {"gradient of", name});
-            check_numel(grad, param.numel, {"gradient of", name});
+        bool present = accumulated ? param.accumulated : step.grads[i].data != nullptr;
+        if (present && !accumulated) {
+            check_float_tensor(step.grads[i], {"gradient of", name});
+            check_numel(step.grads[i], param.numel, {"gradient of", name});
         }
+        present = present || wrapper() != Wrapper::none;
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];
@@ -107,10 +119,25 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
         if ((flags & DSOPT_STEP_DELTA) && param.has_master)
             throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
                                                "would not give the new weight", name);
-        if (data == nullptr && param.numel != 0 && (grad.data != nullptr || wanted))
+        if (data == nullptr && param.numel != 0 && (present || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
-    return {step, step.params, step.out, flags, context_->parallel(step.parallel_for, step.parallel_user)};
+    if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
+    return {step, step.params, step.out, flags, context_->parallel(step.parallel_for, step.parallel_user), false};
+}
+
+/// Which of the original's wrappers compat mode stands for.
+Wrapper Optimizer::wrapper() const {
+    if (desc_.compat != DSOPT_COMPAT_DEEPSPEED) return Wrapper::none;
+    for (const Param &param : params_)
+        if (param.has_master) return desc_.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
+    return Wrapper::none;
+}
+
+const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, const char *name) const {
+    for (size_t i = state_.size(); i-- > 0 && state_[i].param < 0;)
+        if (std::strcmp(state_[i].name, name) == 0) return state + i;
+    return nullptr;
 }
 
 void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const {
@@ -119,6 +146,9 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     char *base = static_cast<char *>(workspace);
     const auto part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(base + offset); };
 
+    const Wrapper wrapped = wrapper();
+    const bool accumulated = arguments.flags & DSOPT_STEP_ACCUMULATED;
+    const bool first_model_rank = !with_.model || with_.model->rank() == 0;
     auto *jobs = part(place.jobs, static_cast<TensorJob *>(nullptr));
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
@@ -126,22 +156,32 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
         const dsopt_tensor &moment = own[param.has_master];
         const dsopt_tensor *out = arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
-        const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY);
-        jobs[i] = {step.grads[i].data,
-                   param.has_master ? own[0].data : data,
-                   moment.data,
-                   own[param.has_master + 1].data,
-                   copies ? data : nullptr,
-                   out != nullptr ? out->data : nullptr,
-                   param.numel,
-                   param.first_leaf,
-                   param.group,
-                   step.grads[i].data != nullptr ? Dtype(step.grads[i].dtype) : Dtype::f32,
-                   param.has_master ? Dtype::f32 : Dtype(param.dtype),
-                   Dtype(moment.dtype),
-                   Dtype(param.dtype),
-                   out != nullptr ? Dtype(out->dtype) : Dtype::f32,
-                   param.has_master};
+        const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY) && !arguments.initial;
+        const dsopt_tensor *grad = nullptr;
+        if (accumulated) grad = param.accumulated ? own + param.has_master + 2 : nullptr;
+        else if (!arguments.initial && step.grads[i].data != nullptr) grad = &step.grads[i];
+        const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
+        jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
+                   .weight = param.has_master ? own[0].data : data,
+                   .m = moment.data,
+                   .v = own[param.has_master + 1].data,
+                   .copy = copies ? data : nullptr,
+                   .out = out != nullptr ? out->data : nullptr,
+                   .numel = param.numel,
+                   .first_leaf = param.first_leaf,
+                   .offset = param.offset,
+                   .random_key = param.random_key,
+                   .group = param.group,
+                   .expert = param.expert,
+                   .grad_type = grad != nullptr ? Dtype(grad->dtype) : Dtype::f32,
+                   .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
+                   .state_type = Dtype(moment.dtype),
+                   .copy_type = Dtype(param.dtype),
+                   .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
+                   .present = grad != nullptr || wrapped != Wrapper::none,
+                   .has_master = param.has_master,
+                   .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
+                   .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16};
     }
 
     auto *hypers = part(place.hypers, static_cast<Hyper *>(nullptr));
@@ -155,30 +195,43 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         clips = clips || g.max_norm > 0;
         has_lamb = has_lamb || is_lamb(hypers[i].rule);
     }
-    const bool looks = desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips;
-    auto *divisors = part(place.divisors, static_cast<double *>(nullptr));
-    const dsopt_tensor *last = state + state_.size() - 1; // step; before it trust_ratio
+    const bool scales = with_.scaler != nullptr && !arguments.initial;
+    // The fused wrapper looks at every gradient, but without a scaler it only reports; the other one skips.
+    const bool looks = (desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !arguments.initial;
+    const bool reports_only = wrapped == Wrapper::fused && !scales && desc_.nonfinite == DSOPT_NONFINITE_AUTO;
+    const bool skips = desc_.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
+    const dsopt_tensor *trust = find_state(state, "trust_ratio"), *loss_scale = find_state(state, "loss_scale"),
+                       *scaler = find_state(state, "scaler");
     const StepPlan plan{.jobs = jobs,
                         .count = int64_t(params_.size()),
                         .groups = hypers,
                         .group_count = int64_t(groups_.size()),
                         .flags = arguments.flags,
+                        .wrapper = wrapped,
                         .read_gradients = looks && step.grad_norms == nullptr,
-                        .skip_nonfinite = desc_.nonfinite != DSOPT_NONFINITE_APPLY,
+                        .skip_nonfinite = skips,
                         .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
                         .has_lamb = has_lamb,
-                        .compat = compat,
-                        .max_norm = desc_.max_norm,
+                        .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                        .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
+                        .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
                         .lr = step.lr,
                         .grad_scale = step.grad_scale,
                         .grad_norms = step.grad_norms,
                         .skip = step.skip,
-                        .step = static_cast<int32_t *>(last->data),
-                        .trust_ratio = has_lamb ? static_cast<float *>((last - 1)->data) : nullptr,
+                        .loss_scale = scales ? static_cast<float *>(loss_scale->data) : nullptr,
+                        .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
+                        .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
+                        .comms = arguments.initial ? CommSet{}
+                                                   : CommSet{with_.data.get(), with_.model.get(), experts_.data(),
+                                                             int32_t(experts_.size())},
+                        .step = static_cast<int32_t *>(find_state(state, "step")->data),
+                        .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
                         .report = step.report,
                         .outcome = outcome,
                         .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
-                        .divisors = divisors,
+                        .divisors = part(place.divisors, static_cast<double *>(nullptr)),
+                        .norms = part(place.norms, static_cast<double *>(nullptr)),
                         .cost = part(place.cost, static_cast<int64_t *>(nullptr)),
                         .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
                         .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
@@ -189,7 +242,22 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     context_->backend().step(plan);
 }
 
+/// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1 and
+/// decay is applied to the masters, not to the parameters.
+void Optimizer::take_initial_step(void *stream) {
+    if (workspace_.data() == nullptr) workspace_ = Memory(context_, workspace_bytes(), stream);
+    std::vector<dsopt_tensor> state;
+    for (const StateEntry &entry : state_) state.push_back(entry.tensor());
+    dsopt_step step{};
+    step.stream = stream;
+    run({step, nullptr, nullptr, 0, context_->parallel(), true}, state.data(), workspace_.data(), nullptr);
+}
+
 void Optimizer::step(const dsopt_step &step) {
+    if (desc_.skip_budget > 0 && outcome_.skipped_in_row >= desc_.skip_budget)
+        throw Error(DSOPT_ERR_SKIPS, "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
+                                     "elements",
+                    ll(outcome_.skipped_in_row), desc_.skip_budget, ll(outcome_.nonfinite));
     const Arguments arguments = check_step(step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
@@ -215,6 +283,8 @@ void Optimizer::step(const dsopt_step &step) {
     }
     run(arguments, state, workspace_.data(), &outcome_);
     ++calls_;
+    if (arguments.flags & DSOPT_STEP_ACCUMULATED)
+        for (Param &param : params_) param.accumulated = false;
 }
 
 void Optimizer::apply(const dsopt_step &step) const {
@@ -237,7 +307,14 @@ dsopt_report Optimizer::report() const {
     r.nonfinite = outcome_.nonfinite;
     r.first_bad = outcome_.first_bad;
     r.last_skipped = outcome_.skipped;
+    r.kind = outcome_.kind;
+    if (outcome_.first_bad >= 0) r.first_bad_name = params_[size_t(outcome_.first_bad)].name.c_str();
+    r.loss_scale = with_.scaler ? with_.scaler->info().scale : 1;
+    r.scale_used = outcome_.scale_used;
+    std::memcpy(r.ms, outcome_.ms, sizeof r.ms);
     r.grad_norm = outcome_.grad_norm;
+    r.dense_norm = outcome_.dense_norm;
+    r.expert_norm = outcome_.expert_norm;
     r.weight_norm = outcome_.weight_norm;
     r.update_norm = outcome_.update_norm;
     r.divisor = outcome_.divisor;

@@ -3,6 +3,7 @@
 #pragma once
 #include "parallel.h"
 #include "rules/scalars.h"
+#include "rules/scaler.h"
 
 namespace dsopt {
 
@@ -12,16 +13,22 @@ constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf;
 
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
-    void *grad;   // NULL: no gradient, the tensor is left alone
+    void *grad;   // NULL and `present`: zeros
     void *weight;
     void *m, *v;
     void *copy;   // low-precision parameter beside a master, or NULL
     void *out;    // or NULL
     int64_t numel;
     int64_t first_leaf;
+    int64_t offset;      // of its first element in the whole tensor, and
+    uint64_t random_key; // the tensor's key: for stochastic rounding
     int32_t group;
+    int32_t expert; // 0 = dense
     Dtype grad_type, weight_type, state_type, copy_type, out_type;
+    bool present;    // takes part in this step
     bool has_master; // `weight` is one
+    bool in_norm;    // its squares count on this rank
+    bool stochastic; // bf16 weights without a master are rounded at random
 };
 
 enum StepFlag : uint32_t {
@@ -30,13 +37,26 @@ enum StepFlag : uint32_t {
     kDelta = DSOPT_STEP_DELTA,
 };
 
+/// The original's fp16 wrappers, whose order of events compat mode follows.
+enum class Wrapper : uint8_t { none, fused, unfused };
+
 /// What a step tells, in backend memory. Written by the step, read by the host when it asks.
 struct Outcome {
     int32_t skipped;
-    int32_t reserved;
+    int32_t kind; // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
     int64_t nonfinite, first_bad;
     int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
-    double grad_norm, weight_norm, update_norm, divisor;
+    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
+    double ms[8];
+};
+
+class Comm;
+
+/// Ranks that agree; NULL = one rank.
+struct CommSet {
+    Comm *data, *model;
+    Comm *const *experts;
+    int32_t expert_count;
 };
 
 /// Everything that one step needs. Arrays are in memory that the backend reads; nothing here is owned.
@@ -46,27 +66,36 @@ struct StepPlan {
     const Hyper *groups;
     int64_t group_count;
     uint32_t flags;
+    Wrapper wrapper;
     bool read_gradients; // pass 1: count non-finite elements, sum squares
     bool skip_nonfinite;
     bool report_norms;
     bool has_lamb;
-    bool compat;
+    bool timing;
     double max_norm;
+    float max_value;                            // INFINITY = off
     const float *lr, *grad_scale, *grad_norms; // device scalars or NULL
     const int32_t *skip;
+    float *loss_scale;   // of the scaler, with its machine and rules; NULL without
+    ScalerState *scaler;
+    ScalerRules scaler_rules;
+    CommSet comms;
     int32_t *step;      // one counter a tensor
     float *trust_ratio; // one a tensor, or NULL
     float *report;      // or NULL
     Outcome *outcome;   // or NULL
-    // Workspace, sized by workspace_layout().
-    Scalars *scalars;       // one a tensor
-    double *divisors;       // one a group, then the sums of squares a group
-    int64_t *cost;          // count + 1: running sum of bytes, the ruler along which the list is cut
+    // Workspace, sized by Optimizer::layout().
+    Scalars *scalars;        // one a tensor
+    double *divisors;        // one a group
+    double *norms;           // NormTable
+    int64_t *cost;           // count + 1: running sum of bytes, the ruler along which the list is cut
     double *sums_a, *sums_b; // one a leaf
-    int64_t *bad;           // non-finite elements, one a leaf
+    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
     void *stream;
     Parallel parallel;
     int64_t chunk;
+
+    int64_t classes() const { return 1 + comms.expert_count; }
 };
 
 } // namespace dsopt

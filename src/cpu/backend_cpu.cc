@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend.h"
+#include "comm.h"
 #include "cpu/kernels.h"
 #include "rules/decide.h"
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <sys/mman.h>
+#include <vector>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -32,32 +35,28 @@ const Kernels &choose_kernels() {
     return cpu::kernels_generic;
 }
 
-/// Bytes that a step moves for a tensor: how long it takes, compared with the others of the list.
-int64_t bytes_of(const TensorJob &job) {
-    return 4 * 5 + int64_t(job.grad != nullptr ? dtype_size(job.grad_type) : 0) + (job.copy != nullptr ? 2 : 0) +
-           int64_t(job.out != nullptr ? dtype_size(job.out_type) : 0);
-}
-
-/// The whole list as one line of bytes, cut into equal parts at leaf borders. The cut follows from the list and the number of
-/// parts alone, so nothing has to be handed out while the step runs.
+/// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and the number
+/// of parts alone, so nothing has to be handed out while it runs.
 class Cut {
 public:
-    explicit Cut(const StepPlan &plan) : plan_(plan) {
-        plan.cost[0] = 0;
-        for (int64_t i = 0; i < plan.count; ++i)
-            plan.cost[i + 1] = plan.cost[i] + plan.jobs[i].numel * bytes_of(plan.jobs[i]);
+    /// bytes(i): how many an element of tensor i moves. `ruler` has room for count + 1.
+    template <class Bytes, class Numel>
+    Cut(int64_t count, int64_t *ruler, int64_t chunk, const Parallel &parallel, const Bytes &bytes, const Numel &numel) :
+        count_(count), ruler_(ruler), chunk_(chunk), parallel_(parallel) {
+        ruler[0] = 0;
+        for (int64_t i = 0; i < count; ++i) ruler[i + 1] = ruler[i] + numel(i) * bytes(i);
         // A part below 64 KiB is done before another thread has woken up.
-        parts_ = std::clamp<int64_t>(plan.cost[plan.count] >> 16, 1, plan.parallel.threads);
+        parts_ = std::clamp<int64_t>(ruler[count] >> 16, 1, parallel.threads);
     }
 
     /// visit(tensor, begin, end) for every piece, on all threads.
-    template <class Visit> void run(const Visit &visit) const {
-        plan_.parallel.run(parts_, [&](int64_t part) {
+    template <class Numel, class Visit> void run(const Numel &numel, const Visit &visit) const {
+        parallel_.run(parts_, [&](int64_t part) {
             const DefaultFloatEnvironment environment;
-            const Position first = position(part), last = position(part + 1);
-            for (int64_t i = first.tensor; i < plan_.count && i <= last.tensor; ++i) {
+            const Position first = position(part, numel), last = position(part + 1, numel);
+            for (int64_t i = first.tensor; i < count_ && i <= last.tensor; ++i) {
                 const int64_t begin = i == first.tensor ? first.element : 0;
-                const int64_t end = i == last.tensor ? last.element : plan_.jobs[i].numel;
+                const int64_t end = i == last.tensor ? last.element : numel(i);
                 if (begin < end) visit(i, begin, end);
             }
         });
@@ -67,18 +66,75 @@ private:
     struct Position {
         int64_t tensor, element;
     };
-    Position position(int64_t part) const {
-        const int64_t total = plan_.cost[plan_.count];
-        if (part == parts_) return {plan_.count, 0};
-        const int64_t at = int64_t(__int128(total) * part / parts_);
-        const int64_t tensor = std::upper_bound(plan_.cost, plan_.cost + plan_.count, at) - plan_.cost - 1;
-        if (tensor < 0) return {0, 0};
-        const int64_t element = (at - plan_.cost[tensor]) / bytes_of(plan_.jobs[tensor]);
-        return {tensor, element / plan_.chunk * plan_.chunk};
+    template <class Numel> Position position(int64_t part, const Numel &numel) const {
+        if (part == parts_) return {count_, 0};
+        const int64_t at = int64_t(__int128(ruler_[count_]) * part / parts_);
+        const int64_t tensor = std::upper_bound(ruler_, ruler_ + count_, at) - ruler_ - 1;
+        if (tensor < 0 || numel(tensor) == 0) return {std::max<int64_t>(tensor, 0), 0};
+        const int64_t element = (at - ruler_[tensor]) / ((ruler_[tensor + 1] - ruler_[tensor]) / numel(tensor));
+        return {tensor, element / chunk_ * chunk_};
     }
-    const StepPlan &plan_;
+    int64_t count_;
+    const int64_t *ruler_;
+    int64_t chunk_;
+    const Parallel &parallel_;
     int64_t parts_;
 };
+
+/// Cut of a plain list. Passed over: entries without data.
+class ListCut {
+public:
+    ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
+        list_(list), ruler_(size_t(count) + 1),
+        cut_(
+            count, ruler_.data(), kLeaf, parallel, [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
+            [&](int64_t i) { return list[i].data != nullptr ? list[i].numel : 0; }) {}
+    template <class Visit> void run(const Visit &visit) const {
+        cut_.run([&](int64_t i) { return list_[i].data != nullptr ? list_[i].numel : 0; }, visit);
+    }
+
+private:
+    const dsopt_tensor *list_;
+    std::vector<int64_t> ruler_;
+    Cut cut_;
+};
+
+/// Time between two marks goes to a phase of the report.
+class Stopwatch {
+public:
+    Stopwatch(bool on, double *ms) : on_(on), ms_(ms), last_(on ? Clock::now() : Clock::time_point()) {
+        if (on) std::fill_n(ms, 8, 0.0);
+    }
+    void mark(int phase) {
+        if (!on_) return;
+        const auto now = Clock::now();
+        ms_[phase] += std::chrono::duration<double, std::milli>(now - last_).count();
+        last_ = now;
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    bool on_;
+    double *ms_;
+    Clock::time_point last_;
+};
+
+/// Ranks add up their parts. First the experts' columns, each over its comm, then everything over the model ranks; the reasons to
+/// skip travel along, and go over the data ranks as well. `message` has room for a column and one more.
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message) {
+    for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
+        for (int64_t g = 0; g <= table.groups; ++g) message[g] = table.square(g, k + 1);
+        message[table.groups + 1] = table.reasons();
+        plan.comms.experts[k]->all_reduce(message, table.groups + 2, DSOPT_F64, DSOPT_SUM, plan.stream);
+        for (int64_t g = 0; g <= table.groups; ++g) table.square(g, k + 1) = message[g];
+        table.reasons() = message[table.groups + 1];
+    }
+    if (plan.comms.model != nullptr)
+        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM, plan.stream);
+    // The original trusts data-parallel ranks to have the same averaged gradients.
+    if (plan.comms.data != nullptr && plan.wrapper == Wrapper::none)
+        plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
+}
 
 class CpuBackend final : public Backend {
 public:
@@ -112,35 +168,29 @@ public:
     }
 
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
-        int64_t bytes = 0;
-        for (int64_t i = 0; i < count; ++i) bytes += list[i].numel * int64_t(dtype_size(list[i].dtype));
-        const int64_t parts = std::clamp<int64_t>(bytes >> 18, 1, parallel.threads);
-        parallel.run(parts, [&](int64_t part) {
-            const int64_t first = int64_t(__int128(bytes) * part / parts);
-            const int64_t last = int64_t(__int128(bytes) * (part + 1) / parts);
-            int64_t at = 0;
-            for (int64_t i = 0; i < count && at < last; ++i) {
-                const int64_t length = list[i].numel * int64_t(dtype_size(list[i].dtype));
-                const int64_t begin = std::clamp<int64_t>(first - at, 0, length);
-                const int64_t end = std::clamp<int64_t>(last - at, 0, length);
-                if (begin < end && list[i].data != nullptr)
-                    std::memset(static_cast<char *>(list[i].data) + begin, 0, size_t(end - begin));
-                at += length;
-            }
+        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+            const size_t size = dtype_size(list[i].dtype);
+            std::memset(static_cast<char *>(list[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
         });
     }
-
-    void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel, const Parallel &parallel,
-                 void *) const override {
-        const int64_t leaves = leaves_of(numel), parts = std::clamp<int64_t>(leaves / 16, 1, parallel.threads);
-        parallel.run(parts, [&](int64_t part) {
-            const DefaultFloatEnvironment environment;
-            const int64_t begin = leaves * part / parts * kLeaf;
-            const int64_t end = std::min(numel, leaves * (part + 1) / parts * kLeaf);
-            kernels_.convert(static_cast<char *>(to) + size_t(begin) * dtype_size(to_type), to_type,
-                             static_cast<const char *>(from) + size_t(begin) * dtype_size(from_type), from_type,
-                             end - begin);
+    void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+               const Parallel &parallel, void *) const override {
+        const float factor = a != nullptr ? *a : 1.0f; // read once: it may be an element of y
+        ListCut(x, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+            if (y[i].data != nullptr) kernels_.axpby(factor, x[i], b, y[i], begin, end);
         });
+    }
+    void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *) const override {
+        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+            kernels_.clamp(list[i], limit, begin, end);
+        });
+    }
+    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm, dsopt_norm_result *result,
+              const Parallel &parallel, void *stream) const override;
+    void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
+                       void *) const override {
+        scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
+        *scale = scale_in_use(*state);
     }
     void copy(void *to, const void *from, size_t bytes, void *) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
@@ -154,51 +204,102 @@ private:
     const Kernels &kernels_;
 };
 
-/// Sums of a tensor's leaves, in order.
-double fold_leaves(const double *sums, const TensorJob &job) {
-    double sum = 0;
-    for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) sum += sums[leaf];
-    return sum;
+void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+                      dsopt_norm_result *result, const Parallel &parallel, void *stream) const {
+    std::vector<int64_t> first(size_t(count) + 1);
+    for (int64_t i = 0; i < count; ++i)
+        first[size_t(i) + 1] = first[size_t(i)] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
+    const auto leaves = size_t(first[size_t(count)]);
+    std::vector<double> squares(leaves);
+    std::vector<int64_t> bad(leaves);
+    std::vector<float> largest(leaves);
+    ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+        kernels_.inspect(list[i].data, Dtype(list[i].dtype), begin, end, squares.data(), bad.data(),
+                         kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
+    });
+    dsopt_norm_result r{};
+    r.first_bad = -1;
+    double total = 0;
+    float most = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        double sum = 0;
+        for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
+            sum += squares[size_t(leaf)];
+            r.nonfinite += bad[size_t(leaf)] & 0xffff;
+            if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
+            const float magnitude = largest[size_t(leaf)];
+            most = magnitude > most || magnitude != magnitude ? magnitude : most;
+        }
+        total += sum;
+    }
+    double shared[2] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite)};
+    if (comm != nullptr) {
+        // The largest magnitude of a rank with a NaN is NaN; MAX would lose it, the count does not.
+        comm->all_reduce(&shared[0], 1, DSOPT_F64, kind == DSOPT_NORM_MAX ? DSOPT_MAX : DSOPT_SUM, stream);
+        comm->all_reduce(&shared[1], 1, DSOPT_F64, DSOPT_SUM, stream);
+        r.nonfinite = int64_t(shared[1]);
+    }
+    r.norm = kind == DSOPT_NORM_MAX ? shared[0] : std::sqrt(shared[0]);
+    const double coefficient = max_norm > 0 ? max_norm / (r.norm + 1e-6) : 1.0;
+    r.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
+    *result = r;
 }
 
 void CpuBackend::step(const StepPlan &plan) const {
     const DefaultFloatEnvironment environment;
-    const Cut cut(plan);
-    double *divisors = plan.divisors, *group_squares = plan.divisors + plan.group_count;
-    Outcome local{};
-    Outcome &outcome = plan.outcome != nullptr ? *plan.outcome : local;
+    Outcome outcome{};
+    if (plan.outcome != nullptr) outcome = *plan.outcome;
+    Stopwatch watch(plan.timing, outcome.ms);
+    const auto numel = [&](int64_t i) { return plan.jobs[i].numel; };
+    const auto bytes = [&](int64_t i) -> int64_t {
+        const TensorJob &job = plan.jobs[i];
+        return 20 + int64_t(dtype_size(job.grad_type)) + (job.copy != nullptr ? 2 : 0) + (job.out != nullptr ? 4 : 0);
+    };
+    const Cut cut(plan.count, plan.cost, plan.chunk, plan.parallel, bytes, numel);
 
-    GradientStats stats;
-    if (plan.read_gradients) {
-        cut.run([&](int64_t i, int64_t begin, int64_t end) {
-            if (plan.jobs[i].grad != nullptr) kernels_.gradients(plan.jobs[i], begin, end, plan.sums_a, plan.bad);
+    if (plan.read_gradients)
+        cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
+            const TensorJob &job = plan.jobs[i];
+            if (!job.present || job.grad == nullptr) return;
+            const int64_t leaf = job.first_leaf + begin / kLeaf;
+            kernels_.inspect(job.grad, job.grad_type, begin, end, plan.sums_a, plan.bad, nullptr, leaf);
+            // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
+            if (plan.wrapper == Wrapper::fused && job.expert != 0)
+                kernels_.squares(job.weight, job.weight_type, begin, end, plan.sums_a, leaf);
         });
-        stats = fold_gradients(plan, group_squares);
-    } else {
-        std::fill_n(group_squares, plan.group_count, 0.0);
-    }
-    if (plan.grad_norms != nullptr) {
-        const GradientStats given = given_norms(plan, group_squares);
-        stats.total_squares = given.total_squares;
-    }
+    watch.mark(DSOPT_MS_OVERFLOW_CHECK);
+    const NormTable table{plan.norms, plan.group_count, plan.classes()};
+    fold_gradients(plan, table, outcome);
+    reduce_norms(plan, table, plan.norms + NormTable::size(table.groups, table.classes));
+    if (plan.grad_norms != nullptr) take_given_norms(plan, table);
+    watch.mark(DSOPT_MS_COMPUTE_NORM);
 
-    const bool taken = decide(plan, stats, group_squares, divisors, outcome);
+    const bool taken = decide(plan, table, outcome);
     if (taken)
         for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
             const int32_t group = plan.jobs[begin].group;
             for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-            advance_group(plan, group, begin, end, divisors[group]);
+            advance_group(plan, group, begin, end);
         }
+    watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
     const auto span_of = [&](int64_t i, int64_t begin, int64_t end) {
-        return Span{&plan.jobs[i], &plan.scalars[i],    begin,       end,         plan.flags,
-                    plan.report_norms, plan.sums_a, plan.sums_b, plan.trust_ratio != nullptr ? plan.trust_ratio[i] : 1.0f};
+        return Span{.job = &plan.jobs[i],
+                    .scalars = &plan.scalars[i],
+                    .begin = begin,
+                    .end = end,
+                    .flags = plan.flags,
+                    .sums = plan.report_norms,
+                    .sums_a = plan.sums_a,
+                    .sums_b = plan.sums_b,
+                    .trust = plan.trust_ratio != nullptr ? plan.trust_ratio[i] : 1.0f,
+                    .step = plan.step[i]};
     };
-    cut.run([&](int64_t i, int64_t begin, int64_t end) {
+    cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
         const TensorJob &job = plan.jobs[i];
         const Rule rule = plan.groups[job.group].rule;
         const Span span = span_of(i, begin, end);
-        if (!taken || job.grad == nullptr) kernels_.unchanged(span);
+        if (!taken || !job.present) kernels_.unchanged(span);
         else if (is_lamb(rule)) kernels_.lamb_moments(rule, span);
         else kernels_.update(rule, span);
     });
@@ -206,29 +307,19 @@ void CpuBackend::step(const StepPlan &plan) const {
         for (int64_t i = 0; i < plan.count; ++i) {
             const TensorJob &job = plan.jobs[i];
             const Hyper &hyper = plan.groups[job.group];
-            if (job.grad != nullptr && is_lamb(hyper.rule))
+            if (job.present && is_lamb(hyper.rule))
                 plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job),
                                                   hyper.min_trust, hyper.max_trust);
         }
-        cut.run([&](int64_t i, int64_t begin, int64_t end) {
+        cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
             const Rule rule = plan.groups[plan.jobs[i].group].rule;
-            if (plan.jobs[i].grad != nullptr && is_lamb(rule)) kernels_.lamb_weights(rule, span_of(i, begin, end));
+            if (plan.jobs[i].present && is_lamb(rule)) kernels_.lamb_weights(rule, span_of(i, begin, end));
         });
     }
-    if (taken && plan.report_norms) {
-        double weights = 0, updates = 0;
-        for (int64_t i = 0; i < plan.count; ++i) {
-            const TensorJob &job = plan.jobs[i];
-            if (job.grad == nullptr) continue;
-            double factor = 1; // LAMB sums its update before the factor that makes a change of it
-            if (is_lamb(plan.groups[job.group].rule)) factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
-            weights += fold_leaves(plan.sums_a, job);
-            updates += factor * factor * fold_leaves(plan.sums_b, job);
-        }
-        outcome.weight_norm = std::sqrt(weights);
-        outcome.update_norm = std::sqrt(updates);
-    }
-    if (plan.report != nullptr) write_report(outcome, plan.report);
+    if (taken && plan.report_norms) fold_updates(plan, outcome);
+    watch.mark(DSOPT_MS_BASIC_STEP);
+    if (plan.report != nullptr) write_report(plan, outcome, plan.report);
+    if (plan.outcome != nullptr) *plan.outcome = outcome;
 }
 
 } // namespace

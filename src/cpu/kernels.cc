@@ -3,6 +3,7 @@
 // function of the standard library is used: the linker keeps one copy of a shared inline function, and it could be this one.
 #include "cpu/kernels.h"
 #include "rules/lamb.h"
+#include "rules/rounding.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -69,8 +70,14 @@ float *open(void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer, bo
 void close(const float *tile, void *data, Dtype type, int64_t index, int64_t n) {
     if (type != Dtype::f32) store(tile, data, type, index, n);
 }
+/// As `open`, for memory that is only read.
+const float *view(const void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer) {
+    return open(const_cast<void *>(data), type, index, n, buffer);
+}
 const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
-    return open(job.grad, job.grad_type, index, n, buffer);
+    if (job.grad != nullptr) return view(job.grad, job.grad_type, index, n, buffer);
+    __builtin_memset(buffer.at, 0, sizeof buffer.at);
+    return buffer.at;
 }
 void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
     const size_t size = dtype_size(job.grad_type);
@@ -112,29 +119,56 @@ struct LeafSum {
 };
 
 int64_t count_nonfinite(const float *x, int64_t n) {
-    int32_t bad = 0;
-    for (int64_t i = 0; i < n; ++i) bad += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
-    return bad;
+    int32_t bad = 0, nans = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        bad += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
+        nans += (bits_of(x[i]) & 0x7fffffffu) > 0x7f800000u;
+    }
+    return bad + (int64_t(nans) << 32);
 }
 
-void gradients(const TensorJob &job, int64_t begin, int64_t end, double *squares, int64_t *bad) {
-    Buffer g_buffer;
-    for (int64_t leaf = begin; leaf < end; leaf += kLeaf) {
-        const int64_t stop = least(leaf + kLeaf, end), index = job.first_leaf + leaf / kLeaf;
+/// Magnitudes compare as integers, and a NaN is above them all.
+float largest_magnitude(const float *x, int64_t n, float so_far) {
+    uint32_t most = bits_of(so_far);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return float_of(most);
+}
+
+void squares(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t index) {
+    Buffer buffer;
+    for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
+        const int64_t stop = least(leaf + kLeaf, end);
         LeafSum sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
-            sum.add(open_gradient(job, i, n, g_buffer), n);
+            sum.add(view(data, type, i, n, buffer), n);
         }
         squares[index] = sum.fold();
+    }
+}
+
+void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *sums, int64_t *bad, float *largest,
+             int64_t index) {
+    squares(data, type, begin, end, sums, index);
+    Buffer buffer;
+    for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
         bad[index] = 0;
         // Squares of floats and 4,096 of them cannot overflow a double, so a finite sum means finite elements. Only a leaf
         // with a non-finite one is read again to count them.
-        if (!__builtin_isfinite(squares[index]))
-            for (int64_t i = leaf; i < stop; i += kTile) {
-                const int64_t n = least(kTile, stop - i);
-                bad[index] += count_nonfinite(open_gradient(job, i, n, g_buffer), n);
-            }
+        const bool suspect = !__builtin_isfinite(sums[index]);
+        if (!suspect && largest == nullptr) continue;
+        const int64_t stop = least(leaf + kLeaf, end);
+        float most = 0;
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            const float *x = view(data, type, i, n, buffer);
+            if (suspect) bad[index] += count_nonfinite(x, n);
+            if (largest != nullptr) most = largest_magnitude(x, n, most);
+        }
+        if (largest != nullptr) largest[index] = most;
     }
 }
 
@@ -158,6 +192,15 @@ void publish(const Span &span, const float *tile, const float *delta, int64_t in
     if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, index, n);
 }
 
+void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
+}
+/// Rounds the tile where that is random; what follows it then rounds nothing any more.
+void settle(const Span &span, float *tile, int64_t index, int64_t n) {
+    const TensorJob &job = *span.job;
+    if (job.stochastic) round_stochastic(tile, rounding_key(job.random_key, span.step), job.offset + index, n);
+}
+
 /// OUT_ONLY leaves parameters alone, but a master is state.
 bool keeps_weight(const Span &span) { return (span.flags & kOutOnly) && !span.job->has_master; }
 
@@ -177,6 +220,7 @@ template <class R> void update_with(const R &rule, const Span &span) {
             if (needs_old) widen(p, old.at, n, F32{});
             if (span.sums) weight_sum.add(p, n);
             apply(rule, g, p, m, v, n);
+            settle(span, p, i, n);
             if (needs_old) subtract(p, old.at, n);
             if (span.sums) update_sum.add(old.at, n);
             if (!keep) close(p, job.weight, job.weight_type, i, n);
@@ -252,6 +296,7 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
         const float *v = open(job.v, job.state_type, i, n, v_buffer);
         if (span.flags & kDelta) widen(p, old.at, n, F32{});
         apply_weights(rule, p, m, v, n);
+        settle(span, p, i, n);
         if (span.flags & kDelta) subtract(p, old.at, n);
         if (!keep) close(p, job.weight, job.weight_type, i, n);
         publish(span, p, old.at, i, n);
@@ -277,12 +322,34 @@ void unchanged(const Span &span) {
     }
 }
 
-void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel) {
+void multiply_add(float a, const float *x, float b, const float *y, float *result, int64_t n) {
+    if (y == nullptr)
+        for (int64_t i = 0; i < n; ++i) result[i] = a * x[i];
+    else
+        for (int64_t i = 0; i < n; ++i) result[i] = a * x[i] + b * y[i];
+}
+
+void axpby(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end) {
+    Buffer x_buffer, y_buffer, result;
+    for (int64_t i = begin; i < end; i += kTile) {
+        const int64_t n = least(kTile, end - i);
+        const float *from = view(x.data, Dtype(x.dtype), i, n, x_buffer);
+        const float *old = b != 0 ? view(y.data, Dtype(y.dtype), i, n, y_buffer) : nullptr;
+        multiply_add(a, from, b, old, result.at, n);
+        store(result.at, y.data, Dtype(y.dtype), i, n);
+    }
+}
+
+void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
     Buffer buffer;
-    for (int64_t i = 0; i < numel; i += kTile) {
-        const int64_t n = least(kTile, numel - i);
-        load(from, from_type, i, n, buffer.at);
-        store(buffer.at, to, to_type, i, n);
+    for (int64_t i = begin; i < end; i += kTile) {
+        const int64_t n = least(kTile, end - i);
+        float *tile = open(x.data, Dtype(x.dtype), i, n, buffer);
+        for (int64_t k = 0; k < n; ++k) {
+            const float value = tile[k] > limit ? limit : tile[k];
+            tile[k] = value < -limit ? -limit : value;
+        }
+        close(tile, x.data, Dtype(x.dtype), i, n);
     }
 }
 
@@ -293,7 +360,7 @@ void convert(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t
 #define DSOPT_TEXT(isa) DSOPT_QUOTE(isa)
 #define DSOPT_QUOTE(isa) #isa
 extern const Kernels DSOPT_TABLE(DSOPT_ISA);
-const Kernels DSOPT_TABLE(DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA), gradients, update, lamb_moments, lamb_weights, unchanged,
-                                        convert};
+const Kernels DSOPT_TABLE(DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA), inspect, squares, update, lamb_moments, lamb_weights, unchanged, axpby,
+                                        clamp};
 
 } // namespace dsopt::cpu

@@ -14,12 +14,16 @@ struct Span {
     bool sums;              // element-wise rules: also sum old^2 and (new - old)^2 a leaf
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;            // LAMB, second sweep
+    int64_t step;           // of the tensor, for stochastic rounding
 };
 
 struct Kernels {
     const char *name;
-    /// Pass 1: sum of squares and number of non-finite elements of the gradient, a leaf each.
-    void (*gradients)(const TensorJob &job, int64_t begin, int64_t end, double *squares, int64_t *bad);
+    /// Pass 1, of a piece as in Span: sum of squares, number of non-finite elements (NaNs times 2^32 on top) and, where wanted,
+    /// the largest magnitude (NaN if there is one), a leaf each. `leaf` is the index of the first one.
+    void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad, float *largest,
+                    int64_t leaf);
+    void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
     /// Element-wise rules: everything in one read-modify-write.
     void (*update)(Rule rule, const Span &span);
     /// LAMB: moments, and sums of weight^2 and update^2 a leaf; then the weights.
@@ -27,7 +31,9 @@ struct Kernels {
     void (*lamb_weights)(Rule rule, const Span &span);
     /// A tensor that stays as it is: outputs and zeroed gradients all the same.
     void (*unchanged)(const Span &span);
-    void (*convert)(void *to, Dtype to_type, const void *from, Dtype from_type, int64_t numel);
+    /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.
+    void (*axpby)(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end);
+    void (*clamp)(const dsopt_tensor &x, float limit, int64_t begin, int64_t end);
 };
 
 extern const Kernels kernels_generic;

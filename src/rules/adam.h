@@ -10,7 +10,7 @@ namespace dsopt {
 template <bool Decoupled> struct Adam {
     Scalars s;
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
-        g = g * s.inverse;
+        g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
         m = s.beta1 * m + s.a1 * g;
         v = s.beta2 * v + (s.a2 * g) * g;
@@ -29,7 +29,7 @@ template <bool EpsInside> DSOPT_HD float plain_update(const Scalars &s, float p,
 template <bool EpsInside> struct LegacyAdam {
     Scalars s; // lr = lr * sqrt(c2) / c1
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
-        g = g * s.inverse;
+        g = unscale(s, g);
         m = s.beta1 * m + s.a1 * g;
         v = s.beta2 * v + (s.a2 * g) * g;
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);

@@ -1,80 +1,121 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the two passes: is the step taken, what are gradients divided by, which step is it for each tensor. A handful of
-// scalars; the CUDA backend runs the same functions in one thread, so that the host never has to look.
+// Between the two passes: is the step taken, what are gradients divided by, which step is it for each tensor, where does the
+// loss scale go. A handful of scalars; the CUDA backend runs the same functions in one thread, so the host never has to look.
 #pragma once
 #include "step_plan.h"
 
 namespace dsopt {
 
-/// What pass 1 found. `squares` of a group are of its gradients as given.
-struct GradientStats {
-    double total_squares = 0;
-    int64_t nonfinite = 0;
-    int64_t first_bad = -1;
+/// Sums of squares of gradients as given: a row a group and one more for all of them, a column for dense parameters and one for
+/// each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
+struct NormTable {
+    double *at;
+    int64_t groups, classes;
+    DSOPT_HD static constexpr int64_t size(int64_t groups, int64_t classes) { return (groups + 1) * classes + 1; }
+    DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
+    DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
+    DSOPT_HD double &reasons() const { return at[(groups + 1) * classes]; }
+    DSOPT_HD double total(int64_t group) const {
+        double sum = 0;
+        for (int64_t type = 0; type < classes; ++type) sum += square(group, type);
+        return sum;
+    }
 };
 
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 
-/// Sums the leaves of every tensor in order, then tensors in list order; that order is part of the result.
-/// `group_squares` has one entry a group.
-DSOPT_HD GradientStats fold_gradients(const StepPlan &plan, double *group_squares) {
-    GradientStats stats;
-    for (int64_t g = 0; g < plan.group_count; ++g) group_squares[g] = 0;
-    for (int64_t i = 0; i < plan.count; ++i) {
-        const TensorJob &job = plan.jobs[i];
-        if (job.grad == nullptr) continue;
-        double squares = 0;
-        int64_t bad = 0;
-        for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
-            squares += plan.sums_a[leaf];
-            bad += plan.bad[leaf];
+DSOPT_HD double fold_leaves(const double *sums, const TensorJob &job) {
+    double sum = 0;
+    for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) sum += sums[leaf];
+    return sum;
+}
+
+/// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the result.
+DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
+    for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
+    outcome.nonfinite = 0;
+    outcome.first_bad = -1;
+    outcome.kind = 0;
+    if (plan.read_gradients)
+        for (int64_t i = 0; i < plan.count; ++i) {
+            const TensorJob &job = plan.jobs[i];
+            if (!job.present || job.grad == nullptr) continue;
+            int64_t bad = 0, nans = 0;
+            for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
+                bad += plan.bad[leaf] & 0xffff;
+                nans += plan.bad[leaf] >> 32;
+            }
+            if (job.in_norm) {
+                const double squares = fold_leaves(plan.sums_a, job);
+                table.square(job.group, job.expert) += squares;
+                table.of_all(job.expert) += squares;
+            }
+            outcome.nonfinite += bad;
+            if (bad != 0 && outcome.first_bad < 0) {
+                outcome.first_bad = i;
+                outcome.kind = nans != 0 ? 2 : 1;
+            }
         }
-        group_squares[job.group] += squares;
-        stats.total_squares += squares;
-        stats.nonfinite += bad;
-        if (bad != 0 && stats.first_bad < 0) stats.first_bad = i;
-    }
-    return stats;
+    const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    const bool bad_scale = plan.skip_nonfinite && (!(scale > 0) || !is_finite(scale));
+    const bool bad_gradients = plan.skip_nonfinite && outcome.nonfinite != 0;
+    table.reasons() = bad_gradients || bad_scale || (plan.skip != nullptr && *plan.skip != 0);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
-DSOPT_HD GradientStats given_norms(const StepPlan &plan, double *group_squares) {
-    GradientStats stats;
-    for (int64_t g = 0; g < plan.group_count; ++g) {
+DSOPT_HD void take_given_norms(const StepPlan &plan, const NormTable &table) {
+    for (int64_t g = 0; g < table.groups; ++g) {
         const double norm = plan.grad_norms[g];
-        group_squares[g] = norm < 0 ? NAN : norm * norm;
-        stats.total_squares += group_squares[g];
+        table.square(g, 0) = norm < 0 ? NAN : norm * norm;
+        table.of_all(0) += table.square(g, 0);
     }
-    return stats;
 }
 
-/// True if the step is taken. Writes one divisor a group and what the step tells about its gradients.
-DSOPT_HD bool decide(const StepPlan &plan, const GradientStats &stats, const double *group_squares, double *divisors,
-                     Outcome &outcome) {
+/// The square of a norm as the original's wrappers have it: taken in fp32, and -1 in place of what is not finite there.
+DSOPT_HD double wrapper_square(double squares) { return squares <= 3.4028234663852886e38 ? squares : 1.0; }
+
+/// True if the step is taken. Writes one divisor a group, moves the scaler, and says what happened.
+DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
     const bool have_norms = plan.read_gradients || plan.grad_norms != nullptr;
-    const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
-    const double norm = sqrt(stats.total_squares);
-    bool skip = plan.skip != nullptr && *plan.skip != 0;
-    if (plan.skip_nonfinite && have_norms)
-        skip = skip || stats.nonfinite != 0 || !is_finite(stats.total_squares) || !(scale > 0) || !is_finite(scale);
-    for (int64_t g = 0; g < plan.group_count; ++g) {
+    const bool wrapped = plan.wrapper != Wrapper::none;
+    double total = table.total(table.groups);
+    bool skip = table.reasons() != 0;
+    if (!wrapped && plan.skip_nonfinite && have_norms) skip = skip || !is_finite(total);
+
+    // The original moves the scale before it divides by it; the standard divides by the scale that backward used.
+    const double used = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0;
+    const bool moves = plan.scaler != nullptr && !(plan.scaler_rules.flags & DSOPT_SCALER_SHARED);
+    if (plan.scaler != nullptr && skip) plan.scaler->recorded = 1;
+    if (moves) scaler_transition(plan.scaler_rules, *plan.scaler, skip);
+    const double next = plan.scaler != nullptr ? double(scale_in_use(*plan.scaler)) : 1.0;
+    if (moves) *plan.loss_scale = float(next);
+    const double scale = (wrapped ? next : used) * (plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0);
+
+    if (wrapped && have_norms) { // one norm a group there
+        total = 0;
+        for (int64_t g = 0; g < table.groups; ++g) {
+            const double experts = plan.wrapper == Wrapper::fused ? table.total(g) - table.square(g, 0) : 0.0;
+            total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
+        }
+    }
+    const double norm = sqrt(total);
+    for (int64_t g = 0; g < table.groups; ++g) {
         const double all = clip_divisor(scale, norm, plan.max_norm);
-        const double own = clip_divisor(scale, sqrt(group_squares[g]), plan.groups[g].max_norm);
-        divisors[g] = own > all ? own : all;
+        const double own = clip_divisor(scale, sqrt(table.total(g)), plan.groups[g].max_norm);
+        plan.divisors[g] = own > all ? own : all;
     }
+    const double shown = plan.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
+    double experts = 0;
+    for (int64_t type = 1; type < table.classes; ++type) experts += table.of_all(type);
     outcome.skipped = skip;
-    outcome.nonfinite = stats.nonfinite;
-    outcome.first_bad = stats.first_bad;
-    outcome.grad_norm = have_norms ? norm / scale : NAN;
+    outcome.grad_norm = have_norms ? norm / shown : NAN;
+    outcome.dense_norm = have_norms ? sqrt(table.of_all(0)) / shown : NAN;
+    outcome.expert_norm = have_norms ? sqrt(experts) / shown : NAN;
     outcome.weight_norm = outcome.update_norm = NAN;
-    outcome.divisor = plan.group_count != 0 ? divisors[0] : scale;
-    if (skip) {
-        outcome.divisor = 0;
-        ++outcome.total_skipped;
-        ++outcome.skipped_in_row;
-    } else {
-        outcome.skipped_in_row = 0;
-    }
+    outcome.scale_used = used;
+    outcome.divisor = skip ? 0.0 : table.groups != 0 ? plan.divisors[0] : scale;
+    outcome.total_skipped += skip;
+    outcome.skipped_in_row = skip ? outcome.skipped_in_row + 1 : 0;
     return !skip;
 }
 
@@ -82,17 +123,18 @@ DSOPT_HD bool decide(const StepPlan &plan, const GradientStats &stats, const dou
 ///
 /// The original's fused Adam counts in the state of the last tensor of the group that has a gradient, once for every parameter
 /// dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode does the same.
-DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end, double divisor) {
+/// Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
+DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end) {
     const Hyper &hyper = plan.groups[g];
     const double lr = plan.lr != nullptr ? double(plan.lr[g]) : hyper.lr;
-    if (!hyper.compat || is_lamb(hyper.rule)) {
+    if (!hyper.compat || is_lamb(hyper.rule) || plan.wrapper != Wrapper::none) {
         Scalars scalars{};
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
         for (int64_t i = begin; i < end; ++i) {
-            if (plan.jobs[i].grad == nullptr) continue;
+            if (!plan.jobs[i].present) continue;
             if (++plan.step[i] != step) {
                 step = plan.step[i];
-                scalars = make_scalars(hyper, lr, step, divisor);
+                scalars = make_scalars(hyper, lr, step, plan.divisors[g], plan.max_value);
             }
             plan.scalars[i] = scalars;
         }
@@ -100,21 +142,36 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
     }
     int64_t last = -1;
     for (int64_t i = begin; i < end; ++i)
-        if (plan.jobs[i].grad != nullptr) last = i;
+        if (plan.jobs[i].present) last = i;
     const Dtype order[] = {Dtype::f16, Dtype::bf16, Dtype::f32};
     for (const Dtype dtype : order) {
         bool counted = false;
         Scalars scalars{};
         for (int64_t i = begin; i < end; ++i) {
-            if (plan.jobs[i].grad == nullptr || plan.jobs[i].weight_type != dtype) continue;
-            if (!counted) scalars = make_scalars(hyper, lr, ++plan.step[last], divisor);
+            if (!plan.jobs[i].present || plan.jobs[i].weight_type != dtype) continue;
+            if (!counted) scalars = make_scalars(hyper, lr, ++plan.step[last], plan.divisors[g], plan.max_value);
             counted = true;
             plan.scalars[i] = scalars;
         }
     }
 }
 
-DSOPT_HD void write_report(const Outcome &outcome, float *report) {
+/// Weight and update norm from the sums that pass 2 left.
+DSOPT_HD void fold_updates(const StepPlan &plan, Outcome &outcome) {
+    double weights = 0, updates = 0;
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const TensorJob &job = plan.jobs[i];
+        if (!job.present) continue;
+        double factor = 1; // LAMB sums its update before the factor that makes a change of it
+        if (is_lamb(plan.groups[job.group].rule)) factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
+        weights += fold_leaves(plan.sums_a, job);
+        updates += factor * factor * fold_leaves(plan.sums_b, job);
+    }
+    outcome.weight_norm = sqrt(weights);
+    outcome.update_norm = sqrt(updates);
+}
+
+DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *report) {
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i) report[i] = 0;
     report[DSOPT_R_SKIPPED] = float(outcome.skipped);
     report[DSOPT_R_GRAD_NORM] = float(outcome.grad_norm);
@@ -123,6 +180,10 @@ DSOPT_HD void write_report(const Outcome &outcome, float *report) {
     report[DSOPT_R_NONFINITE] = float(outcome.nonfinite);
     report[DSOPT_R_FIRST_BAD] = float(outcome.first_bad);
     report[DSOPT_R_DIVISOR] = float(outcome.divisor);
+    report[DSOPT_R_SCALE_USED] = float(outcome.scale_used);
+    report[DSOPT_R_SCALE_NEXT] = plan.scaler != nullptr ? *plan.loss_scale : 1.0f;
+    report[DSOPT_R_EXPERT_NORM] = float(outcome.expert_norm);
+    report[DSOPT_R_SKIPPED_IN_ROW] = plan.scaler != nullptr ? float(plan.scaler->skipped_in_row) : 0.0f;
 }
 
 } // namespace dsopt

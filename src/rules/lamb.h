@@ -10,7 +10,7 @@ template <bool EpsInside> struct LambMoments {
     Scalars s;
     /// Returns the update, whose norm the trust ratio needs.
     DSOPT_HD float operator()(float g, float p, float &m, float &v) const {
-        g = g * s.inverse;
+        g = unscale(s, g);
         m = s.beta1 * m + s.a1 * g;
         v = s.beta2 * v + (s.a2 * g) * g;
         return plain_update<EpsInside>(s, p, m, v);

@@ -27,7 +27,15 @@ struct Scalars {
     float eps, wd;
     float c1, c2;       // bias corrections; 1 without
     float inverse;
+    float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
 };
+
+/// The gradient that a rule sees. A NaN stays one.
+DSOPT_HD float unscale(const Scalars &s, float g) {
+    g = g * s.inverse;
+    g = g > s.limit ? s.limit : g;
+    return g < -s.limit ? -s.limit : g;
+}
 
 /// base^n by repeated squaring: the same bits on host and device, which pow() does not promise.
 DSOPT_HD double power(double base, int64_t n) {
@@ -38,7 +46,7 @@ DSOPT_HD double power(double base, int64_t n) {
 }
 
 /// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels do.
-DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, double divisor) {
+DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, double divisor, float limit) {
     const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
@@ -51,6 +59,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, doubl
     s.c1 = hyper.bias_correction ? float(1.0 - power(beta1, step)) : 1.0f;
     s.c2 = hyper.bias_correction ? float(1.0 - power(beta2, step)) : 1.0f;
     s.inverse = float(1.0 / divisor);
+    s.limit = limit;
     s.lr = float(lr);
     if (hyper.rule != Rule::adam && hyper.rule != Rule::adamw) {
         if (hyper.compat) s.lr = s.lr * sqrtf(s.c2) / s.c1;

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+// Trains a small character language model with dsopt, once for each row of a table of optimizers, and compares the
+// rows.
+//
+//     demo [--quick] [--out DIR] [FILE]
+//
+// Every row starts from the same random parameters and sees the same batches, so that what differs is the optimizer's
+// doing.
+#include "demo_model.h"
+#include "demo_report.h"
+#include "demo_svg.h"
+#include "demo_text.h"
+#include "dsopt.h"
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+// A global batch is cut into quarters whose gradients are made apart from each other and added in a fixed order. So the
+// result does not depend on who makes them: one thread or several.
+enum { QUARTERS = 4, QUARTER_BATCH = MAX_ROWS, BATCH = QUARTERS * QUARTER_BATCH };
+enum { SEED = 1, SAMPLE = 200 };
+
+struct row {
+    const char *name;
+    int32_t algorithm;
+    double lr;              // at its highest
+    const char *checkpoint; // file name
+};
+static const struct row rows[] = {
+    {.name = "fp32 AdamW", .algorithm = DSOPT_ADAMW, .lr = 2e-3, .checkpoint = "adamw.safetensors"},
+};
+enum { ROWS = sizeof rows / sizeof rows[0] };
+
+struct plan {
+    int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
+    size_t held_out;                // at most so many characters, evenly spaced, when there are more
+};
+static const struct plan full_plan = {.steps = 3000, .warm_up = 150, .points = 32, .held_out = 32768};
+static const struct plan quick_plan = {.steps = 60, .warm_up = 6, .points = 6, .held_out = 2048};
+
+struct trainer {
+    const struct text *text;
+    const struct plan *plan;
+    struct tensors *parameters, *gradient[QUARTERS]; // the first one becomes the sum
+    struct activations *activations[QUARTERS];
+    dsopt_optimizer *optimizer;
+    dsopt_tensor grads[TENSORS];
+};
+
+static void check(dsopt_status status) {
+    if (status == DSOPT_OK) return;
+    fprintf(stderr, "demo: %s: %s\n", dsopt_status_name(status), dsopt_last_error());
+    exit(1);
+}
+
+static void *need(void *memory) {
+    if (!memory) {
+        fprintf(stderr, "demo: out of memory\n");
+        exit(1);
+    }
+    return memory;
+}
+
+/* ---------------------------------------------------------------------------------------------------- setting up */
+static dsopt_optimizer *create_optimizer(dsopt_context *context, const struct row *row,
+                                         const struct tensors *parameters) {
+    struct shape shapes[TENSORS];
+    dsopt_param params[TENSORS];
+    dsopt_optimizer *optimizer;
+    dsopt_group group;
+
+    model_shapes(parameters->vocabulary, shapes);
+    memset(params, 0, sizeof params);
+    for (int i = 0; i < TENSORS; ++i) {
+        params[i].tensor = (dsopt_tensor){parameters->tensor[i], shapes[i].numel, DSOPT_F32, 0};
+        params[i].name = shapes[i].name;
+        params[i].dims = shapes[i].dims;
+        params[i].ndim = shapes[i].ndim;
+    }
+
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.max_norm = 1.0;
+    check(dsopt_optimizer_create(context, &desc, &optimizer));
+    check(dsopt_group_init(&group, sizeof group, row->algorithm));
+    group.weight_decay = 0.01;
+    check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
+    group.weight_decay = 0; // a bias has nothing to be pulled to zero for
+    check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
+    return optimizer;
+}
+
+static void trainer_create(struct trainer *t, const struct row *row, const struct text *text, const struct plan *plan,
+                           dsopt_context *context) {
+    struct shape shapes[TENSORS];
+    t->text = text;
+    t->plan = plan;
+    t->parameters = need(tensors_create(text->vocabulary));
+    for (int q = 0; q < QUARTERS; ++q) {
+        t->gradient[q] = need(tensors_create(text->vocabulary));
+        t->activations[q] = need(activations_create());
+    }
+    model_init(t->parameters, SEED);
+    model_shapes(text->vocabulary, shapes);
+    for (int i = 0; i < TENSORS; ++i)
+        t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_F32, 0};
+    t->optimizer = create_optimizer(context, row, t->parameters);
+}
+
+static void trainer_destroy(struct trainer *t) {
+    dsopt_optimizer_destroy(t->optimizer);
+    for (int q = 0; q < QUARTERS; ++q) {
+        tensors_destroy(t->gradient[q]);
+        activations_destroy(t->activations[q]);
+    }
+    tensors_destroy(t->parameters);
+}
+
+/* ------------------------------------------------------------------------------------------------------ training */
+// Adds a quarter's share of the mean gradient over the global batch to gradient[q]. Returns its share of the mean loss.
+static double quarter_gradient(struct trainer *t, int64_t step, int q) {
+    uint64_t random = SEED + (uint64_t)step * QUARTERS + (uint64_t)q;
+    size_t at[QUARTER_BATCH];
+    for (int i = 0; i < QUARTER_BATCH; ++i)
+        at[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
+    return model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, 1.0f / BATCH, t->gradient[q],
+                          t->activations[q]) /
+           BATCH;
+}
+
+// Leaves the gradient of the global batch in gradient[0] and zeros in the others. Returns the mean loss.
+static double batch_gradient(struct trainer *t, int64_t step) {
+    double loss[QUARTERS];
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (int q = 0; q < QUARTERS; ++q) loss[q] = quarter_gradient(t, step, q);
+
+    for (int q = 1; q < QUARTERS; ++q) {
+        float *restrict sum = t->gradient[0]->all, *restrict part = t->gradient[q]->all;
+        for (size_t i = 0; i < t->parameters->size; ++i) {
+            sum[i] += part[i];
+            part[i] = 0;
+        }
+        loss[0] += loss[q];
+    }
+    return loss[0];
+}
+
+// Mean loss over the last tenth of the text, or over evenly spaced characters of it.
+static double held_out_loss(struct trainer *t) {
+    const size_t size = t->text->size - t->text->train_size;
+    const size_t count = size < t->plan->held_out ? size : t->plan->held_out;
+    double loss[QUARTERS] = {0};
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (int q = 0; q < QUARTERS; ++q) {
+        const size_t end = count * (size_t)(q + 1) / QUARTERS;
+        for (size_t i = count * (size_t)q / QUARTERS; i < end;) {
+            size_t at[MAX_ROWS];
+            int n = 0;
+            for (; n < MAX_ROWS && i < end; ++i)
+                at[n++] = t->text->train_size + (size_t)((double)i * (double)size / (double)count);
+            loss[q] += model_loss(t->parameters, t->text->symbols, at, n, t->activations[q]);
+        }
+    }
+    for (int q = 1; q < QUARTERS; ++q) loss[0] += loss[q];
+    return loss[0] / (double)count;
+}
+
+// Linear warm-up, then half a cosine down to a twentieth.
+static double learning_rate(const struct plan *plan, double highest, int64_t step) {
+    if (step < plan->warm_up) return highest * (double)(step + 1) / (double)plan->warm_up;
+    const double done = (double)(step - plan->warm_up) / (double)(plan->steps - plan->warm_up);
+    return highest * (0.05 + 0.95 * (0.5 + 0.5 * cos(3.14159265358979 * done)));
+}
+
+// The steps after which the held-out loss is measured lie closer together at the beginning, where the curve bends.
+static int64_t point_step(const struct plan *plan, size_t point) {
+    return (int64_t)ceil((double)plan->steps * pow((double)point / (double)plan->points, 1.5));
+}
+
+static void train(struct trainer *t, const struct row *row, struct result *result) {
+    const struct plan *plan = t->plan;
+    struct progress progress;
+    double smooth = 0, weight = 0;
+    DSOPT_NEW(dsopt_report, report);
+
+    result->name = row->name;
+    result->steps = plan->steps;
+    result->curve_step = need(calloc((size_t)plan->points + 1, sizeof(double)));
+    result->curve_loss = need(calloc((size_t)plan->points + 1, sizeof(double)));
+    progress_start(&progress, row->name, plan->steps);
+
+    for (int64_t step = 0;; ++step) {
+        if (step == point_step(plan, result->curve_size)) {
+            result->curve_step[result->curve_size] = (double)step;
+            result->curve_loss[result->curve_size++] = result->final_loss = held_out_loss(t);
+        }
+        if (step > 0 && progress_due(&progress, step)) {
+            check(dsopt_optimizer_report(t->optimizer, &report)); // may wait, so only when something is shown
+            progress_show(&progress, step, smooth / weight, result->final_loss, report.grad_norm);
+        }
+        if (step == plan->steps) break;
+
+        const double loss = batch_gradient(t, step);
+        smooth = 0.98 * smooth + loss;
+        weight = 0.98 * weight + 1;
+
+        const double before = now();
+        DSOPT_NEW(dsopt_step, args);
+        args.grads = t->grads;
+        args.count = TENSORS;
+        args.flags = DSOPT_STEP_ZERO_GRADS; // the backward pass adds
+        check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, learning_rate(plan, row->lr, step)));
+        check(dsopt_optimizer_step(t->optimizer, &args));
+        result->optimizer_seconds += now() - before;
+    }
+    result->total_seconds = now() - progress.started;
+    result->first_loss = result->curve_loss[0];
+    check(dsopt_optimizer_report(t->optimizer, &report));
+    result->skipped = report.skipped;
+}
+
+/* ------------------------------------------------------------------------------------------------------- results */
+static char *join(const char *folder, const char *name) {
+    const size_t size = strlen(folder) + strlen(name) + 2;
+    char *path = need(malloc(size));
+    snprintf(path, size, "%s/%s", folder, name);
+    return path;
+}
+
+static void save(const struct trainer *t, const struct row *row, const char *folder) {
+    char *path = join(folder, row->checkpoint);
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = DSOPT_IO_PARAMS; // with the model, so that the file is all that is needed to go on
+    check(dsopt_optimizer_save(t->optimizer, path, &io));
+    printf("checkpoint: %s\n", path);
+    free(path);
+}
+
+// Continues the text from where the held-out part begins.
+static void print_sample(const struct trainer *t) {
+    uint8_t context[CONTEXT];
+    uint64_t random = SEED;
+    memcpy(context, t->text->symbols + t->text->train_size - CONTEXT, CONTEXT);
+    for (int i = 0; i < SAMPLE; ++i) {
+        const int symbol = model_sample(t->parameters, context, 0.7, &random, t->activations[0]);
+        const int byte = t->text->byte_of[symbol];
+        if (byte == '\n' || (byte >= 32 && byte < 127))
+            putchar(byte);
+        else
+            printf("\\x%02x", (unsigned)byte); // any byte can come, and a terminal obeys some of them
+        memmove(context, context + 1, CONTEXT - 1);
+        context[CONTEXT - 1] = (uint8_t)symbol;
+    }
+    putchar('\n');
+}
+
+static int write_curves(const struct result *results, const struct text *text, size_t parameters, const char *folder) {
+    struct curve curves[ROWS];
+    char subtitle[512], reference[64];
+    char *path = join(folder, "loss.svg");
+    for (size_t i = 0; i < ROWS; ++i)
+        curves[i] =
+            (struct curve){results[i].name, results[i].curve_step, results[i].curve_loss, results[i].curve_size};
+    snprintf(subtitle, sizeof subtitle, "%zu parameters, %d characters a step, vocabulary of %d, %s", parameters, BATCH,
+             text->vocabulary, text->source);
+    snprintf(reference, sizeof reference, "uniform guess, ln %d = %.3f", text->vocabulary, log(text->vocabulary));
+    const struct chart chart = {"Character language model: held-out loss",
+                                subtitle,
+                                "step",
+                                "held-out loss, nats a character",
+                                log(text->vocabulary),
+                                reference,
+                                curves,
+                                ROWS};
+    const int status = svg_write(path, &chart);
+    if (status)
+        fprintf(stderr, "demo: cannot write %s: %s\n", path, strerror(errno));
+    else
+        printf("loss curves: %s\n", path);
+    free(path);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------------- command line */
+static int make_folder(const char *folder) {
+    char *path = join(folder, "");
+    for (char *end = path + 1; (end = strchr(end, '/')); *end++ = '/') {
+        *end = 0;
+        if (mkdir(path, 0777) && errno != EEXIST) {
+            fprintf(stderr, "demo: cannot create %s: %s\n", path, strerror(errno));
+            free(path);
+            return -1;
+        }
+    }
+    free(path);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    static const char usage[] = "usage: demo [--quick] [--out DIR] [FILE]\n"
+                                "  --quick    a few steps only, to see that everything works\n"
+                                "  --out DIR  where the results go; default demo-out\n"
+                                "  FILE       the text to learn; default: the licence texts of a Debian system\n";
+    const struct plan *plan = &full_plan;
+    const char *folder = "demo-out", *file = NULL;
+    for (int i = 1; i < argc; ++i) {
+        if (!strcmp(argv[i], "--quick"))
+            plan = &quick_plan;
+        else if (!strcmp(argv[i], "--out") && i + 1 < argc)
+            folder = argv[++i];
+        else if (!strcmp(argv[i], "--help"))
+            return fputs(usage, stdout) < 0;
+        else if (argv[i][0] != '-' && !file)
+            file = argv[i];
+        else {
+            fputs(usage, stderr);
+            return 2;
+        }
+    }
+
+    struct text text;
+    struct result results[ROWS];
+    dsopt_context *context;
+    size_t parameters = 0;
+    memset(results, 0, sizeof results);
+    if (text_load(&text, file) || make_folder(folder)) return 2;
+    printf("text: %s, %zu bytes, the last %zu held out\n", text.source, text.size, text.size - text.train_size);
+    printf("a uniform guess over %d different bytes costs ln %d = %.3f nats a character\n\n", text.vocabulary,
+           text.vocabulary, log(text.vocabulary));
+    check(dsopt_context_create(NULL, &context));
+
+    for (size_t i = 0; i < ROWS; ++i) {
+        struct trainer trainer;
+        trainer_create(&trainer, &rows[i], &text, plan, context);
+        parameters = trainer.parameters->size;
+        train(&trainer, &rows[i], &results[i]);
+        save(&trainer, &rows[i], folder);
+        if (i == 0) {
+            printf("\n%d characters written by \"%s\":\n", SAMPLE, rows[i].name);
+            print_sample(&trainer);
+        }
+        putchar('\n');
+        trainer_destroy(&trainer);
+    }
+    print_table(results, ROWS);
+    const int failed = write_curves(results, &text, parameters, folder);
+
+    for (size_t i = 0; i < ROWS; ++i) {
+        free(results[i].curve_step);
+        free(results[i].curve_loss);
+    }
+    dsopt_context_destroy(context);
+    text_free(&text);
+    return failed ? 1 : 0;
+}

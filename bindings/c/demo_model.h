@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// A character language model with one hidden layer, forward and backward written by hand:
+//
+//     the last CONTEXT characters -> an embedding each, side by side -> HIDDEN units, ReLU -> softmax over the
+//     vocabulary
+//
+// All of it is single-threaded and adds in a fixed order, so equal arguments give equal bits; the caller brings the
+// threads.
+#ifndef DEMO_MODEL_H
+#define DEMO_MODEL_H
+#include <stddef.h>
+#include <stdint.h>
+
+enum { CONTEXT = 16, EMBED = 24, HIDDEN = 256, MAX_ROWS = 64 };
+
+// Weights first, then biases: the optimizer gets a group of each, and its lists have this order.
+enum { EMBEDDING, HIDDEN_WEIGHT, OUTPUT_WEIGHT, HIDDEN_BIAS, OUTPUT_BIAS, TENSORS, WEIGHTS = HIDDEN_BIAS };
+
+struct shape {
+    const char *name;
+    int32_t ndim;
+    int64_t dims[2];
+    int64_t numel;
+};
+void model_shapes(int vocabulary, struct shape shapes[TENSORS]);
+
+// A set of tensors in the model's shapes: its parameters, or a gradient. They lie in one block, `size` floats from
+// `all` on.
+struct tensors {
+    int vocabulary;
+    size_t size;
+    float *all;
+    float *tensor[TENSORS];
+};
+struct tensors *tensors_create(int vocabulary); // all zero; NULL = out of memory
+void tensors_destroy(struct tensors *tensors);
+
+void model_init(struct tensors *parameters, uint64_t seed);
+
+// Memory for the activations of MAX_ROWS rows. One per thread.
+struct activations;
+struct activations *activations_create(void); // NULL = out of memory
+void activations_destroy(struct activations *activations);
+
+// Row r predicts symbols[at[r]] from the CONTEXT symbols before it; 1 to MAX_ROWS rows. Returns the sum of the rows'
+// losses in nats.
+double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
+                  struct activations *a);
+// The same, and adds `weight` times the gradient of that sum to `gradient`.
+double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
+                      float weight, struct tensors *gradient, struct activations *a);
+// Draws a symbol to follow `context`; a temperature below 1 makes likely ones likelier.
+int model_sample(const struct tensors *parameters, const uint8_t context[CONTEXT], double temperature, uint64_t *random,
+                 struct activations *a);
+
+// Own generator (splitmix64): rand() differs from one C library to the next.
+uint64_t random_next(uint64_t *state);
+double random_uniform(uint64_t *state); // in [0, 1)
+
+#endif

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "demo_report.h"
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { BAR = 14 };
+
+double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+void progress_start(struct progress *progress, const char *name, int64_t steps) {
+    *progress = (struct progress){.steps = steps, .started = now(), .terminal = isatty(STDOUT_FILENO)};
+    printf("%s\n", name);
+    fflush(stdout);
+}
+
+int progress_due(const struct progress *progress, int64_t step) {
+    if (progress->terminal) return step == progress->steps || now() - progress->drawn > 0.1;
+    return step * 10 / progress->steps > progress->tenths;
+}
+
+void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss, double grad_norm) {
+    char bar[BAR + 1], line[160];
+    const int full = (int)(step * BAR / progress->steps);
+    const double elapsed = now() - progress->started;
+    const double left = step > 0 ? elapsed / (double)step * (double)(progress->steps - step) : 0;
+    memset(bar, '.', BAR);
+    memset(bar, '#', (size_t)full);
+    bar[BAR] = 0;
+    snprintf(line, sizeof line, "[%s] %*lld/%lld  train %.3f  held-out %.3f  |g| %.2f  ETA %.0f s", bar,
+             snprintf(NULL, 0, "%lld", (long long)progress->steps), (long long)step, (long long)progress->steps,
+             train_loss, held_out_loss, grad_norm, left);
+    // Padded, so that a shorter line hides the longer one before it; below 80 columns, because a wrapped line would not
+    // be redrawn.
+    if (progress->terminal)
+        printf("\r%-79.79s%s", line, step == progress->steps ? "\n" : "");
+    else
+        printf("%s\n", line);
+    fflush(stdout);
+    progress->drawn = now();
+    progress->tenths = step * 10 / progress->steps;
+}
+
+void print_table(const struct result *results, size_t count) {
+    int width = (int)strlen("row");
+    for (size_t i = 0; i < count; ++i)
+        if ((int)strlen(results[i].name) > width) width = (int)strlen(results[i].name);
+    printf("%-*s  held-out loss  skipped  bytes sent per      optimizer     total\n", width, "");
+    printf("%-*s  first   final    steps   rank and step  ms/step   share  time s\n", width, "row");
+    for (int i = 0; i < width + 68; ++i) putchar('-');
+    putchar('\n');
+    for (size_t i = 0; i < count; ++i) {
+        const struct result *r = &results[i];
+        printf("%-*s  %5.3f   %5.3f  %7lld  %14.0f  %7.3f  %4.1f %%  %6.1f\n", width, r->name, r->first_loss,
+               r->final_loss, (long long)r->skipped, r->bytes_sent, 1e3 * r->optimizer_seconds / (double)r->steps,
+               100 * r->optimizer_seconds / r->total_seconds, r->total_seconds);
+    }
+}

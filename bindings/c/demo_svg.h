@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws curves with axes, ticks and a legend as one SVG file that needs nothing else.
+#ifndef DEMO_SVG_H
+#define DEMO_SVG_H
+#include <stddef.h>
+
+struct curve {
+    const char *name;
+    const double *x, *y; // points whose y is not finite leave a gap
+    size_t count;
+};
+
+struct chart {
+    const char *title, *subtitle, *x_label, *y_label;
+    double reference; // a dashed horizontal line
+    const char *reference_label;
+    const struct curve *curves;
+    size_t count;
+};
+
+// Returns 0, or -1 with errno.
+int svg_write(const char *path, const struct chart *chart);
+
+#endif

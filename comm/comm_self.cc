@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank: nothing to exchange. Also the caller's own table.
+#include "comm.h"
+
+namespace dsopt {
+
+std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context) {
+    dsopt_comm_table table{};
+    table.ranks = 1;
+    return std::make_unique<Comm>(std::move(context), table, true);
+}
+
+std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table) {
+    if (table.ranks < 1 || table.rank < 0 || table.rank >= table.ranks)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table: rank %d of %d", table.rank, table.ranks);
+    if (table.all_reduce == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.all_reduce is NULL");
+    return std::make_unique<Comm>(std::move(context), table, false);
+}
+
+} // namespace dsopt

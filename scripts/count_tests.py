@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the cases of the last `meson test` in a build folder.
+
+usage: count_tests.py BUILD
+
+Prints `passed failed skipped` on standard output, and on standard error the end of what each failed test said. A
+GoogleTest program counts with its single cases, a program that ends with a line `N passed, N failed` with those, any
+other as one case. A test that went wrong without a failed case (it crashed, ran too long, leaked memory) is one failed
+case more.
+"""
+import collections
+import json
+import os
+import re
+import sys
+import xml.etree.ElementTree
+
+TAIL = 60  # lines of a failed test
+CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed\s*\Z", re.MULTILINE)
+
+
+def gtest_cases(path):
+    """Test name -> [passed, failed, skipped]. Suites of a GoogleTest program are called project.test.suite."""
+    counts = collections.defaultdict(lambda: [0, 0, 0])
+    for suite in xml.etree.ElementTree.parse(path).getroot().iter("testsuite"):
+        name = suite.get("name").partition(".")[2].rpartition(".")[0]
+        if not name:
+            continue  # the suite of all tests that are one case each
+        for case in suite.iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                counts[name][1] += 1
+            elif case.find("skipped") is not None or case.get("status") == "notrun":
+                counts[name][2] += 1
+            else:
+                counts[name][0] += 1
+    return counts
+
+
+def cases_of(test, gtests):
+    """[passed, failed, skipped] of one line of testlog.json."""
+    if test["name"] in gtests:
+        counts = list(gtests[test["name"]])
+    elif test["result"] == "SKIP":
+        counts = [0, 0, 1]
+    else:
+        closing = CLOSING_LINE.search(test["stdout"] or "")
+        counts = [int(closing.group(1)), int(closing.group(2)), 0] if closing else [0, 0, 0]
+        if sum(counts) == 0:
+            counts[0 if test["result"] in ("OK", "EXPECTEDFAIL") else 1] = 1
+    if test["result"] not in ("OK", "EXPECTEDFAIL", "SKIP") and counts[1] == 0:
+        counts[1] = 1
+    return counts
+
+
+def main():
+    logs = os.path.join(sys.argv[1], "meson-logs")
+    gtests = gtest_cases(os.path.join(logs, "testlog.junit.xml"))
+    total = [0, 0, 0]
+    with open(os.path.join(logs, "testlog.json"), encoding="utf-8", errors="replace") as lines:
+        for test in map(json.loads, lines):
+            counts = cases_of(test, gtests)
+            total = [a + b for a, b in zip(total, counts)]
+            said = (test["stdout"] or "") + test.get("stderr", "")
+            if counts[1]:
+                print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, {test['duration']:.0f} s",
+                      *said.splitlines()[-TAIL:], sep="\n", file=sys.stderr)
+            elif test["result"] == "SKIP":
+                print(f"--- {test['name']}: {said.strip() or 'skipped'}", file=sys.stderr)
+    print(*total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm.h"
+#include "abi.h"
+
+namespace dsopt {
+
+Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, bool returns_status) :
+    context_(std::move(context)), table_(table), returns_status_(returns_status) {}
+
+Comm::~Comm() {
+    if (table_.destroy != nullptr) table_.destroy(table_.self);
+}
+
+void Comm::begin() {
+    context_->check_process();
+    const dsopt_status status = status_.load(std::memory_order_acquire);
+    if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
+    if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is lost");
+}
+
+void Comm::check(int result, const char *what, int64_t sent, int64_t received) {
+    calls_.fetch_add(1, std::memory_order_relaxed);
+    if (result == 0) {
+        sent_.fetch_add(sent, std::memory_order_relaxed);
+        received_.fetch_add(received, std::memory_order_relaxed);
+        return;
+    }
+    dsopt_status status = returns_status_ ? result : DSOPT_ERR_COMM, first = DSOPT_OK;
+    status_.compare_exchange_strong(first, status);
+    if (first == DSOPT_ERR_ABORTED) status = first;
+    char text[256] = "";
+    if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
+    throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
+                text[0] != 0 ? text : status_name(status), result);
+}
+
+void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
+    if (ranks() == 1 || count == 0) return;
+    begin();
+    const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
+    check(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), "all-reduce", moved, moved);
+}
+
+void Comm::barrier() {
+    if (ranks() == 1 || table_.barrier == nullptr) return;
+    begin();
+    check(table_.barrier(table_.self), "barrier", 0, 0);
+}
+
+void Comm::abort() noexcept {
+    dsopt_status first = DSOPT_OK;
+    status_.compare_exchange_strong(first, DSOPT_ERR_ABORTED);
+    if (table_.abort != nullptr) table_.abort(table_.self);
+}
+
+dsopt_comm_info Comm::info() const {
+    dsopt_comm_info info{};
+    info.rank = rank();
+    info.ranks = ranks();
+    info.status = status_.load(std::memory_order_acquire);
+    info.calls = calls_.load(std::memory_order_relaxed);
+    info.bytes_sent = sent_.load(std::memory_order_relaxed);
+    info.bytes_received = received_.load(std::memory_order_relaxed);
+    return info;
+}
+
+std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    const bool has_id = desc.id != nullptr || desc.id_bytes != 0;
+    if (desc.kind != DSOPT_COMM_TABLE && desc.table != nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
+    if (desc.kind != DSOPT_COMM_LOCAL && (has_id || desc.rank != 0 || desc.ranks != 0 || desc.timeout_ms != 0))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d",
+                    desc.kind);
+    switch (desc.kind) {
+    case DSOPT_COMM_SELF: return make_self_comm(std::move(context));
+    case DSOPT_COMM_LOCAL: return make_local_comm(std::move(context), desc);
+    case DSOPT_COMM_TABLE:
+        return make_table_comm(std::move(context),
+                               read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"));
+    }
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
+}
+
+} // namespace dsopt

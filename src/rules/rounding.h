@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stochastic rounding to bf16. The random number of an element is a function of seed, parameter name, step and the element's
+// place in its tensor: nothing is stored, and however a list is sharded the bits are the same.
+#pragma once
+#include "dtype.h"
+
+namespace dsopt {
+
+/// Finaliser of MurmurHash3 (Appleby, public domain), 64 bit: one changed bit in, half of the bits out.
+DSOPT_HD uint64_t mix64(uint64_t x) {
+    x ^= x >> 33;
+    x *= 0xff51afd7ed558ccdull;
+    x ^= x >> 33;
+    x *= 0xc4ceb9fe1a85ec53ull;
+    return x ^ (x >> 33);
+}
+
+/// Key of a tensor in a step.
+DSOPT_HD uint64_t rounding_key(uint64_t tensor_key, int64_t step) { return mix64(tensor_key + uint64_t(step) * 0x9e3779b97f4a7c15ull); }
+
+/// Sixteen random bits for an element, with 32-bit operations only, which vectorise.
+DSOPT_HD uint32_t random_bits(uint64_t key, uint64_t element) {
+    uint32_t h = uint32_t(element) * 0x9e3779b1u + uint32_t(key);
+    h ^= h >> 16;
+    h *= 0x85ebca6bu;
+    h ^= uint32_t(key >> 32) ^ (uint32_t(element >> 32) * 0xc2b2ae3du);
+    h ^= h >> 13;
+    h *= 0xc2b2ae35u;
+    return (h ^ (h >> 16)) & 0xffffu;
+}
+
+/// The bf16 number below or above, as a float. Inf and NaN as in ordinary rounding.
+DSOPT_HD float round_stochastic_bf16(float value, uint32_t random) {
+    const uint32_t bits = bits_of(value);
+    const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+    return finite ? float_of((bits + random) & 0xffff0000u) : bf16_to_f32(f32_to_bf16(value));
+}
+
+} // namespace dsopt

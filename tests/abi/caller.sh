@@ -1,0 +1,14 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# caller.sh PROGRAM: does the shortest program, built from caller_c.c, learn its line and leave a checkpoint?
+set -eu
+program=$(realpath "$1")
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+said=$("$program")
+[ "$said" = "2.00 -3.00 1.00" ] || { echo "caller: weights are $said, not 2.00 -3.00 1.00"; exit 1; }
+for name in w.exp_avg w.exp_avg_sq b.exp_avg b.exp_avg_sq; do
+    grep -aqF "\"$name\"" run.safetensors || { echo "caller: no $name in the checkpoint"; exit 1; }
+done
+[ "$(ls)" = run.safetensors ] || { echo "caller: left more than its checkpoint: $(ls)"; exit 1; }

@@ -1,0 +1,18 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# options.sh SOURCE-DIR MESON...: an option for something that this version lacks is refused, not ignored; all others off works.
+set -eu
+source=$1
+shift
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+for option in cuda nccl mpi; do
+    if "$@" setup "$folder/$option" "$source" "-D$option=enabled" >"$folder/log" 2>&1; then
+        echo "$option: enabled was taken"
+        exit 1
+    fi
+    grep -q "ERROR: .*option $option: not in this version" "$folder/log" ||
+        { echo "$option: refused without a clear message"; tail -n 5 "$folder/log"; exit 1; }
+done
+"$@" setup "$folder/least" "$source" -Dauto_features=disabled >"$folder/log" 2>&1 ||
+    { echo "all off: refused"; tail -n 20 "$folder/log"; exit 1; }
