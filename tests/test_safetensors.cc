@@ -575,8 +575,8 @@ TEST(SafetensorsFile, WrongPathsAreIoErrorsWithAReason) {
     const Folder folder;
     fs::create_directory(folder / "directory");
     ASSERT_EQ(::mkfifo((folder / "fifo").c_str(), 0600), 0);
-    std::string dots = "/tmp";
-    while (dots.size() < 4096) dots += "/.";
+    std::string dots = folder.path.string();
+    while (dots.size() < 4090) dots += "/."; // the directory alone is not too long, the path is
     for (const auto &[path, saved, loaded] : std::initializer_list<std::tuple<std::string, std::string, std::string>>{
              {folder / "directory", "Is a directory", "Is a directory"},
              {folder / "directory/", "Is a directory", "Is a directory"},
@@ -586,8 +586,7 @@ TEST(SafetensorsFile, WrongPathsAreIoErrorsWithAReason) {
              {"", "No such file", "No such file"},
              {folder / std::string(4096, 'n'), "name too long", "name too long"},
              {folder / std::string(256, 'n'), "name too long", "name too long"},
-             {dots.substr(0, 4092) + "/abc", "name too long", "name too long"},
-             {dots + "/a", "name too long", "name too long"}}) {
+             {dots + "/abcdef", "name too long", "name too long"}}) {
         expect_io(save_outcome(path), saved);
         expect_io(load_outcome(path), loaded);
     }
@@ -774,7 +773,8 @@ TEST(SafetensorsFile, KilledAtAnyMomentTheFileIsWholeAndNotOlderThanAcknowledged
     std::mt19937 random(7);
     uint64_t last = 1;
     size_t interrupted = 0; // in the middle of a save
-    for (int kill = 0; kill < 200 && std::chrono::steady_clock::now() - start < std::chrono::seconds(30); ++kill) {
+    int kill = 0;
+    for (; kill < 200 && std::chrono::steady_clock::now() - start < std::chrono::seconds(4); ++kill) {
         int pipe[2];
         ASSERT_EQ(::pipe(pipe), 0);
         const pid_t child = ::fork();
@@ -804,7 +804,8 @@ TEST(SafetensorsFile, KilledAtAnyMomentTheFileIsWholeAndNotOlderThanAcknowledged
     }
     EXPECT_GT(last, 1u);
     EXPECT_GT(interrupted, 0u);
-    std::printf("reached step %llu, %zu saves interrupted\n", static_cast<unsigned long long>(last), interrupted);
+    std::printf("%d kills, %zu of them in the middle of a save, step %s\n", kill, interrupted,
+                std::to_string(last).c_str());
     save(path, of_step(last));
     EXPECT_EQ(folder.entries(), 1u);
 }

@@ -7,6 +7,7 @@
 // Every row starts from the same random parameters and sees the same batches, so that what differs is the optimizer's
 // doing.
 #include "demo_model.h"
+#include "demo_pool.h"
 #include "demo_report.h"
 #include "demo_svg.h"
 #include "demo_text.h"
@@ -17,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 // A global batch is cut into quarters whose gradients are made apart from each other and added in a fixed order. So the
 // result does not depend on who makes them: one thread or several.
@@ -38,7 +40,7 @@ struct plan {
     int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
     size_t held_out;                // at most so many characters, evenly spaced, when there are more
 };
-static const struct plan full_plan = {.steps = 3000, .warm_up = 150, .points = 32, .held_out = 32768};
+static const struct plan full_plan = {.steps = 3000, .warm_up = 150, .points = 24, .held_out = 32768};
 static const struct plan quick_plan = {.steps = 60, .warm_up = 6, .points = 6, .held_out = 2048};
 
 struct trainer {
@@ -46,6 +48,9 @@ struct trainer {
     const struct plan *plan;
     struct tensors *parameters, *gradient[QUARTERS]; // the first one becomes the sum
     struct activations *activations[QUARTERS];
+    struct pool *pool;
+    int64_t step;          // that the pool works on
+    double loss[QUARTERS]; // what it found
     dsopt_optimizer *optimizer;
     dsopt_tensor grads[TENSORS];
 };
@@ -93,10 +98,12 @@ static dsopt_optimizer *create_optimizer(dsopt_context *context, const struct ro
 }
 
 static void trainer_create(struct trainer *t, const struct row *row, const struct text *text, const struct plan *plan,
-                           dsopt_context *context) {
+                           struct pool *pool, dsopt_context *context) {
     struct shape shapes[TENSORS];
+    memset(t, 0, sizeof *t);
     t->text = text;
     t->plan = plan;
+    t->pool = pool;
     t->parameters = need(tensors_create(text->vocabulary));
     for (int q = 0; q < QUARTERS; ++q) {
         t->gradient[q] = need(tensors_create(text->vocabulary));
@@ -119,57 +126,61 @@ static void trainer_destroy(struct trainer *t) {
 }
 
 /* ------------------------------------------------------------------------------------------------------ training */
-// Adds a quarter's share of the mean gradient over the global batch to gradient[q]. Returns its share of the mean loss.
-static double quarter_gradient(struct trainer *t, int64_t step, int q) {
-    uint64_t random = SEED + (uint64_t)step * QUARTERS + (uint64_t)q;
+// Adds a quarter's share of the mean gradient over the global batch to gradient[q], and of the mean loss to loss[q].
+static void quarter_gradient(void *trainer, int q) {
+    struct trainer *t = trainer;
+    uint64_t random = SEED + (uint64_t)t->step * QUARTERS + (uint64_t)q;
     size_t at[QUARTER_BATCH];
     for (int i = 0; i < QUARTER_BATCH; ++i)
         at[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
-    return model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, 1.0f / BATCH, t->gradient[q],
-                          t->activations[q]) /
-           BATCH;
+    t->loss[q] += model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, 1.0f / BATCH, t->gradient[q],
+                                 t->activations[q]) /
+                  BATCH;
+}
+
+// Runs `body` for every quarter. Returns the sum of what they added to `loss`.
+static double run_quarters(struct trainer *t, void (*body)(void *trainer, int q)) {
+    double sum = 0;
+    memset(t->loss, 0, sizeof t->loss);
+    pool_run(t->pool, QUARTERS, body, t);
+    for (int q = 0; q < QUARTERS; ++q) sum += t->loss[q];
+    return sum;
 }
 
 // Leaves the gradient of the global batch in gradient[0] and zeros in the others. Returns the mean loss.
 static double batch_gradient(struct trainer *t, int64_t step) {
-    double loss[QUARTERS];
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (int q = 0; q < QUARTERS; ++q) loss[q] = quarter_gradient(t, step, q);
-
+    t->step = step;
+    const double loss = run_quarters(t, quarter_gradient);
     for (int q = 1; q < QUARTERS; ++q) {
         float *restrict sum = t->gradient[0]->all, *restrict part = t->gradient[q]->all;
         for (size_t i = 0; i < t->parameters->size; ++i) {
             sum[i] += part[i];
             part[i] = 0;
         }
-        loss[0] += loss[q];
     }
-    return loss[0];
+    return loss;
+}
+
+static size_t held_out_count(const struct trainer *t) {
+    const size_t size = t->text->size - t->text->train_size;
+    return size < t->plan->held_out ? size : t->plan->held_out;
+}
+
+static void quarter_held_out(void *trainer, int q) {
+    struct trainer *t = trainer;
+    const size_t size = t->text->size - t->text->train_size, count = held_out_count(t);
+    const size_t end = count * (size_t)(q + 1) / QUARTERS;
+    for (size_t i = count * (size_t)q / QUARTERS; i < end;) {
+        size_t at[MAX_ROWS];
+        int rows_used = 0;
+        for (; rows_used < MAX_ROWS && i < end; ++i)
+            at[rows_used++] = t->text->train_size + (size_t)((double)i * (double)size / (double)count);
+        t->loss[q] += model_loss(t->parameters, t->text->symbols, at, rows_used, t->activations[q]);
+    }
 }
 
 // Mean loss over the last tenth of the text, or over evenly spaced characters of it.
-static double held_out_loss(struct trainer *t) {
-    const size_t size = t->text->size - t->text->train_size;
-    const size_t count = size < t->plan->held_out ? size : t->plan->held_out;
-    double loss[QUARTERS] = {0};
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (int q = 0; q < QUARTERS; ++q) {
-        const size_t end = count * (size_t)(q + 1) / QUARTERS;
-        for (size_t i = count * (size_t)q / QUARTERS; i < end;) {
-            size_t at[MAX_ROWS];
-            int n = 0;
-            for (; n < MAX_ROWS && i < end; ++i)
-                at[n++] = t->text->train_size + (size_t)((double)i * (double)size / (double)count);
-            loss[q] += model_loss(t->parameters, t->text->symbols, at, n, t->activations[q]);
-        }
-    }
-    for (int q = 1; q < QUARTERS; ++q) loss[0] += loss[q];
-    return loss[0] / (double)count;
-}
+static double held_out_loss(struct trainer *t) { return run_quarters(t, quarter_held_out) / (double)held_out_count(t); }
 
 // Linear warm-up, then half a cosine down to a twentieth.
 static double learning_rate(const struct plan *plan, double highest, int64_t step) {
@@ -333,11 +344,17 @@ int main(int argc, char **argv) {
     printf("text: %s, %zu bytes, the last %zu held out\n", text.source, text.size, text.size - text.train_size);
     printf("a uniform guess over %d different bytes costs ln %d = %.3f nats a character\n\n", text.vocabulary,
            text.vocabulary, log(text.vocabulary));
-    check(dsopt_context_create(NULL, &context));
+
+    // So few parameters are updated in less time than it takes to wake a second thread.
+    DSOPT_NEW(dsopt_context_desc, desc);
+    desc.threads = 1;
+    check(dsopt_context_create(&desc, &context));
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    struct pool *pool = need(pool_create(cores < QUARTERS ? (int)cores : QUARTERS));
 
     for (size_t i = 0; i < ROWS; ++i) {
         struct trainer trainer;
-        trainer_create(&trainer, &rows[i], &text, plan, context);
+        trainer_create(&trainer, &rows[i], &text, plan, pool, context);
         parameters = trainer.parameters->size;
         train(&trainer, &rows[i], &results[i]);
         save(&trainer, &rows[i], folder);
@@ -355,6 +372,7 @@ int main(int argc, char **argv) {
         free(results[i].curve_step);
         free(results[i].curve_loss);
     }
+    pool_destroy(pool);
     dsopt_context_destroy(context);
     text_free(&text);
     return failed ? 1 : 0;

@@ -15,8 +15,9 @@ struct pool {
     pthread_t thread[MAX_WORKERS];
 };
 
-// Takes piece after piece until none is left. Called and left with the lock held. A worker that the system does not let run takes no
-// piece, and then nobody waits for it: on a machine with other work that is much faster than fixed shares and a barrier.
+// Takes piece after piece until none is left. Called and left with the lock held. A worker that the system does not let
+// run takes no piece, and then nobody waits for it: on a machine with other work that is much faster than fixed shares
+// and a barrier.
 static void take_pieces(struct pool *pool) {
     while (pool->next < pool->n) {
         const int i = pool->next++;

@@ -62,6 +62,8 @@ public:
         });
     }
 
+    int64_t bytes() const { return ruler_[count_]; }
+
 private:
     struct Position {
         int64_t tensor, element;
@@ -283,6 +285,8 @@ void CpuBackend::step(const StepPlan &plan) const {
         }
     watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
+    // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights there.
+    const bool streaming = cut.bytes() > int64_t(64) << 20;
     const auto span_of = [&](int64_t i, int64_t begin, int64_t end) {
         return Span{.job = &plan.jobs[i],
                     .scalars = &plan.scalars[i],
@@ -293,7 +297,8 @@ void CpuBackend::step(const StepPlan &plan) const {
                     .sums_a = plan.sums_a,
                     .sums_b = plan.sums_b,
                     .trust = plan.trust_ratio != nullptr ? plan.trust_ratio[i] : 1.0f,
-                    .step = plan.step[i]};
+                    .step = plan.step[i],
+                    .streaming = streaming};
     };
     cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
         const TensorJob &job = plan.jobs[i];

@@ -4,7 +4,7 @@
 #include "cpu/kernels.h"
 #include "rules/lamb.h"
 #include "rules/rounding.h"
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -51,14 +51,44 @@ void widen(const float *from, float *to, int64_t n, F32) {
 }
 void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
 
+/// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out. Without
+/// it every line is read before it is overwritten.
+template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
+#if defined(__AVX2__)
+    if constexpr (sizeof(typename Tag::storage) == 2) {
+        const int64_t head = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 2) & 31));
+        alignas(64) uint16_t line[kTile];
+        narrow(from, to, head, tag);
+        const int64_t whole = (n - head) / 32 * 32;
+        narrow(from + head, line, whole, tag);
+        for (int64_t i = 0; i < whole; i += 16)
+            _mm256_stream_si256(reinterpret_cast<__m256i *>(to + head + i),
+                                _mm256_load_si256(reinterpret_cast<const __m256i *>(line + i)));
+        narrow(from + head + whole, to + head + whole, n - head - whole, tag);
+        return;
+    }
+#endif
+    narrow(from, to, n, tag);
+}
+/// Streaming stores are visible to other threads only after this.
+void fence_streaming() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
 template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
 
 void load(const void *data, Dtype type, int64_t index, int64_t n, float *to) {
     visit(type, [&](auto tag) { widen(element<typename decltype(tag)::storage>(data, index), to, n, tag); });
 }
-void store(const float *from, void *data, Dtype type, int64_t index, int64_t n) {
-    visit(type, [&](auto tag) { narrow(from, element<typename decltype(tag)::storage>(data, index), n, tag); });
+void store(const float *from, void *data, Dtype type, int64_t index, int64_t n, bool streaming = false) {
+    visit(type, [&](auto tag) {
+        auto *to = element<typename decltype(tag)::storage>(data, index);
+        if (streaming) narrow_streaming(from, to, n, tag);
+        else narrow(from, to, n, tag);
+    });
 }
 
 /// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
@@ -98,10 +128,10 @@ struct LeafSum {
         Double8 l0 = lane[0], l1 = lane[1], l2 = lane[2], l3 = lane[3];
         for (; i + 32 <= n; i += 32) {
             const Double8 a = wide(x + i), b = wide(x + i + 8), c = wide(x + i + 16), d = wide(x + i + 24);
-            l0 += a * a;
-            l1 += b * b;
-            l2 += c * c;
-            l3 += d * d;
+            l0 = plus_square(l0, a);
+            l1 = plus_square(l1, b);
+            l2 = plus_square(l2, c);
+            l3 = plus_square(l3, d);
         }
         lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
         for (int64_t k = 0; i < n; ++i, ++k) lane[k / 8][k % 8] += double(x[i]) * double(x[i]);
@@ -112,6 +142,14 @@ struct LeafSum {
         for (int width = 16; width != 0; width /= 2)
             for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
         return sum[0];
+    }
+    /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
+    static Double8 plus_square(Double8 sum, Double8 x) {
+#if defined(__AVX512F__)
+        return Double8(_mm512_fmadd_pd(__m512d(x), __m512d(x), __m512d(sum)));
+#else
+        return sum + x * x;
+#endif
     }
     static Double8 wide(const float *x) {
         return __builtin_convertvector(*reinterpret_cast<const Float8 *>(x), Double8);
@@ -187,7 +225,7 @@ void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
 /// Where the new weights of a tile go: the weight itself, the low-precision copy, the output.
 void publish(const Span &span, const float *tile, const float *delta, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n);
+    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n, span.streaming);
     if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
     if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, index, n);
 }
@@ -237,13 +275,14 @@ template <class R> void update_with(const R &rule, const Span &span) {
 
 void update(Rule rule, const Span &span) {
     switch (rule) {
-    case Rule::adam: update_with(Adam<false>{*span.scalars}, span); return;
-    case Rule::adamw: update_with(Adam<true>{*span.scalars}, span); return;
-    case Rule::legacy: update_with(LegacyAdam<false>{*span.scalars}, span); return;
-    case Rule::legacy_eps_inside: update_with(LegacyAdam<true>{*span.scalars}, span); return;
+    case Rule::adam: update_with(Adam<false>{*span.scalars}, span); break;
+    case Rule::adamw: update_with(Adam<true>{*span.scalars}, span); break;
+    case Rule::legacy: update_with(LegacyAdam<false>{*span.scalars}, span); break;
+    case Rule::legacy_eps_inside: update_with(LegacyAdam<true>{*span.scalars}, span); break;
     case Rule::lamb:
-    case Rule::lamb_eps_inside: return; // two sweeps, below
+    case Rule::lamb_eps_inside: break; // two sweeps, below
     }
+    if (span.streaming) fence_streaming();
 }
 
 template <class R>
@@ -306,6 +345,7 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
 void lamb_weights(Rule rule, const Span &span) {
     if (rule == Rule::lamb) lamb_weights_with(LambWeights<false>{*span.scalars, span.trust}, span);
     else lamb_weights_with(LambWeights<true>{*span.scalars, span.trust}, span);
+    if (span.streaming) fence_streaming();
 }
 
 void unchanged(const Span &span) {

@@ -15,6 +15,7 @@ struct Span {
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;            // LAMB, second sweep
     int64_t step;           // of the tensor, for stochastic rounding
+    bool streaming;         // 16-bit copies go past the caches
 };
 
 struct Kernels {

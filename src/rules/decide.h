@@ -94,7 +94,9 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     if (wrapped && have_norms) { // one norm a group there
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
-            const double experts = plan.wrapper == Wrapper::fused ? table.total(g) - table.square(g, 0) : 0.0;
+            double experts = 0; // summed by itself: a difference to the dense part would be NaN where that is not finite
+            for (int64_t type = 1; plan.wrapper == Wrapper::fused && type < table.classes; ++type)
+                experts += table.square(g, type);
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
     }

@@ -5,9 +5,9 @@
 usage: altered.py [--backend NAME] REPLAY FILE...
 
 Every tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
-F64), by three units in the last place (16 bit), by one (integers). Replay must fail each copy and name that tensor. The
-engine computes its own trajectory from the inputs alone, so a change in any row of an output stays a difference of that
-one value. Then each file as a whole is damaged in ways that a careless reader would skip over. Exit status 1 unless
+F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
+scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory from the inputs alone, so
+a change in any row of an output stays a difference of that one value. Then each file as a whole is damaged in ways that a careless reader would skip over. Exit status 1 unless
 everything was noticed.
 """
 import argparse
@@ -24,7 +24,8 @@ import tempfile
 CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i", "U8": "B"}
 SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
-          "input", "loss_scale_used"}
+          "input"}
+SCALES = {"loss_scale", "loss_scale_used"}
 BATCH = 128  # files a run of replay: few processes, little disk
 
 
@@ -71,7 +72,9 @@ class Golden:
         values = list(struct.unpack_from(f"<{(end - begin) // struct.calcsize(code)}{code}", self.data, begin))
         if not values:
             return False
-        change = {"d": change_float, "f": change_float, "H": change_half}.get(code, change_integer)
+        change = {"d": change_float, "f": change_float, "H": change_half, "B": change_flag}.get(code, change_integer)
+        if name.split("/")[0] in SCALES:
+            change = change_scale
         index, value = change(values, dtype, rng)
         struct.pack_into("<" + code, self.data, begin + index * struct.calcsize(code), value)
         return True
@@ -109,8 +112,18 @@ def change_half(bits, dtype, rng):
 
 def change_integer(values, dtype, rng):
     index = rng.randrange(len(values))
-    limit = {"I64": 2**63, "I32": 2**31, "U8": 2**8}[dtype]
+    limit = {"I64": 2**63, "I32": 2**31}[dtype]
     return index, values[index] + 1 if values[index] + 1 < limit else values[index] - 1
+
+
+def change_flag(values, dtype, rng):
+    index = rng.randrange(len(values))
+    return index, values[index] ^ 1
+
+
+def change_scale(values, dtype, rng):
+    index = rng.randrange(len(values))
+    return index, 2 * values[index]
 
 
 def damaged(path):

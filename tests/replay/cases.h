@@ -15,5 +15,8 @@ struct Case {
 
 void replay_fused_adam(const Case &recorded);
 void replay_fused_lamb(const Case &recorded);
+void replay_dynamic_loss_scaler(const Case &recorded);
+void replay_fp16_scale_rule(const Case &recorded);
+void replay_fp16_optimizer(const Case &recorded);
 
 } // namespace replay

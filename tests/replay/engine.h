@@ -76,6 +76,40 @@ private:
     void *data_;
 };
 
+class Scaler {
+public:
+    Scaler(const Engine &engine, const dsopt_scaler_desc &desc) : memory_(&engine.memory()) {
+        dsopt_scaler *scaler = nullptr;
+        check(dsopt_scaler_create(engine.context(), &desc, &scaler), "dsopt_scaler_create");
+        handle_.reset(scaler);
+    }
+    dsopt_scaler *get() const { return handle_.get(); }
+
+    /// `overflow`: one I32.
+    void update(const Array &overflow) {
+        check(dsopt_scaler_update(get(), static_cast<const int32_t *>(overflow.data()), nullptr),
+              "dsopt_scaler_update");
+    }
+    /// Failure unless the float that backward reads is the machine's value.
+    dsopt_scaler_info info() const {
+        DSOPT_NEW(dsopt_scaler_info, info);
+        check(dsopt_scaler_query(get(), &info), "dsopt_scaler_query");
+        float used = 0;
+        memory_->download(&used, const_cast<float *>(dsopt_scaler_device_scale(get())), sizeof used);
+        if (used != float(info.dynamic) || double(used) != info.scale)
+            fail("backward would read the loss scale %.9g, the query says %.9g and the machine is at %.17g",
+                 double(used), info.scale, info.dynamic);
+        return info;
+    }
+
+private:
+    struct Destroy {
+        void operator()(dsopt_scaler *scaler) const { dsopt_scaler_destroy(scaler); }
+    };
+    Memory *memory_;
+    std::unique_ptr<dsopt_scaler, Destroy> handle_;
+};
+
 class Optimizer {
 public:
     Optimizer(const Engine &engine, const dsopt_optimizer_desc &desc) {
@@ -93,6 +127,11 @@ public:
         check(dsopt_optimizer_set(get(), group, key, value), "dsopt_optimizer_set");
     }
     void step(const dsopt_step &step) { check(dsopt_optimizer_step(get(), &step), "dsopt_optimizer_step"); }
+    dsopt_report report() {
+        DSOPT_NEW(dsopt_report, report);
+        check(dsopt_optimizer_report(get(), &report), "dsopt_optimizer_report");
+        return report;
+    }
 
     /// Index in the state list of entry `name` of a parameter (place in the flat order), -1 = of the whole optimizer.
     /// Failure unless it has this dtype and size.

@@ -188,6 +188,16 @@ const Tensor *GoldenFile::find(const std::string &name) const {
     return found == tensors_.end() ? nullptr : &found->second;
 }
 
+std::string GoldenFile::name_of(const std::string &scalar, int64_t rank) const {
+    const std::string own = scalar + "/r" + std::to_string(rank);
+    return find(scalar) == nullptr && find(own) != nullptr ? own : scalar;
+}
+
+std::string GoldenFile::name_of(const std::string &quantity, int64_t rank, const std::string &item) const {
+    const std::string shared = quantity + "/all/" + item, own = quantity + "/r" + std::to_string(rank) + "/" + item;
+    return find(shared) == nullptr && find(own) != nullptr ? own : shared;
+}
+
 const std::string &GoldenFile::text(const std::string &key) {
     const auto found = metadata_.find(key);
     if (found == metadata_.end()) fail("metadata %s is missing", key.c_str());

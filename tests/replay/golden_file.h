@@ -48,6 +48,9 @@ public:
     const std::map<std::string, Tensor> &tensors() const { return tensors_; }
     /// NULL if there is none such.
     const Tensor *find(const std::string &name) const;
+    // What a rank has: a value that all ranks share is stored once. Where there is neither, the name of the shared one.
+    std::string name_of(const std::string &scalar, int64_t rank) const;
+    std::string name_of(const std::string &quantity, int64_t rank, const std::string &item) const;
 
     // Metadata. A value that is read is thereby understood; a missing or malformed one is a Failure that names the key.
     bool has(const std::string &key) const { return metadata_.count(key) != 0; }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "layout.h"
+#include "engine.h"
 #include <algorithm>
 #include <rapidjson/document.h>
 
@@ -24,9 +25,19 @@ double scalar(const rapidjson::Value &value, const std::string &key) {
     return value.GetDouble();
 }
 
-} // namespace
+dsopt_group common_group(Layout &layout, size_t index, int32_t algorithm) {
+    dsopt_group group;
+    check(dsopt_group_init(&group, sizeof group, algorithm), "dsopt_group_init");
+    group.lr = layout.hyper(index, "lr");
+    group.beta1 = layout.hyper(index, "beta1");
+    group.beta2 = layout.hyper(index, "beta2");
+    group.eps = layout.hyper(index, "eps");
+    group.weight_decay = layout.hyper(index, "weight_decay");
+    if (!layout.hyper_flag(index, "bias_correction", true)) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+    return group;
+}
 
-std::string param_item(int64_t index) { return "p" + std::to_string(index); }
+} // namespace
 
 std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_t params) {
     const std::string &text = file.text(key);
@@ -60,6 +71,7 @@ void Layout::read_shapes() {
                 fail("metadata param_shapes: malformed shape");
             shape.push_back(dim.GetInt64());
         }
+        items_.push_back("p" + std::to_string(shapes_.size()));
         shapes_.push_back(std::move(shape));
         numels_.push_back(numel);
     }
@@ -110,7 +122,8 @@ double Layout::hyper(size_t index, const std::string &key) {
     return found == group.overrides.end() ? common : found->second;
 }
 
-bool Layout::hyper_flag(size_t index, const std::string &key) {
+bool Layout::hyper_flag(size_t index, const std::string &key, bool otherwise) {
+    if (!file_.has(key) && groups_[index].overrides.count(key) == 0) return otherwise;
     const double value = hyper(index, key);
     if (value != 0 && value != 1) fail("group %zu: %s is neither 0 nor 1", index, key.c_str());
     return value == 1;
@@ -122,6 +135,38 @@ void Layout::finish() const {
             if (groups_[i].read.count(key) == 0)
                 fail("group %zu: the override %s = %g is not understood by this algorithm's replay", i, key.c_str(),
                      value);
+}
+
+dsopt_param Layout::param(int64_t index, const dsopt_tensor &tensor) const {
+    dsopt_param param{};
+    param.tensor = tensor;
+    param.name = item(index).c_str();
+    param.dims = shape(index).data();
+    param.ndim = int32_t(shape(index).size());
+    return param;
+}
+
+int64_t read_steps(GoldenFile &file) {
+    const int64_t steps = file.integer("steps");
+    if (steps < 1) fail("metadata steps: nothing is recorded");
+    return steps;
+}
+
+void expect_one_rank(GoldenFile &file) {
+    if (file.integer("world_size") != 1) fail("metadata world_size: this algorithm has one rank");
+}
+
+dsopt_group adam_group(Layout &layout, size_t index) {
+    const bool decoupled = layout.common_flag("adam_w_mode", true);
+    return common_group(layout, index, decoupled ? DSOPT_ADAMW : DSOPT_ADAM);
+}
+
+dsopt_group lamb_group(Layout &layout, size_t index) {
+    dsopt_group group = common_group(layout, index, DSOPT_LAMB);
+    group.min_trust = layout.hyper(index, "min_coeff");
+    group.max_trust = layout.hyper(index, "max_coeff");
+    if (layout.common_flag("eps_inside_sqrt", false)) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
+    return group;
 }
 
 } // namespace replay

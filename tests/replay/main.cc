@@ -17,6 +17,9 @@ struct Algorithm {
 constexpr Algorithm algorithms[] = {
     {"fused_adam", replay_fused_adam},
     {"fused_lamb", replay_fused_lamb},
+    {"dynamic_loss_scaler", replay_dynamic_loss_scaler},
+    {"fp16_scale_rule", replay_fp16_scale_rule},
+    {"fp16_optimizer", replay_fp16_optimizer},
 };
 
 /// File name without folder and ending. The record's own name is not used: two copies of a case must be told apart.

@@ -8,7 +8,6 @@ namespace replay {
 namespace {
 
 struct Param {
-    std::string item; ///< "p<index in the record>"
     const Tensor *grad, *param, *exp_avg, *exp_avg_sq, *param_out /* NULL: not recorded */;
     int64_t exp_avg_state = 0, exp_avg_sq_state = 0;
     Array weights, gradient;
@@ -25,9 +24,8 @@ public:
         engine_(recorded.backend),
         optimizer_(engine_, make_desc()),
         scale_(engine_, DSOPT_F32, 1) {
-        steps_ = file_.integer("steps");
-        if (steps_ < 1) fail("metadata steps: nothing is recorded");
-        if (file_.integer("world_size") != 1) fail("metadata world_size: this algorithm has one rank");
+        steps_ = read_steps(file_);
+        expect_one_rank(file_);
         if (lamb_) {
             const auto divisor = float(layout_.common("grad_divisor"));
             scaled_ = divisor != 1;
@@ -72,39 +70,18 @@ private:
     }
 
     void add_groups() {
-        params_.reserve(layout_.order().size()); // names and weights of those already there must stay where they are
-        const bool decoupled = !lamb_ && layout_.common_flag("adam_w_mode");
-        const bool inside = lamb_ && layout_.common_flag("eps_inside_sqrt");
         for (size_t g = 0; g < layout_.group_count(); ++g) {
-            dsopt_group group;
-            check(dsopt_group_init(&group, sizeof group,
-                                   lamb_       ? DSOPT_LAMB
-                                   : decoupled ? DSOPT_ADAMW
-                                               : DSOPT_ADAM),
-                  "dsopt_group_init");
-            group.lr = layout_.hyper(g, "lr"); // until the first call, which brings its own
-            group.beta1 = layout_.hyper(g, "beta1");
-            group.beta2 = layout_.hyper(g, "beta2");
-            group.eps = layout_.hyper(g, "eps");
-            group.weight_decay = layout_.hyper(g, "weight_decay");
-            if (!layout_.hyper_flag(g, "bias_correction")) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
-            if (lamb_) {
-                group.min_trust = layout_.hyper(g, "min_coeff");
-                group.max_trust = layout_.hyper(g, "max_coeff");
-                if (inside) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
-            }
             std::vector<dsopt_param> list;
             for (const int64_t index : layout_.group(g)) list.push_back(add_param(index));
-            optimizer_.add_group(group, list);
+            optimizer_.add_group(lamb_ ? lamb_group(layout_, g) : adam_group(layout_, g), list);
         }
     }
 
     dsopt_param add_param(int64_t index) {
-        const std::string name = param_item(index), item = "/" + name;
+        const std::string item = "/" + layout_.item(index);
         const int64_t numel = layout_.numel(index);
         const int32_t dtype = dtypes_[size_t(index)], grad_dtype = grad_dtypes_[size_t(index)];
-        Param p{name,
-                &comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
+        Param p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
                 &output("param" + item, dtype, numel),
                 &output("exp_avg" + item, dtype, numel),
                 &output("exp_avg_sq" + item, dtype, numel),
@@ -122,14 +99,7 @@ private:
         }
         p.weights.upload(comparison_.input("param_init" + item, dtype, {numel}).data);
         params_.push_back(std::move(p));
-
-        const std::vector<int64_t> &shape = layout_.shape(index);
-        dsopt_param param{};
-        param.tensor = params_.back().weights.tensor();
-        param.name = params_.back().item.c_str();
-        param.dims = shape.data();
-        param.ndim = int32_t(shape.size());
-        return param;
+        return layout_.param(index, params_.back().weights.tensor());
     }
 
     const Tensor &output(const std::string &name, int32_t dtype, int64_t numel) const {

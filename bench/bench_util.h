@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor lists of real models, and memory laid out like theirs.
+#pragma once
+#include "dsopt.h"
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <sys/mman.h>
+#include <vector>
+
+namespace bench {
+
+inline void check(dsopt_status status) {
+    if (status == DSOPT_OK) return;
+    std::fprintf(stderr, "%s: %s\n", dsopt_status_name(status), dsopt_last_error());
+    std::exit(1);
+}
+
+/// Element counts: "gpt2-124m" and so on from bench/shapes, or "NxM" for N tensors of M elements.
+inline std::vector<int64_t> shapes(const std::string &name) {
+    std::vector<int64_t> sizes;
+    long long count = 0, numel = 0;
+    if (std::sscanf(name.c_str(), "%lldx%lld", &count, &numel) == 2) return std::vector<int64_t>(size_t(count), numel);
+    std::ifstream file(std::string(DSOPT_SHAPES) + "/" + name + ".csv");
+    if (!file) {
+        std::fprintf(stderr, "no list of shapes called %s\n", name.c_str());
+        std::exit(1);
+    }
+    std::string line;
+    std::getline(file, line); // the heading
+    while (std::getline(file, line)) sizes.push_back(std::stoll(line.substr(line.rfind(',') + 1)));
+    return sizes;
+}
+inline int64_t total(const std::vector<int64_t> &sizes) {
+    int64_t sum = 0;
+    for (const int64_t n : sizes) sum += n;
+    return sum;
+}
+
+/// Zeroed memory in huge pages, as frameworks' allocators and this engine give it.
+class Memory {
+public:
+    explicit Memory(size_t bytes) : bytes_((bytes + kHuge - 1) / kHuge * kHuge) {
+        data_ = std::aligned_alloc(kHuge, bytes_);
+        if (data_ == nullptr) std::abort();
+        (void)madvise(data_, bytes_, MADV_HUGEPAGE);
+        char *at = static_cast<char *>(data_);
+        for (size_t i = 0; i < bytes_; ++i) at[i] = 0;
+    }
+    ~Memory() { std::free(data_); }
+    Memory(const Memory &) = delete;
+    Memory &operator=(const Memory &) = delete;
+    template <class T> T *as() const { return static_cast<T *>(data_); }
+
+private:
+    static constexpr size_t kHuge = size_t(2) << 20;
+    void *data_;
+    size_t bytes_;
+};
+
+/// A list over one block: tensors lie one behind the other, each on a 64-byte line.
+struct List {
+    Memory memory;
+    std::vector<dsopt_tensor> tensors;
+    List(const std::vector<int64_t> &sizes, int32_t dtype) : memory(bytes(sizes, dtype)) {
+        size_t at = 0;
+        for (const int64_t n : sizes) {
+            tensors.push_back({memory.as<char>() + at, n, dtype, 0});
+            at += rounded(n, dtype);
+        }
+    }
+    static size_t element(int32_t dtype) { return dtype == DSOPT_F32 ? 4 : 2; }
+    static size_t rounded(int64_t n, int32_t dtype) { return (size_t(n) * element(dtype) + 63) / 64 * 64; }
+    static size_t bytes(const std::vector<int64_t> &sizes, int32_t dtype) {
+        size_t sum = 64;
+        for (const int64_t n : sizes) sum += rounded(n, dtype);
+        return sum;
+    }
+};
+
+} // namespace bench
