@@ -104,6 +104,7 @@ void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t know
 /// A tensor between file and memory.
 struct Transfer {
     size_t index; // in the file
+    int64_t entry; // in the state list, -1: the parameter at `memory`
     void *memory;
     size_t bytes;
     bool per_param; // one element a parameter, in the file's order of parameters
@@ -293,14 +294,14 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         accumulated.resize(digits.size());
         for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
     }
-    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
     std::vector<Transfer> transfers;
-    for (const StateEntry &entry : optimizer.state()) {
+    for (size_t i = 0; i < optimizer.state().size(); ++i) {
+        const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         const bool of_scaler = entry.param < 0 && !entry.per_param;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
-        transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), entry.data,
+        transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), int64_t(i), nullptr,
                              entry.bytes(), entry.per_param});
     }
     for (const Param &param : optimizer.params()) {
@@ -308,7 +309,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             const size_t index = find_tensor(file, param_tensor_name(param), param.dtype, param.numel, param.dims);
             if (param.data == nullptr && param.numel != 0)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
-            transfers.push_back({index, param.data, size_t(param.numel) * dtype_size(param.dtype), false});
+            transfers.push_back({index, -1, param.data, size_t(param.numel) * dtype_size(param.dtype), false});
         } else if (no_masters && param.has_master && param.data == nullptr && param.numel != 0) {
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
         }
@@ -339,9 +340,12 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         at += transfer.bytes;
     }
 
+    // Not before: masters are left for the file to fill, and a load that fails must leave none behind.
+    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
     const Backend &backend = optimizer.context().backend();
     at = 0;
-    for (const Transfer &transfer : transfers) {
+    for (Transfer &transfer : transfers) {
+        if (transfer.entry >= 0) transfer.memory = optimizer.state()[size_t(transfer.entry)].data;
         backend.copy_from_host(transfer.memory, staging.get() + at, transfer.bytes, nullptr);
         at += transfer.bytes;
     }

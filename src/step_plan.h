@@ -9,7 +9,7 @@ namespace dsopt {
 
 /// All reductions are cut into leaves of this many elements from each tensor's start, whatever the thread count.
 constexpr int64_t kLeaf = 4096;
-constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
+DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
 
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
@@ -95,7 +95,7 @@ struct StepPlan {
     Parallel parallel;
     int64_t chunk;
 
-    int64_t classes() const { return 1 + comms.expert_count; }
+    DSOPT_HD int64_t classes() const { return 1 + comms.expert_count; }
 };
 
 } // namespace dsopt

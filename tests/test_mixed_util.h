@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of mixed precision and comms share: handles that clean up, typed arrays, 16-bit rounding written down a
-// second time, an optimizer with its parameters, ranks as threads.
+// What the tests of mixed precision and comms share: handles that clean up, typed arrays, 16-bit rounding written down
+// a second time, an optimizer with its parameters, ranks as threads.
 #pragma once
 #include "dsopt.h"
 #include <algorithm>
@@ -28,7 +28,8 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 /// For calls that only prepare a test.
 inline void must(dsopt_status status) {
-    if (status != DSOPT_OK) throw std::runtime_error(std::string(dsopt_status_name(status)) + ": " + dsopt_last_error());
+    if (status != DSOPT_OK)
+        throw std::runtime_error(std::string(dsopt_status_name(status)) + ": " + dsopt_last_error());
 }
 inline testing::AssertionResult ok(dsopt_status status) {
     if (status == DSOPT_OK) return testing::AssertionSuccess();
@@ -97,9 +98,11 @@ inline uint16_t encode(float x, int exponent_bits, int fraction_bits) {
     return uint16_t(sign | std::min(infinity, (uint32_t(exponent - least) << fraction_bits) + units));
 }
 inline float decode(uint16_t bits, int exponent_bits, int fraction_bits) {
-    const int field = (bits >> fraction_bits) & ((1 << exponent_bits) - 1), fraction = bits & ((1 << fraction_bits) - 1);
+    const int field = (bits >> fraction_bits) & ((1 << exponent_bits) - 1),
+              fraction = bits & ((1 << fraction_bits) - 1);
     const int least = 2 - (1 << (exponent_bits - 1));
-    double value = std::ldexp(fraction + (field != 0 ? 1 << fraction_bits : 0), least - fraction_bits + std::max(field - 1, 0));
+    double value =
+        std::ldexp(fraction + (field != 0 ? 1 << fraction_bits : 0), least - fraction_bits + std::max(field - 1, 0));
     if (field == (1 << exponent_bits) - 1) value = fraction != 0 ? double(kNaN) : double(kInf);
     return float(bits & 0x8000u ? -value : value);
 }
@@ -110,7 +113,9 @@ inline float rounded(float x, int32_t dtype) {
     if (dtype == DSOPT_BF16) return decode(encode(x, 8, 7), 8, 7);
     return x;
 }
-inline const char *dtype_name(int32_t dtype) { return dtype == DSOPT_F32 ? "F32" : dtype == DSOPT_F16 ? "F16" : "BF16"; }
+inline const char *dtype_name(int32_t dtype) {
+    return dtype == DSOPT_F32 ? "F32" : dtype == DSOPT_F16 ? "F16" : "BF16";
+}
 
 /// A tensor with its memory.
 class Array {
@@ -129,7 +134,8 @@ public:
     }
 
     void set(size_t i, float value) {
-        if (dtype_ == DSOPT_F32) std::memcpy(&raw_[i * 4], &value, 4);
+        if (dtype_ == DSOPT_F32)
+            std::memcpy(&raw_[i * 4], &value, 4);
         else {
             const uint16_t bits = dtype_ == DSOPT_F16 ? encode(value, 5, 10) : encode(value, 8, 7);
             std::memcpy(&raw_[i * 2], &bits, 2);
@@ -153,18 +159,19 @@ public:
         return values;
     }
     std::string bytes() const { return {reinterpret_cast<const char *>(raw_.data()), size() * size_of(dtype_)}; }
-    dsopt_tensor tensor() { return {absent_ ? nullptr : raw_.data(), numel_, dtype_, 0}; }
+    /// Not const to the engine: a step may zero gradients.
+    dsopt_tensor tensor() const { return {absent_ ? nullptr : raw_.data(), numel_, dtype_, 0}; }
 
 private:
-    std::vector<unsigned char> raw_;
+    mutable std::vector<unsigned char> raw_;
     int32_t dtype_ = DSOPT_F32;
     int64_t numel_ = 0;
     bool absent_ = false;
 };
 
-inline std::vector<dsopt_tensor> list_of(std::vector<Array> &arrays) {
+inline std::vector<dsopt_tensor> list_of(const std::vector<Array> &arrays) {
     std::vector<dsopt_tensor> list;
-    for (Array &array : arrays) list.push_back(array.tensor());
+    for (const Array &array : arrays) list.push_back(array.tensor());
     return list;
 }
 
@@ -199,6 +206,13 @@ inline dsopt_group group_of(int32_t algorithm, double lr = 1e-2, double weight_d
     return group;
 }
 
+inline std::string algorithm_name(int32_t algorithm) {
+    return algorithm == DSOPT_ADAM    ? "Adam"
+           : algorithm == DSOPT_ADAMW ? "AdamW"
+           : algorithm == DSOPT_LAMB  ? "Lamb"
+                                      : "AdamLegacy";
+}
+
 struct Param {
     Array weight;
     std::string name = "";
@@ -222,7 +236,8 @@ public:
         must(add_group(group, std::move(params)));
     }
     /// The usual case: one group, parameters called p0, p1 ...
-    Trainer(const Context &ctx, const dsopt_optimizer_desc &desc, const dsopt_group &group, const std::vector<Array> &weights) :
+    Trainer(const Context &ctx, const dsopt_optimizer_desc &desc, const dsopt_group &group,
+            const std::vector<Array> &weights) :
         Trainer(ctx, desc) {
         std::vector<Param> params;
         for (const Array &weight : weights) params.push_back({weight});
@@ -246,7 +261,7 @@ public:
     Array &weight(size_t i = 0) { return weights_[i]; }
 
     /// `change` sets what the step has beside its gradients.
-    dsopt_status step(std::vector<Array> &grads, const std::function<void(dsopt_step &)> &change = {}) {
+    dsopt_status step(const std::vector<Array> &grads, const std::function<void(dsopt_step &)> &change = {}) {
         const std::vector<dsopt_tensor> list = list_of(grads);
         DSOPT_NEW(dsopt_step, step);
         step.grads = list.data();
@@ -254,16 +269,13 @@ public:
         if (change) change(step);
         return dsopt_optimizer_step(opt(), &step);
     }
-    dsopt_status step(std::vector<Array> &&grads, const std::function<void(dsopt_step &)> &change = {}) {
-        return step(grads, change);
-    }
     dsopt_status step_accumulated() {
         DSOPT_NEW(dsopt_step, step);
         step.count = int64_t(weights_.size());
         step.flags = DSOPT_STEP_ACCUMULATED;
         return dsopt_optimizer_step(opt(), &step);
     }
-    dsopt_status accumulate(std::vector<Array> grads) {
+    dsopt_status accumulate(const std::vector<Array> &grads) {
         const std::vector<dsopt_tensor> list = list_of(grads);
         return dsopt_optimizer_accumulate(opt(), list.data(), int64_t(list.size()), nullptr);
     }
@@ -348,6 +360,35 @@ inline testing::AssertionResult same_bits(const std::vector<float> &a, const std
     return testing::AssertionSuccess();
 }
 
+/// A checkpoint in memory.
+struct File {
+    std::string data;
+    dsopt_io io(uint32_t flags = 0) {
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = flags;
+        io.user = this;
+        return io;
+    }
+    dsopt_status save(const Trainer &from, uint32_t flags = 0) {
+        data.clear();
+        dsopt_io to = io(flags);
+        to.write = [](void *user, const void *bytes, size_t n) {
+            static_cast<File *>(user)->data.append(static_cast<const char *>(bytes), n);
+            return 0;
+        };
+        return dsopt_optimizer_save(from.opt(), nullptr, &to);
+    }
+    dsopt_status load(const Trainer &into, uint32_t flags = 0) {
+        dsopt_io from = io(flags);
+        from.total = data.size();
+        from.read = [](void *user, uint64_t offset, void *bytes, size_t n) {
+            std::memcpy(bytes, static_cast<File *>(user)->data.data() + offset, n);
+            return 0;
+        };
+        return dsopt_optimizer_load(into.opt(), nullptr, &from);
+    }
+};
+
 // -------------------------------------------------------------------------------------------------------------- ranks
 using CommId = std::array<char, 16>;
 inline CommId new_id() {
@@ -384,9 +425,7 @@ inline void run_ranks(int ranks, const std::function<void(int)> &body) {
         threads.emplace_back([&body, rank] {
             try {
                 body(rank);
-            } catch (const std::exception &e) {
-                ADD_FAILURE() << "rank " << rank << ": " << e.what();
-            }
+            } catch (const std::exception &e) { ADD_FAILURE() << "rank " << rank << ": " << e.what(); }
         });
     for (std::thread &thread : threads) thread.join();
 }
@@ -395,7 +434,8 @@ inline dsopt_status meet(const Context &ctx, const Comm &comm, float value = 1, 
     Array one(DSOPT_F32, 1, value);
     const dsopt_tensor tensor = one.tensor();
     dsopt_norm_result local;
-    return dsopt_tensors_norm(ctx.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(), result != nullptr ? result : &local, nullptr);
+    return dsopt_tensors_norm(ctx.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(), result != nullptr ? result : &local,
+                              nullptr);
 }
 
 } // namespace dsopt_test

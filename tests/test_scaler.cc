@@ -121,24 +121,33 @@ TEST(ScalerMachine, FollowsTheReferenceOnRandomSequencesAndStaysBetweenMinAndMax
         for (const int window : {1, 2, 3, 7})
             for (const int hysteresis : {1, 2, 5})
                 for (uint32_t flags = 0; flags < 64; ++flags) {
-                    if (flags & ~uint32_t(DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW)) continue;
+                    if (flags &
+                        ~uint32_t(DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW))
+                        continue;
                     if ((flags & DSOPT_SCALER_REFILL) && hysteresis == 1) continue; // refused
                     dsopt_scaler_desc desc = desc_of(64, window, hysteresis, flags);
                     desc.factor = factor;
                     desc.min = random.below(2) ? 0.25 : 3;
                     desc.max = random.below(2) ? 512 : 1000;
                     const Scaler scaler = make_scaler(ctx, desc);
-                    Machine machine{.scale = 64, .factor = factor, .min = desc.min, .max = desc.max, .window = window,
-                                    .delayed_shift = hysteresis, .consecutive = (flags & DSOPT_SCALER_REFILL) != 0,
+                    Machine machine{.scale = 64,
+                                    .factor = factor,
+                                    .min = desc.min,
+                                    .max = desc.max,
+                                    .window = window,
+                                    .delayed_shift = hysteresis,
+                                    .consecutive = (flags & DSOPT_SCALER_REFILL) != 0,
                                     .raise_at_min = (flags & DSOPT_SCALER_FAIL_AT_MIN) != 0,
-                                    .at_window = (flags & DSOPT_SCALER_GROWTH_AT_WINDOW) != 0, .hysteresis = hysteresis};
+                                    .at_window = (flags & DSOPT_SCALER_GROWTH_AT_WINDOW) != 0,
+                                    .hysteresis = hysteresis};
                     const double likely = std::array{0.0, 0.1, 0.4, 0.9}[size_t(random.below(4))];
                     for (int i = 0; i < 200; ++i) {
                         const bool overflow = random.uniform() < likely;
                         machine.update(overflow);
                         update(scaler, overflow);
                         const dsopt_scaler_info info = info_of(scaler);
-                        ASSERT_EQ(info.dynamic, machine.scale) << "call " << i << ", flags " << flags << ", window " << window;
+                        ASSERT_EQ(info.dynamic, machine.scale)
+                            << "call " << i << ", flags " << flags << ", window " << window;
                         ASSERT_EQ(info.scale, double(float(machine.scale)));
                         ASSERT_EQ(info.updates, machine.iteration);
                         ASSERT_EQ(info.last_overflow, machine.last_overflow);
@@ -158,7 +167,8 @@ TEST(ScalerMachine, GrowsExactlyAfterWindowGoodStepsInBothForms) {
             const Scaler scaler = make_scaler(ctx, 4, window, at_window ? DSOPT_SCALER_GROWTH_AT_WINDOW : 0);
             update(scaler, true); // 2
             for (double wanted = 2; wanted < 16; wanted *= 2) {
-                // The current form grows in the good step after `window` of them, later growths come every `window` steps.
+                // The current form grows in the good step after `window` of them, later growths come every `window`
+                // steps.
                 const int steps = window + (!at_window && wanted == 2);
                 for (int i = 1; i < steps; ++i) {
                     update(scaler, false);
@@ -286,14 +296,19 @@ TEST(ScalerCreate, RefusesWhatIsOutOfRangeOrWithoutEffect) {
         {"static with factor", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC, d.factor = 2; }, DSOPT_ERR_UNSUPPORTED},
         {"static with min", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC, d.min = 1; }, DSOPT_ERR_UNSUPPORTED},
         {"static with max", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC, d.max = 8; }, DSOPT_ERR_UNSUPPORTED},
-        {"static with hysteresis", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
-        {"static that fails", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC | DSOPT_SCALER_FAIL_AT_MIN; }, DSOPT_ERR_UNSUPPORTED},
-        {"static growth", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC | DSOPT_SCALER_GROWTH_AT_WINDOW; }, DSOPT_ERR_UNSUPPORTED},
+        {"static with hysteresis", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC, d.hysteresis = 2; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"static that fails", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC | DSOPT_SCALER_FAIL_AT_MIN; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"static growth", [](Desc &d) { d.flags = DSOPT_SCALER_STATIC | DSOPT_SCALER_GROWTH_AT_WINDOW; },
+         DSOPT_ERR_UNSUPPORTED},
         {"refill", [](Desc &d) { d.flags = DSOPT_SCALER_REFILL; }, DSOPT_ERR_UNSUPPORTED},
         {"keep at min", [](Desc &d) { d.flags = DSOPT_SCALER_KEEP_AT_MIN; }, DSOPT_ERR_UNSUPPORTED},
         {"fused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
-        {"unfused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_UNFUSED, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
-        {"fused failing", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.flags = DSOPT_SCALER_FAIL_AT_MIN; }, DSOPT_ERR_UNSUPPORTED},
+        {"unfused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_UNFUSED, d.hysteresis = 2; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"fused failing", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.flags = DSOPT_SCALER_FAIL_AT_MIN; },
+         DSOPT_ERR_UNSUPPORTED},
         {"short struct", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
     };
     const Context ctx = make_context();
@@ -318,7 +333,8 @@ TEST(ScalerDevice, PointerIsFixedAndFollowsTheScale) {
     const float *const scale = dsopt_scaler_device_scale(scaler.get());
     for (int i = 0; i < 20; ++i) {
         update(scaler, i % 4 == 3);
-        must(dsopt_scaler_set(scaler.get(), i % 2 ? DSOPT_SCALE_OVERRIDE : DSOPT_SCALE_CLEAR_OVERRIDE, i % 2 ? 3 : 0, nullptr));
+        must(dsopt_scaler_set(scaler.get(), i % 2 ? DSOPT_SCALE_OVERRIDE : DSOPT_SCALE_CLEAR_OVERRIDE, i % 2 ? 3 : 0,
+                              nullptr));
         ASSERT_EQ(dsopt_scaler_device_scale(scaler.get()), scale);
         ASSERT_EQ(*scale, float(info_of(scaler).scale));
     }
@@ -328,7 +344,8 @@ TEST(ScalerDevice, UpdateRefusesAMisalignedFlag) {
     const Context ctx = make_context();
     const Scaler scaler = make_scaler(ctx, 8, 1);
     alignas(4) char memory[8] = {};
-    EXPECT_TRUE(fails(dsopt_scaler_update(scaler.get(), reinterpret_cast<const int32_t *>(memory + 1), nullptr), DSOPT_ERR_ALIGNMENT));
+    EXPECT_TRUE(fails(dsopt_scaler_update(scaler.get(), reinterpret_cast<const int32_t *>(memory + 1), nullptr),
+                      DSOPT_ERR_ALIGNMENT));
     EXPECT_EQ(info_of(scaler).updates, 0);
 }
 
@@ -410,34 +427,6 @@ TEST(ScalerShared, OptimizerKeepsTheScalerAliveWithoutItsHandle) {
     }
     EXPECT_EQ(trainer.report().loss_scale, 32);
 }
-
-struct File { // in memory
-    std::string data;
-    dsopt_io io(uint32_t flags = 0) {
-        DSOPT_NEW(dsopt_io, io);
-        io.flags = flags;
-        io.user = this;
-        return io;
-    }
-    dsopt_status save(const Trainer &from, uint32_t flags = 0) {
-        data.clear();
-        dsopt_io to = io(flags);
-        to.write = [](void *user, const void *bytes, size_t n) {
-            static_cast<File *>(user)->data.append(static_cast<const char *>(bytes), n);
-            return 0;
-        };
-        return dsopt_optimizer_save(from.opt(), nullptr, &to);
-    }
-    dsopt_status load(const Trainer &into, uint32_t flags = 0) {
-        dsopt_io from = io(flags);
-        from.total = data.size();
-        from.read = [](void *user, uint64_t offset, void *bytes, size_t n) {
-            std::memcpy(bytes, static_cast<File *>(user)->data.data() + offset, n);
-            return 0;
-        };
-        return dsopt_optimizer_load(into.opt(), nullptr, &from);
-    }
-};
 
 TEST(ScalerSaved, GoesOnWithTheSameSequenceAfterLoading) {
     const Context ctx = make_context();

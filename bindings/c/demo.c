@@ -41,7 +41,7 @@ struct plan {
     size_t held_out;                // at most so many characters, evenly spaced, when there are more
 };
 static const struct plan full_plan = {.steps = 3000, .warm_up = 150, .points = 24, .held_out = 32768};
-static const struct plan quick_plan = {.steps = 60, .warm_up = 6, .points = 6, .held_out = 2048};
+static const struct plan quick_plan = {.steps = 40, .warm_up = 4, .points = 5, .held_out = 1024};
 
 struct trainer {
     const struct text *text;
@@ -191,7 +191,7 @@ static double learning_rate(const struct plan *plan, double highest, int64_t ste
 
 // The steps after which the held-out loss is measured lie closer together at the beginning, where the curve bends.
 static int64_t point_step(const struct plan *plan, size_t point) {
-    return (int64_t)ceil((double)plan->steps * pow((double)point / (double)plan->points, 1.5));
+    return (int64_t)ceil((double)plan->steps * pow((double)point / (double)plan->points, 2));
 }
 
 static void train(struct trainer *t, const struct row *row, struct result *result) {
@@ -278,17 +278,19 @@ static int write_curves(const struct result *results, const struct text *text, s
     for (size_t i = 0; i < ROWS; ++i)
         curves[i] =
             (struct curve){results[i].name, results[i].curve_step, results[i].curve_loss, results[i].curve_size};
-    snprintf(subtitle, sizeof subtitle, "%zu parameters, %d characters a step, vocabulary of %d, %s", parameters, BATCH,
-             text->vocabulary, text->source);
+    snprintf(subtitle, sizeof subtitle, "%zu parameters, batches of %d, text of %zu bytes, the last tenth held out",
+             parameters, BATCH, text->size);
     snprintf(reference, sizeof reference, "uniform guess, ln %d = %.3f", text->vocabulary, log(text->vocabulary));
-    const struct chart chart = {"Character language model: held-out loss",
-                                subtitle,
-                                "step",
-                                "held-out loss, nats a character",
-                                log(text->vocabulary),
-                                reference,
-                                curves,
-                                ROWS};
+    const struct chart chart = {
+        .title = "Character language model: held-out loss",
+        .subtitle = subtitle,
+        .x_label = "step",
+        .y_label = "held-out loss, nats a character",
+        .reference = log(text->vocabulary),
+        .reference_label = reference,
+        .curves = curves,
+        .count = ROWS,
+    };
     const int status = svg_write(path, &chart);
     if (status)
         fprintf(stderr, "demo: cannot write %s: %s\n", path, strerror(errno));
@@ -299,18 +301,19 @@ static int write_curves(const struct result *results, const struct text *text, s
 }
 
 /* -------------------------------------------------------------------------------------------------- command line */
+// Made before the training, not after it, so that a folder that cannot be written to costs no time.
 static int make_folder(const char *folder) {
     char *path = join(folder, "");
-    for (char *end = path + 1; (end = strchr(end, '/')); *end++ = '/') {
+    int status = 0;
+    for (char *end = path + 1; !status && (end = strchr(end, '/')); ++end) {
         *end = 0;
-        if (mkdir(path, 0777) && errno != EEXIST) {
-            fprintf(stderr, "demo: cannot create %s: %s\n", path, strerror(errno));
-            free(path);
-            return -1;
-        }
+        status = mkdir(path, 0777) && errno != EEXIST ? -1 : 0;
+        *end = '/';
     }
+    if (!status) status = access(path, W_OK | X_OK);
+    if (status) fprintf(stderr, "demo: cannot write to folder %s: %s\n", folder, strerror(errno));
     free(path);
-    return 0;
+    return status;
 }
 
 int main(int argc, char **argv) {
@@ -323,7 +326,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; ++i) {
         if (!strcmp(argv[i], "--quick"))
             plan = &quick_plan;
-        else if (!strcmp(argv[i], "--out") && i + 1 < argc)
+        else if (!strcmp(argv[i], "--out") && i + 1 < argc && *argv[i + 1])
             folder = argv[++i];
         else if (!strcmp(argv[i], "--help"))
             return fputs(usage, stdout) < 0;
@@ -340,7 +343,11 @@ int main(int argc, char **argv) {
     dsopt_context *context;
     size_t parameters = 0;
     memset(results, 0, sizeof results);
-    if (text_load(&text, file) || make_folder(folder)) return 2;
+    if (text_load(&text, file)) return 2;
+    if (make_folder(folder)) {
+        text_free(&text);
+        return 2;
+    }
     printf("text: %s, %zu bytes, the last %zu held out\n", text.source, text.size, text.size - text.train_size);
     printf("a uniform guess over %d different bytes costs ln %d = %.3f nats a character\n\n", text.vocabulary,
            text.vocabulary, log(text.vocabulary));
@@ -359,7 +366,7 @@ int main(int argc, char **argv) {
         train(&trainer, &rows[i], &results[i]);
         save(&trainer, &rows[i], folder);
         if (i == 0) {
-            printf("\n%d characters written by \"%s\":\n", SAMPLE, rows[i].name);
+            printf("\n%d characters by \"%s\", which goes on where the held-out part begins:\n", SAMPLE, rows[i].name);
             print_sample(&trainer);
         }
         putchar('\n');

@@ -141,15 +141,15 @@ static void place_factors(float factors[CONTEXT]) {
     for (int k = CONTEXT - 2; k >= 0; --k) factors[k] = 0.7f * factors[k + 1];
 }
 
-// From contexts to logits, which `output` holds as rows of `vocabulary` floats.
-static void forward(const struct tensors *parameters, const uint8_t *const *contexts, int row_count,
+// From the CONTEXT symbols before each place to logits, which `output` holds as rows of `vocabulary` floats.
+static void forward(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int row_count,
                     struct activations *a) {
     const size_t rows = (size_t)row_count, vocabulary = (size_t)parameters->vocabulary;
     float factors[CONTEXT];
     place_factors(factors);
     for (size_t r = 0; r < rows; ++r)
         for (size_t k = 0; k < CONTEXT; ++k) {
-            const float *embedding = parameters->tensor[EMBEDDING] + (size_t)contexts[r][k] * EMBED;
+            const float *embedding = parameters->tensor[EMBEDDING] + (size_t)symbols[at[r] - CONTEXT + k] * EMBED;
             for (size_t j = 0; j < EMBED; ++j) a->input[r * INPUTS + k * EMBED + j] = factors[k] * embedding[j];
         }
     copy_bias(a->hidden, rows, HIDDEN, parameters->tensor[HIDDEN_BIAS]);
@@ -177,10 +177,8 @@ static double softmax(float *logits, int vocabulary) {
 
 double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
                   struct activations *a) {
-    const uint8_t *contexts[MAX_ROWS];
     double loss = 0;
-    for (int r = 0; r < rows; ++r) contexts[r] = symbols + at[r] - CONTEXT;
-    forward(parameters, contexts, rows, a);
+    forward(parameters, symbols, at, rows, a);
     for (int r = 0; r < rows; ++r) {
         float *row = a->output + (size_t)r * (size_t)parameters->vocabulary;
         const float logit = row[symbols[at[r]]];
@@ -224,8 +222,9 @@ double model_gradient(const struct tensors *parameters, const uint8_t *symbols, 
 
 int model_sample(const struct tensors *parameters, const uint8_t context[CONTEXT], double temperature, uint64_t *random,
                  struct activations *a) {
+    const size_t at = CONTEXT;
     double left = random_uniform(random);
-    forward(parameters, &context, 1, a);
+    forward(parameters, context, &at, 1, a);
     for (int i = 0; i < parameters->vocabulary; ++i) a->output[i] /= (float)temperature;
     softmax(a->output, parameters->vocabulary);
     for (int i = 0; i < parameters->vocabulary - 1; ++i)

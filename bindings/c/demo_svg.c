@@ -86,7 +86,6 @@ static void put_curve(FILE *out, const struct curve *curve, size_t style, const 
                 place_x(x, curve->x[curve->count - 1]), place_y(y, curve->y[curve->count - 1]), styles[style].colour);
 }
 
-// Below the reference line on the right: loss curves fall, so this corner is free.
 static void put_legend(FILE *out, const struct chart *chart, double top) {
     char text[160];
     size_t longest = 0;
@@ -96,6 +95,8 @@ static void put_legend(FILE *out, const struct chart *chart, double top) {
         longest = length > longest ? length : longest;
     }
     const double left = WIDTH - RIGHT - 110 - 7.2 * (double)longest;
+    fprintf(out, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%zu\" fill=\"#ffffff\" fill-opacity=\"0.85\"/>\n",
+            left - 8, top - 14, WIDTH - RIGHT - left + 7, chart->count * LEGEND_LINE + 6);
     for (size_t i = 0; i < chart->count; ++i) {
         const struct curve *curve = &chart->curves[i];
         const double y = top + (double)i * LEGEND_LINE;
@@ -117,7 +118,10 @@ int svg_write(const char *path, const struct chart *chart) {
             if (isfinite(y) && y > high) high = y;
         }
     const struct axis x = make_axis(0, last, 8), y = make_axis(low, high, 7);
+    // Loss curves fall away from the reference at the top, so the corner below it on the right is free; but one may
+    // also climb.
     const double line = place_y(&y, chart->reference);
+    const int below = line < (double)(TOP + HEIGHT - BOTTOM) / 2;
 
     FILE *out = fopen(path, "w");
     if (!out) return -1;
@@ -132,9 +136,10 @@ int svg_write(const char *path, const struct chart *chart) {
     put_axes(out, chart, &x, &y);
     fprintf(out, "<path d=\"M%d %.1fH%d\" stroke=\"#8a939d\" stroke-dasharray=\"2 4\" stroke-width=\"1.5\"/>\n", LEFT,
             line, WIDTH - RIGHT);
-    put_text(out, WIDTH - RIGHT - 8, line + 18, "text-anchor=\"end\" fill=\"#5b6570\"", chart->reference_label);
+    put_text(out, WIDTH - RIGHT - 8, below ? line + 18 : line - 8, "text-anchor=\"end\" fill=\"#5b6570\"",
+             chart->reference_label);
     for (size_t i = 0; i < chart->count; ++i) put_curve(out, &chart->curves[i], i % STYLES, &x, &y);
-    put_legend(out, chart, line + 48);
+    put_legend(out, chart, below ? line + 48 : TOP + 24);
     fputs("</svg>\n", out);
     const int failed = ferror(out), error = errno;
     if (fclose(out)) return -1;

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 
 static const char licences[] = "/usr/share/common-licenses";
-enum { MINIMUM_SIZE = 2000 };
+enum { MINIMUM_SIZE = 2000, MAXIMUM_SIZE = 1 << 28 }; // some devices never end
 
 struct bytes {
     uint8_t *data;
@@ -34,7 +34,7 @@ static int append_file(struct bytes *bytes, const char *path) {
         }
         got = fread(bytes->data + bytes->size, 1, bytes->capacity - bytes->size, file);
         bytes->size += got;
-    } while (got > 0);
+    } while (got > 0 && bytes->size <= MAXIMUM_SIZE);
     if (ferror(file)) {
         const int error = errno;
         fclose(file);
@@ -142,12 +142,14 @@ int text_load(struct text *text, const char *path) {
         free(bytes.data);
         return -1;
     }
-    if (bytes.size < MINIMUM_SIZE) {
+    if (bytes.size < MINIMUM_SIZE || bytes.size > MAXIMUM_SIZE) {
+        fprintf(stderr, "demo: %s ", path ? path : licences);
         if (bytes.size == 0)
-            fprintf(stderr, "demo: %s is empty\n", path ? path : licences);
+            fprintf(stderr, "is empty\n");
+        else if (bytes.size > MAXIMUM_SIZE)
+            fprintf(stderr, "is too long: more than %d bytes\n", MAXIMUM_SIZE);
         else
-            fprintf(stderr, "demo: %s is too short: %zu bytes, at least %d are needed\n", path ? path : licences,
-                    bytes.size, MINIMUM_SIZE);
+            fprintf(stderr, "is too short: %zu bytes, at least %d are needed\n", bytes.size, MINIMUM_SIZE);
         free(bytes.data);
         return -1;
     }

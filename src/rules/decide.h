@@ -30,6 +30,14 @@ DSOPT_HD double fold_leaves(const double *sums, const TensorJob &job) {
     return sum;
 }
 
+/// Why this rank would skip the step, 0 or 1.
+DSOPT_HD double reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
+    const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    const bool bad_scale = plan.skip_nonfinite && (!(scale > 0) || !is_finite(scale));
+    const bool bad_gradients = plan.skip_nonfinite && outcome.nonfinite != 0;
+    return bad_gradients || bad_scale || (plan.skip != nullptr && *plan.skip != 0);
+}
+
 /// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the result.
 DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
     for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
@@ -56,10 +64,7 @@ DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Outco
                 outcome.kind = nans != 0 ? 2 : 1;
             }
         }
-    const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
-    const bool bad_scale = plan.skip_nonfinite && (!(scale > 0) || !is_finite(scale));
-    const bool bad_gradients = plan.skip_nonfinite && outcome.nonfinite != 0;
-    table.reasons() = bad_gradients || bad_scale || (plan.skip != nullptr && *plan.skip != 0);
+    table.reasons() = reasons_to_skip(plan, outcome);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.

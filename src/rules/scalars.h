@@ -9,7 +9,7 @@ namespace dsopt {
 /// The update rules as kernels know them: an algorithm with the options that change its formula.
 enum class Rule : uint8_t { adam, adamw, lamb, lamb_eps_inside, legacy, legacy_eps_inside };
 
-constexpr bool is_lamb(Rule rule) { return rule == Rule::lamb || rule == Rule::lamb_eps_inside; }
+DSOPT_HD constexpr bool is_lamb(Rule rule) { return rule == Rule::lamb || rule == Rule::lamb_eps_inside; }
 
 /// Hyper-parameters of a group as a step reads them.
 struct Hyper {

@@ -6,9 +6,9 @@ usage: altered.py [--backend NAME] REPLAY FILE...
 
 Every tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
 F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
-scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory from the inputs alone, so
-a change in any row of an output stays a difference of that one value. Then each file as a whole is damaged in ways that a careless reader would skip over. Exit status 1 unless
-everything was noticed.
+scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory from the inputs alone,
+so a change in any row of an output stays a difference of that one value. Then each file as a whole is damaged in ways
+that a careless reader would skip over. Exit status 1 unless everything was noticed.
 """
 import argparse
 import json

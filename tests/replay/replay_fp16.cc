@@ -5,7 +5,7 @@
 #include "layout.h"
 #include "loss_scale.h"
 #include <algorithm>
-#include <cstring>
+#include <memory>
 #include <optional>
 
 namespace replay {
@@ -76,13 +76,15 @@ Setup::Setup(GoldenFile &file) :
 }
 
 void Setup::read_scaler(GoldenFile &file, int32_t profile) {
-    const bool fixed = file.has("loss_scale_static");
-    const dsopt_scaler_desc wanted =
-        fixed ? static_scale(profile, positive(file, "loss_scale_static")) : dynamic_scale(file, profile);
-    if (dtype == DSOPT_F16) scaler = wanted;
-    // Whatever was asked for, bf16 is never scaled. The unfused wrapper's machine counts calls all the same.
-    else if (!flat)
-        scaler = static_scale(profile, 1);
+    if (dtype == DSOPT_BF16) {
+        // Never scaled, whatever was asked for. The unfused wrapper's machine counts calls all the same.
+        for (const char *key : {"loss_scale_static", "init_scale", "min_scale", "scale_window"}) file.ignore(key);
+        if (!flat) scaler = static_scale(profile, 1);
+    } else if (file.has("loss_scale_static")) {
+        scaler = static_scale(profile, positive(file, "loss_scale_static"));
+    } else {
+        scaler = dynamic_scale(file, profile);
+    }
 }
 
 struct Param {

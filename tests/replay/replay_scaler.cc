@@ -41,6 +41,7 @@ void replay(const Case &recorded, const dsopt_scaler_desc &desc, bool has_hyster
 void replay_dynamic_loss_scaler(const Case &recorded) {
     GoldenFile &file = recorded.file;
     dsopt_scaler_desc desc = dynamic_scale(file, DSOPT_SCALER_DYNAMIC);
+    desc.factor = positive(file, "scale_factor"); // never left out: it is an argument there
     desc.hysteresis = positive_int(file, "delayed_shift");
     const bool refill = file.flag("consecutive_hysteresis");
     if (refill && desc.hysteresis > 1) desc.flags |= DSOPT_SCALER_REFILL; // a budget of one is never used up

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pass 1: squares and finiteness of every gradient in one read, then, in the last block, the decision.
+#pragma once
+#include "plan.cuh"
+
+namespace dsopt::gpu {
+
+constexpr int kStage = 1024; // elements that a warp has in shared memory
+
+/// A stretch of an array into shared memory as floats.
+__device__ __forceinline__ void stage(const void *data, Dtype type, int64_t begin, int n, float *to) {
+    const int lane = threadIdx.x % 32;
+    const bool vector = aligned16(data);
+    int i = lane * 8;
+#pragma unroll 4
+    for (; i + 8 <= n; i += 32 * 8) {
+        const Pack<8> x = load<8>(data, type, begin + i, vector);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) to[i + k] = x.at[k];
+    }
+    for (int k = n / 8 * 8 + lane; k < n; k += 32) to[k] = load_one(data, type, begin + k);
+}
+
+/// Leaf `leaf` of an array of `numel` elements by one warp; the result is lane 0's.
+__device__ __forceinline__ double leaf_squares(const void *data, Dtype type, int64_t begin, int n, float *room) {
+    double sum = 0;
+    for (int at = 0; at < n; at += kStage) {
+        const int here = n - at < kStage ? n - at : kStage;
+        stage(data, type, begin + at, here, room);
+        __syncwarp();
+        sum = add_squares(room, here, sum);
+        __syncwarp();
+    }
+    return fold_lanes(sum);
+}
+
+/// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are some.
+__device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t begin, int n) {
+    unsigned bad = 0, nans = 0;
+    for (int i = threadIdx.x % 32; i < n; i += 32) {
+        const uint32_t bits = bits_of(load_one(data, type, begin + i)) & 0x7fffffffu;
+        bad += bits >= 0x7f800000u;
+        nans += bits > 0x7f800000u;
+    }
+    for (int width = 16; width != 0; width /= 2) {
+        bad += __shfl_down_sync(0xffffffffu, bad, unsigned(width));
+        nans += __shfl_down_sync(0xffffffffu, nans, unsigned(width));
+    }
+    return int64_t(bad) + (int64_t(nans) << 32);
+}
+
+/// The same result as fold_gradients() on one thread, with tensors side by side: a thread adds up the leaves of a tensor in
+/// order, and a thread a cell of the table adds up tensors in list order.
+__device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table) {
+    const StepPlan &plan = d.plan;
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
+        const TensorJob &job = plan.jobs[i];
+        int64_t bad = 0;
+        double squares = 0;
+        if (plan.read_gradients && job.present && job.grad != nullptr) {
+            squares = fold_leaves(plan.sums_a, job);
+            int64_t nans = 0;
+            for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
+                bad += plan.bad[leaf] & 0xffff;
+                nans += plan.bad[leaf] >> 32;
+            }
+            bad = bad * 2 + (nans != 0);
+        }
+        d.tensor_squares[i] = squares;
+        d.tensor_bad[i] = bad;
+    }
+    __syncthreads();
+    const int64_t cells = (table.groups + 1) * table.classes;
+    for (int64_t cell = threadIdx.x; cell < cells; cell += kThreads) {
+        const int64_t row = cell / table.classes, type = cell % table.classes;
+        double sum = 0;
+        for (int64_t i = 0; i < plan.count; ++i) {
+            const TensorJob &job = plan.jobs[i];
+            if (job.present && job.grad != nullptr && job.in_norm && job.expert == type && (row == table.groups || job.group == row))
+                sum += d.tensor_squares[i];
+        }
+        table.at[cell] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    Outcome &outcome = *d.outcome;
+    outcome.nonfinite = 0;
+    outcome.first_bad = -1;
+    outcome.kind = 0;
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const int64_t bad = d.tensor_bad[i];
+        outcome.nonfinite += bad / 2;
+        if (bad != 0 && outcome.first_bad < 0) {
+            outcome.first_bad = i;
+            outcome.kind = bad % 2 != 0 ? 2 : 1;
+        }
+    }
+    table.reasons() = reasons_to_skip(plan, outcome);
+}
+
+/// By one thread, between the passes.
+__device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &table) {
+    const StepPlan &plan = d.plan;
+    if (plan.grad_norms != nullptr) take_given_norms(plan, table);
+    const bool taken = decide(plan, table, *d.outcome);
+    d.control->skip = !taken;
+    if (!taken || !d.counted) return;
+    for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
+        const int32_t group = plan.jobs[begin].group;
+        for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
+        advance_group(plan, group, begin, end);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) inspect_kernel(const DevicePlan d) {
+    __shared__ float room[kWarps][kStage];
+    const StepPlan &plan = d.plan;
+    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
+    for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < d.leaves; leaf += int64_t(gridDim.x) * kWarps) {
+        const TensorJob &job = plan.jobs[d.tensor_of_leaf[leaf]];
+        if (!job.present || job.grad == nullptr) continue;
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        double squares = leaf_squares(job.grad, job.grad_type, begin, n, room[warp]);
+        const double all = __shfl_sync(0xffffffffu, squares, 0);
+        const int64_t bad = is_finite(all) ? 0 : leaf_nonfinite(job.grad, job.grad_type, begin, n);
+        // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
+        if (plan.wrapper == Wrapper::fused && job.expert != 0)
+            squares = leaf_squares(job.weight, job.weight_type, begin, n, room[warp]);
+        if (lane == 0) {
+            plan.sums_a[leaf] = squares;
+            plan.bad[leaf] = bad;
+        }
+    }
+    if (!last_block(&d.control->ticket[0])) return;
+    const NormTable table{plan.norms, plan.group_count, plan.classes()};
+    fold_on_block(d, table);
+    if (threadIdx.x == 0 && d.decided) decide_on_thread(d, table);
+}
+
+/// The decision alone: gradients are not read, or ranks had to add up their norms in between.
+__global__ void __launch_bounds__(kThreads) decide_kernel(const DevicePlan d, const bool fold) {
+    const StepPlan &plan = d.plan;
+    const NormTable table{plan.norms, plan.group_count, plan.classes()};
+    if (fold) fold_on_block(d, table);
+    __syncthreads();
+    if (threadIdx.x == 0) decide_on_thread(d, table);
+}
+
+} // namespace dsopt::gpu

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step as kernels see it.
+#pragma once
+#include "rules/decide.h"
+#include "vec.cuh"
+
+namespace dsopt::gpu {
+
+constexpr int kThreads = 256; // a block
+constexpr int kWarps = kThreads / 32;
+
+/// Words that blocks share in a step.
+struct Control {
+    uint32_t ticket[4]; // one a kernel of the step; the last block sets it back to 0
+    int32_t skip;
+    int32_t reserved[3];
+};
+
+/// By value into every kernel. The pointers of `plan` are device pointers here.
+struct DevicePlan {
+    StepPlan plan;
+    int64_t leaves;
+    const int32_t *tensor_of_leaf;
+    double *tensor_squares; // one a tensor
+    int64_t *tensor_bad;    // one a tensor, as StepPlan::bad
+    Control *control;
+    Outcome *outcome;       // where kernels write it, also when nobody asks
+    bool decided;           // a kernel before the update has decided; else the update finds its own few scalars
+    bool counted;           // counters and scalars are already advanced (compat mode)
+};
+
+/// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight.
+__device__ __forceinline__ bool last_block(uint32_t *ticket) {
+    __shared__ bool last;
+    __threadfence(); // what this thread wrote is visible before the ticket is drawn
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
+        if (last) *ticket = 0;
+    }
+    __syncthreads();
+    if (last) __threadfence();
+    return last;
+}
+
+/// Sum of squares of one leaf in shared memory by one warp, in the order that is part of the result: lane l takes elements l,
+/// l + 32, ... one after the other, and five folds add the upper half of the lanes to the lower one.
+__device__ __forceinline__ double add_squares(const float *x, int n, double sum) {
+    for (int i = threadIdx.x % 32; i < n; i += 32) sum += double(x[i]) * double(x[i]);
+    return sum;
+}
+__device__ __forceinline__ double fold_lanes(double sum) {
+    for (int width = 16; width != 0; width /= 2) sum += __shfl_down_sync(0xffffffffu, sum, unsigned(width));
+    return sum; // of lane 0
+}
+
+} // namespace dsopt::gpu

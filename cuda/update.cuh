@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. LAMB takes a second sweep for the
+// weights, once the trust ratios are known.
+#pragma once
+#include "plan.cuh"
+#include "rules/lamb.h"
+#include "rules/rounding.h"
+
+namespace dsopt::gpu {
+
+/// Scalars of a tensor, found by thread 0 and kept while neighbouring leaves share group and step.
+struct SharedScalars {
+    Scalars scalars;
+    float trust;
+    int64_t step;
+    int32_t group;
+};
+
+__device__ inline void find_scalars(const DevicePlan &d, int64_t tensor, int counted_already, SharedScalars &s) {
+    const StepPlan &plan = d.plan;
+    const TensorJob &job = plan.jobs[tensor];
+    const int64_t step = plan.step[tensor] + !counted_already;
+    if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
+    if (d.counted) {
+        s.scalars = plan.scalars[tensor];
+        s.step = step;
+        return;
+    }
+    if (s.step == step && s.group == job.group) return;
+    const Hyper &hyper = plan.groups[job.group];
+    const double lr = plan.lr != nullptr ? double(plan.lr[job.group]) : hyper.lr;
+    const double divisor = d.decided ? plan.divisors[job.group] : plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    s.scalars = make_scalars(hyper, lr, step, divisor, plan.max_value);
+    s.step = step;
+    s.group = job.group;
+}
+
+/// A step that nobody had to decide about is skipped for these reasons alone.
+__device__ inline bool skipped(const DevicePlan &d) {
+    if (d.decided) return d.control->skip != 0;
+    return d.plan.skip != nullptr && *d.plan.skip != 0;
+}
+
+/// Where a leaf's values go for its sums, when they are wanted.
+struct Rooms {
+    float *a, *b; // old weight; change, or LAMB's update
+};
+
+template <int V> __device__ __forceinline__ Pack<V> load_gradient(const TensorJob &job, int64_t i) {
+    if (job.grad != nullptr) return load<V>(job.grad, job.grad_type, i, aligned16(job.grad));
+    Pack<V> zero;
+#pragma unroll
+    for (int k = 0; k < V; ++k) zero.at[k] = 0;
+    return zero;
+}
+template <int V> __device__ __forceinline__ Pack<V> load_weight(const TensorJob &job, int64_t i) {
+    return load<V>(job.weight, job.weight_type, i, aligned16(job.weight));
+}
+template <int V> __device__ __forceinline__ void zero_gradient(const TensorJob &job, int64_t i) {
+    Pack<V> zero;
+#pragma unroll
+    for (int k = 0; k < V; ++k) zero.at[k] = 0;
+    store(zero, job.grad, job.grad_type, i, aligned16(job.grad));
+}
+
+/// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
+template <int V>
+__device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &job, const SharedScalars &s, Pack<V> &p, const Pack<V> &old, int64_t i) {
+    if (job.stochastic) {
+        const uint64_t key = rounding_key(job.random_key, s.step);
+#pragma unroll
+        for (int k = 0; k < V; ++k)
+            p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
+    }
+    if (!(plan.flags & kOutOnly) || job.has_master) store(p, job.weight, job.weight_type, i, aligned16(job.weight));
+    if (job.copy != nullptr) store(p, job.copy, job.copy_type, i, aligned16(job.copy));
+    if (job.out != nullptr) {
+        Pack<V> x = p;
+        if (plan.flags & kDelta) {
+#pragma unroll
+            for (int k = 0; k < V; ++k) x.at[k] = p.at[k] - old.at[k];
+        }
+        store(x, job.out, job.out_type, i, aligned16(job.out));
+    }
+    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V>(job, i);
+}
+
+template <int V>
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+    const Pack<V> g = load_gradient<V>(job, i);
+    Pack<V> p = load_weight<V>(job, i);
+    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    const Pack<V> old = p;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        if (rule == Rule::adamw) Adam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else if (rule == Rule::adam) Adam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else if (rule == Rule::legacy) LegacyAdam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+    }
+    store(m, job.m, job.state_type, i, aligned16(job.m));
+    store(v, job.v, job.state_type, i, aligned16(job.v));
+    publish(plan, job, s, p, old, i);
+    if (plan.report_norms) {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            rooms.a[place + k] = old.at[k];
+            rooms.b[place + k] = p.at[k] - old.at[k];
+        }
+    }
+}
+
+template <int V>
+__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+    const Pack<V> g = load_gradient<V>(job, i), p = load_weight<V>(job, i);
+    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        const float u = rule == Rule::lamb ? LambMoments<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k])
+                                           : LambMoments<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        rooms.a[place + k] = p.at[k];
+        rooms.b[place + k] = u;
+    }
+    store(m, job.m, job.state_type, i, aligned16(job.m));
+    store(v, job.v, job.state_type, i, aligned16(job.v));
+}
+
+template <int V>
+__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i) {
+    Pack<V> p = load_weight<V>(job, i);
+    const Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+    const Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    const Pack<V> old = p;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        if (rule == Rule::lamb) LambWeights<false>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+        else LambWeights<true>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+    }
+    publish(plan, job, s, p, old, i);
+}
+
+/// A tensor that stays as it is: outputs and zeroed gradients all the same.
+template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
+    if (job.out != nullptr) {
+        Pack<V> x = load_weight<V>(job, i);
+        if (plan.flags & kDelta) {
+#pragma unroll
+            for (int k = 0; k < V; ++k) x.at[k] = 0;
+        }
+        store(x, job.out, job.out_type, i, aligned16(job.out));
+    }
+    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V>(job, i);
+}
+
+/// body(V, i, place): packs of V elements while they last, then single ones.
+template <int V, class Body> __device__ __forceinline__ void for_packs(int64_t begin, int n, const Body &body) {
+    for (int place = int(threadIdx.x) * V; place + V <= n; place += kThreads * V) body(std::integral_constant<int, V>{}, begin + place, place);
+    for (int place = n / V * V + int(threadIdx.x); place < n; place += kThreads) body(std::integral_constant<int, 1>{}, begin + place, place);
+}
+
+/// Both sums of a leaf, by two warps.
+__device__ inline void sum_rooms(const DevicePlan &d, int64_t leaf, int n, const Rooms &rooms) {
+    __syncthreads();
+    const int warp = int(threadIdx.x / 32);
+    if (warp < 2) {
+        const double sum = fold_lanes(add_squares(warp == 0 ? rooms.a : rooms.b, n, 0));
+        if (threadIdx.x % 32 == 0) (warp == 0 ? d.plan.sums_a : d.plan.sums_b)[leaf] = sum;
+    }
+}
+
+/// By the last block of the last kernel: counters, the report.
+__device__ inline void finish(const DevicePlan &d, bool skip) {
+    const StepPlan &plan = d.plan;
+    if (!skip && !d.counted)
+        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
+            if (plan.jobs[i].present) ++plan.step[i];
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (!d.decided) {
+        const NormTable table{plan.norms, plan.group_count, plan.classes()};
+        fold_gradients(plan, table, *d.outcome);
+        decide(plan, table, *d.outcome);
+    }
+    if (!skip && plan.report_norms) fold_updates(plan, *d.outcome);
+    if (plan.report != nullptr) write_report(plan, *d.outcome, plan.report);
+}
+
+/// V: elements a thread has in hand, 4 where everything is fp32, 8 where a 16-byte access must hold 16-bit elements.
+template <int V> __global__ void __launch_bounds__(kThreads) update_kernel(const DevicePlan d) {
+    DYNAMIC_SHARED(float, room);
+    __shared__ SharedScalars s;
+    const StepPlan &plan = d.plan;
+    const Rooms rooms{room, room + kLeaf};
+    const bool skip = skipped(d);
+    if (threadIdx.x == 0) s.group = -1, s.step = -1, s.trust = 1;
+    for (int64_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
+        const int64_t tensor = d.tensor_of_leaf[leaf];
+        const TensorJob &job = plan.jobs[tensor];
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        if (skip || !job.present) {
+            for_packs<V>(begin, n, [&](auto width, int64_t i, int) { unchanged_pack<decltype(width)::value>(plan, job, i); });
+            continue;
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
+        __syncthreads();
+        const Rule rule = plan.groups[job.group].rule;
+        const bool lamb = is_lamb(rule);
+        if (lamb)
+            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+                lamb_moments_pack<decltype(width)::value>(job, rule, s, i, place, rooms);
+            });
+        else
+            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+                update_pack<decltype(width)::value>(plan, job, rule, s, i, place, rooms);
+            });
+        if (lamb || plan.report_norms) sum_rooms(d, leaf, n, rooms);
+    }
+    if (!last_block(&d.control->ticket[1])) return;
+    if (!plan.has_lamb) {
+        finish(d, skip);
+        return;
+    }
+    for (int64_t i = threadIdx.x; i < plan.count && !skip; i += kThreads) {
+        const TensorJob &job = plan.jobs[i];
+        const Hyper &hyper = plan.groups[job.group];
+        if (job.present && is_lamb(hyper.rule))
+            plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job), hyper.min_trust, hyper.max_trust);
+    }
+}
+
+template <int V> __global__ void __launch_bounds__(kThreads) lamb_weights_kernel(const DevicePlan d) {
+    __shared__ SharedScalars s;
+    const StepPlan &plan = d.plan;
+    const bool skip = skipped(d);
+    if (threadIdx.x == 0) s.group = -1, s.step = -1;
+    for (int64_t leaf = blockIdx.x; leaf < d.leaves && !skip; leaf += gridDim.x) {
+        const int64_t tensor = d.tensor_of_leaf[leaf];
+        const TensorJob &job = plan.jobs[tensor];
+        const Rule rule = plan.groups[job.group].rule;
+        if (!job.present || !is_lamb(rule)) continue;
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        __syncthreads();
+        if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
+        __syncthreads();
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int) { lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i); });
+    }
+    if (last_block(&d.control->ticket[2])) finish(d, skip);
+}
+
+} // namespace dsopt::gpu

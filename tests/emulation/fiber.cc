@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fiber.h"
+#include "sanitizer.h"
+#include <cstdio>
+#include <cstring>
+#include <sys/mman.h>
+#include <vector>
+
+#ifndef CUDA_EMU_UCONTEXT
+// What a function call must keep, and the stack: ucontext makes two system calls more.
+extern "C" void cuda_emu_switch(void **save_sp, void *load_sp);
+asm(R"(
+.text
+.p2align 4
+.type cuda_emu_switch,@function
+cuda_emu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size cuda_emu_switch,.-cuda_emu_switch
+)");
+#endif
+
+namespace cuemu {
+namespace {
+
+constexpr size_t kGuard = 4096;
+
+} // namespace
+
+Fiber *new_fiber() {
+    Fiber *const fiber = new Fiber;
+    fiber->size = size_t(sanitizer::tsan() || sanitizer::asan() ? 512 : 128) << 10; // kernels take up to 32 KiB by value
+    void *const stack =
+        mmap(nullptr, fiber->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE)) {
+        std::perror("cuemu: stack of a thread");
+        std::abort();
+    }
+    fiber->stack = static_cast<char *>(stack);
+    return fiber;
+}
+
+void prepare(Fiber &fiber, void (*main)()) {
+#ifdef CUDA_EMU_UCONTEXT
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack + kGuard;
+    fiber.context.uc_stack.ss_size = fiber.size - kGuard;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, main, 0);
+#else
+    void **sp = reinterpret_cast<void **>(fiber.stack + fiber.size);
+    *--sp = nullptr; // aligns the stack as a call would
+    *--sp = reinterpret_cast<void *>(main);
+    sp -= 6;
+    std::memset(sp, 0, 6 * sizeof *sp);
+    fiber.sp = sp;
+#endif
+    if (sanitizer::tsan()) fiber.tsan = __tsan_create_fiber(0);
+}
+
+void forget_frames(Fiber &fiber) {
+    if (sanitizer::asan()) __asan_unpoison_memory_region(fiber.stack + kGuard, fiber.size - kGuard);
+}
+
+void switch_fiber(Fiber &from, Fiber &to, bool last) {
+    if (sanitizer::asan()) __sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack, to.size);
+    if (to.tsan) __tsan_switch_to_fiber(to.tsan, sanitizer::kNoOrder);
+#ifdef CUDA_EMU_UCONTEXT
+    swapcontext(&from.context, &to.context);
+#else
+    cuda_emu_switch(&from.sp, to.sp);
+#endif
+    if (sanitizer::asan()) __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+}
+
+void entered(Fiber &self, Fiber &from) {
+    if (!sanitizer::asan()) return;
+    const void *bottom = nullptr;
+    size_t size = 0;
+    __sanitizer_finish_switch_fiber(self.fake_stack, &bottom, &size); // one that a given-up thread left is used again
+    self.fake_stack = nullptr;
+    if (from.stack) return;
+    from.stack = const_cast<char *>(static_cast<const char *>(bottom));
+    from.size = size;
+}
+
+} // namespace cuemu
+
+namespace sanitizer {
+namespace {
+
+struct Grave {
+    void *fiber;
+};
+std::vector<Grave> graves;
+
+} // namespace
+
+void bury(void *fiber) {
+    if (!fiber) return;
+    graves.push_back({fiber});
+    if (graves.size() > 6000) bury_all();
+}
+
+void bury_all() {
+    for (const Grave &grave : graves) __tsan_destroy_fiber(grave.fiber);
+    graves.clear();
+}
+
+} // namespace sanitizer

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stacks to switch between, with the sanitizers told of every switch.
+#pragma once
+#include <cstddef>
+#if !defined(__x86_64__) && !defined(CUDA_EMU_UCONTEXT)
+#define CUDA_EMU_UCONTEXT 1
+#endif
+#ifdef CUDA_EMU_UCONTEXT
+#include <ucontext.h>
+#endif
+
+namespace cuemu {
+
+struct Fiber {
+#ifdef CUDA_EMU_UCONTEXT
+    ucontext_t context;
+#else
+    void *sp = nullptr;
+#endif
+    char *stack = nullptr;
+    size_t size = 0;
+    void *tsan = nullptr;
+    void *fake_stack = nullptr; // of the address sanitizer, while the fiber is away
+};
+
+/// A new stack; `main` never returns.
+Fiber *new_fiber();
+/// The next switch to it enters `main`.
+void prepare(Fiber &fiber, void (*main)());
+/// After a fiber was given up in the middle: the marks that its frames left on the stack.
+void forget_frames(Fiber &fiber);
+/// `last`: `from` ends with this.
+void switch_fiber(Fiber &from, Fiber &to, bool last = false);
+/// First thing in `main`: where it came from is learned from the address sanitizer.
+void entered(Fiber &self, Fiber &from);
+
+} // namespace cuemu

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA execution model on an ordinary CPU, for tests: a kernel source that keeps to what is declared here and in
+// cuda_runtime.h compiles unchanged with a host compiler, and runs with every block, warp, barrier and collective.
+//
+// A CUDA thread is a fiber. The fibers of a block share one OS thread and are switched only where a thread has to wait, so
+// a kernel without barriers and collectives costs no switch at all.
+//
+//   here      threadIdx, blockIdx, blockDim, gridDim, __shared__, dynamic shared memory (DYNAMIC_SHARED of launch.h),
+//             __syncthreads[_count|_and|_or], __syncwarp, __shfl*_sync, votes, reductions, integer atomics, fences,
+//             vector types, cached loads and stores, bit and rounding intrinsics (cuda_emu_math.h)
+//   missing   fused multiply-add and approximate intrinsics, float atomics (the engine's bits must not depend on them or
+//             on an order), grid-wide barriers, inline PTX, textures, clusters, __activemask
+//
+// Stricter than a device: a thread that returned never counts as arrived at a barrier; a collective must name its caller.
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <math.h>
+#include <type_traits>
+
+#define CUDA_EMU 1
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+#if defined(__SANITIZE_ADDRESS__)
+#define CUDA_EMU_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define CUDA_EMU_ASAN 1
+#endif
+#endif
+// One block at a time runs on an OS thread, so its shared memory is the thread's. The address sanitizer puts red zones
+// round ordinary statics only; one block at a time runs in the whole process then.
+#ifdef CUDA_EMU_ASAN
+#define __shared__ static
+#else
+#define __shared__ static __thread
+#endif
+
+struct uint3 {
+    unsigned x, y, z;
+};
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+
+// The fast model of thread-local storage: these are read in every kernel, also from a shared library.
+#define CUDA_EMU_TLS __attribute__((tls_model("initial-exec")))
+extern __thread uint3 threadIdx CUDA_EMU_TLS;
+extern __thread uint3 blockIdx CUDA_EMU_TLS;
+extern __thread dim3 blockDim CUDA_EMU_TLS;
+extern __thread dim3 gridDim CUDA_EMU_TLS;
+constexpr int warpSize = 32;
+
+namespace cuemu {
+
+struct Options {
+    unsigned workers = 1; // OS threads that run the blocks of a grid; 1 under the address sanitizer
+    uint64_t seed = 0;    // 0: natural order; else blocks, threads and wake-ups are permuted, the same way for one seed
+};
+/// From CUEMU_WORKERS and CUEMU_SEED at first use. Change it while no kernel runs.
+Options &options();
+
+/// What broke the execution model first since clear_error(): a deadlock, a divergent collective, a trap. "" if nothing.
+const char *last_error();
+void clear_error();
+
+struct Launch {
+    const char *name;
+    dim3 grid, block;
+    size_t shared;
+};
+/// Runs every block of a grid; `body` is called once per CUDA thread. False if the execution model was broken.
+bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument);
+
+enum class Op : uint8_t {
+    syncwarp,
+    shfl_idx,
+    shfl_up,
+    shfl_down,
+    shfl_xor,
+    ballot,
+    add_u32,
+    min_u32,
+    max_u32,
+    and_u32,
+    or_u32,
+    xor_u32
+};
+enum class Vote { none, count, all, any };
+uint64_t warp_op(Op op, uint32_t mask, uint64_t in, int argument, int width);
+int block_barrier(bool predicate, Vote vote);
+void *dynamic_shared();
+void fence();
+[[noreturn]] void trap(const char *why);
+
+template <class T> inline uint64_t to_bits(T value) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    return bits;
+}
+template <class T> inline T from_bits(uint64_t bits) {
+    T value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/// What a shuffle moves: one or two registers.
+template <class T> constexpr bool shuffled = std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
+template <class T> inline T shuffle(Op op, unsigned mask, T value, int argument, int width) {
+    static_assert(shuffled<T>, "shuffles move arithmetic types of 4 and 8 bytes");
+    return from_bits<T>(warp_op(op, mask, to_bits(value), argument, width));
+}
+
+/// Relaxed as on the device: another thread's plain stores are seen only after fences or a barrier.
+template <class T, class F> inline T modify(T *address, F next) {
+    T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(address, &old, next(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
+
+} // namespace cuemu
+
+inline void __syncthreads() { cuemu::block_barrier(false, cuemu::Vote::none); }
+inline int __syncthreads_count(int p) { return cuemu::block_barrier(p != 0, cuemu::Vote::count); }
+inline int __syncthreads_and(int p) { return cuemu::block_barrier(p != 0, cuemu::Vote::all); }
+inline int __syncthreads_or(int p) { return cuemu::block_barrier(p != 0, cuemu::Vote::any); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { cuemu::warp_op(cuemu::Op::syncwarp, mask, 0, 0, 32); }
+
+template <class T> inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+    return cuemu::shuffle(cuemu::Op::shfl_idx, mask, value, lane, width);
+}
+template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    return cuemu::shuffle(cuemu::Op::shfl_up, mask, value, int(delta), width);
+}
+template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    return cuemu::shuffle(cuemu::Op::shfl_down, mask, value, int(delta), width);
+}
+template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
+    return cuemu::shuffle(cuemu::Op::shfl_xor, mask, value, lanes, width);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int p) {
+    return unsigned(cuemu::warp_op(cuemu::Op::ballot, mask, p != 0, 0, 32));
+}
+inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::add_u32, mask, v, 0, 32));
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::min_u32, mask, v, 0, 32));
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::max_u32, mask, v, 0, 32));
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::and_u32, mask, v, 0, 32));
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::or_u32, mask, v, 0, 32));
+}
+inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
+    return unsigned(cuemu::warp_op(cuemu::Op::xor_u32, mask, v, 0, 32));
+}
+
+inline void __trap() { cuemu::trap("__trap()"); }
+
+// The thread sanitizer takes these, and only these, as the order between blocks. "The last block finishes" therefore needs
+// both fences: data, __threadfence(), atomic | atomic, __threadfence(), data. A counter that all blocks increment has to be
+// put back by an atomic too (atomicInc() does both): their increments come after their fences.
+inline void __threadfence() { cuemu::fence(); }
+inline void __threadfence_block() { cuemu::fence(); }
+inline void __threadfence_system() { cuemu::fence(); }
+
+// Overloads, as nvcc has them; of the float types none.
+#define CUDA_EMU_ATOMICS(T)                                                                                              \
+    inline T atomicAdd(T *p, T v) {                                                                                      \
+        return cuemu::modify(p, [v](T old) { return T(old + v); });                                                      \
+    }                                                                                                                    \
+    inline T atomicMax(T *p, T v) {                                                                                      \
+        return cuemu::modify(p, [v](T old) { return old > v ? old : v; });                                               \
+    }                                                                                                                    \
+    inline T atomicMin(T *p, T v) {                                                                                      \
+        return cuemu::modify(p, [v](T old) { return old < v ? old : v; });                                               \
+    }                                                                                                                    \
+    inline T atomicOr(T *p, T v) {                                                                                       \
+        return cuemu::modify(p, [v](T old) { return old | v; });                                                         \
+    }                                                                                                                    \
+    inline T atomicAnd(T *p, T v) {                                                                                      \
+        return cuemu::modify(p, [v](T old) { return old & v; });                                                         \
+    }                                                                                                                    \
+    inline T atomicExch(T *p, T v) {                                                                                     \
+        return cuemu::modify(p, [v](T) { return v; });                                                                   \
+    }                                                                                                                    \
+    inline T atomicCAS(T *p, T expected, T v) {                                                                          \
+        return cuemu::modify(p, [expected, v](T old) { return old == expected ? v : old; });                             \
+    }
+CUDA_EMU_ATOMICS(int)
+CUDA_EMU_ATOMICS(unsigned)
+CUDA_EMU_ATOMICS(unsigned long long)
+#undef CUDA_EMU_ATOMICS
+inline unsigned atomicInc(unsigned *p, unsigned last) {
+    return cuemu::modify(p, [last](unsigned old) { return old >= last ? 0u : old + 1; });
+}
+
+#include "cuda_emu_math.h"

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sanitizers as the emulator sees them. It is compiled without any, and finds the one of the program by weak symbols.
+//
+// Its containers hold types of its own only: an inline function of the library that instrumented code instantiates too
+// would be merged by the linker, and one of the two kinds lost.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+extern "C" {
+#define CUDA_EMU_WEAK __attribute__((weak))
+CUDA_EMU_WEAK void *__tsan_get_current_fiber(void);
+CUDA_EMU_WEAK void *__tsan_create_fiber(unsigned flags);
+CUDA_EMU_WEAK void __tsan_destroy_fiber(void *fiber);
+CUDA_EMU_WEAK void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+CUDA_EMU_WEAK void __tsan_acquire(void *address);
+CUDA_EMU_WEAK void __tsan_release(void *address);
+CUDA_EMU_WEAK void AnnotateIgnoreReadsBegin(const char *file, int line);
+CUDA_EMU_WEAK void AnnotateIgnoreReadsEnd(const char *file, int line);
+CUDA_EMU_WEAK void AnnotateIgnoreWritesBegin(const char *file, int line);
+CUDA_EMU_WEAK void AnnotateIgnoreWritesEnd(const char *file, int line);
+CUDA_EMU_WEAK void AnnotateIgnoreSyncBegin(const char *file, int line);
+CUDA_EMU_WEAK void AnnotateIgnoreSyncEnd(const char *file, int line);
+CUDA_EMU_WEAK void __sanitizer_start_switch_fiber(void **fake_stack, const void *bottom, size_t size);
+CUDA_EMU_WEAK void __sanitizer_finish_switch_fiber(void *fake_stack, const void **bottom_old, size_t *size_old);
+CUDA_EMU_WEAK void __asan_poison_memory_region(const volatile void *address, size_t size);
+CUDA_EMU_WEAK void __asan_unpoison_memory_region(const volatile void *address, size_t size);
+#undef CUDA_EMU_WEAK
+}
+
+namespace sanitizer {
+
+inline bool tsan() { return __tsan_create_fiber != nullptr; }
+inline bool asan() { return __asan_poison_memory_region != nullptr; }
+
+constexpr unsigned kNoOrder = 1; // flag of __tsan_switch_to_fiber: the switch orders nothing
+
+/// An order that CUDA promises: what comes after acquire() follows everything before the release() of the same place.
+inline void acquire(void *place) {
+    if (__tsan_acquire) __tsan_acquire(place);
+}
+inline void release(void *place) {
+    if (__tsan_release) __tsan_release(place);
+}
+
+/// While one lives, nothing that this thread does is an access or an order: locks, malloc() and memcpy() of the emulator
+/// itself are seen by the interceptors of the thread sanitizer.
+inline void begin_quiet() {
+    if (!AnnotateIgnoreSyncBegin) return;
+    AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+}
+inline void end_quiet() {
+    if (!AnnotateIgnoreSyncEnd) return;
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
+}
+struct Quiet {
+    Quiet() { begin_quiet(); }
+    ~Quiet() { end_quiet(); }
+    Quiet(const Quiet &) = delete;
+    Quiet &operator=(const Quiet &) = delete;
+};
+
+/// A fiber of the thread sanitizer that ended. It gives the identity of a dead one to the next, and takes the two for one
+/// thread: they are kept, as far as its own limit allows. Only under a lock of the caller.
+void bury(void *fiber);
+void bury_all();
+
+} // namespace sanitizer
