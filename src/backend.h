@@ -6,6 +6,15 @@
 
 namespace dsopt {
 
+/// Host memory that the device can copy to and from while the host goes on.
+using HostBuffer = std::shared_ptr<void>;
+
+/// What a backend keeps for one optimizer between steps, such as tables in device memory.
+class StepCache {
+public:
+    virtual ~StepCache() = default;
+};
+
 class Backend {
 public:
     virtual ~Backend() = default;
@@ -13,6 +22,12 @@ public:
     /// Memory when the caller brought no allocator. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
+    /// True if the host reads and writes backend memory in place.
+    virtual bool is_host() const = 0;
+    /// Memory for StepPlan::extra.
+    virtual size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const = 0;
+    virtual std::unique_ptr<StepCache> make_cache() const = 0; // NULL if it keeps nothing
+    virtual HostBuffer host_buffer(size_t bytes) const = 0;    // pinned; not for backends that are the host
     virtual void step(const StepPlan &plan) const = 0;
     virtual void fill(void *data, int32_t dtype, int64_t numel, double value, void *stream) const = 0;
     // Lists; entries without data are passed over.

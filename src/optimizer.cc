@@ -113,9 +113,6 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
     if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
-    outcome_.first_bad = -1;
-    outcome_.grad_norm = outcome_.dense_norm = outcome_.expert_norm = outcome_.weight_norm = outcome_.update_norm = NAN;
-    outcome_.scale_used = 1;
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
     if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
 }
@@ -282,7 +279,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         } else if (key == DSOPT_SKIP_BUDGET) {
             require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
             desc_.skip_budget = int32_t(value);
-            outcome_.skipped_in_row = 0;
+            change_outcome([](Outcome &outcome) { outcome.skipped_in_row = 0; });
         } else {
             require(whole && value <= 9007199254740992.0, "calls", value, "a whole number in [0, 2^53]");
             calls_ = int64_t(value);
@@ -469,7 +466,7 @@ void Optimizer::reset(uint32_t what, void *stream) {
         if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
     if (what & DSOPT_RESET_COUNTERS) {
         calls_ = 0;
-        outcome_.total_skipped = outcome_.skipped_in_row = 0;
+        change_outcome([](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
     }
     if (what & DSOPT_RESET_GRADS)
         for (Param &param : params_) param.accumulated = false;

@@ -7,6 +7,7 @@
 #include "tensor_list.h"
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,55 @@ struct StateEntry {
     bool per_param; // one element a parameter
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
+};
+
+/// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it grows to
+/// their number and stays.
+class ScratchPool {
+public:
+    struct Block {
+        std::unique_ptr<char[]> data;
+        size_t bytes = 0;
+    };
+    Block take(size_t bytes) {
+        Block block;
+        {
+            const std::lock_guard lock(mutex_);
+            if (!free_.empty()) {
+                block = std::move(free_.back());
+                free_.pop_back();
+            }
+        }
+        if (block.bytes < bytes) block = {std::make_unique<char[]>(bytes), bytes};
+        return block;
+    }
+    void give(Block block) noexcept {
+        const std::lock_guard lock(mutex_);
+        try {
+            free_.push_back(std::move(block));
+        } catch (const std::bad_alloc &) { // then it is freed
+        }
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<Block> free_;
+};
+class HostScratch {
+public:
+    HostScratch(ScratchPool &pool, size_t bytes) : pool_(pool) {
+        if (bytes != 0) block_ = pool.take(bytes);
+    }
+    ~HostScratch() {
+        if (block_.bytes != 0) pool_.give(std::move(block_));
+    }
+    HostScratch(const HostScratch &) = delete;
+    HostScratch &operator=(const HostScratch &) = delete;
+    char *data() const { return block_.data.get(); }
+
+private:
+    ScratchPool &pool_;
+    ScratchPool::Block block_;
 };
 
 /// One thread at a time: the second one gets DSOPT_ERR_BUSY instead of a race.
@@ -106,7 +156,13 @@ private:
     struct Layout;    // where the parts of the workspace are
 
     Arguments check_step(const dsopt_step &step, bool functional) const;
-    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const;
+    /// `of_engine`: the engine's memory for the outcome, NULL in `apply`.
+    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const;
+    void ensure_workspace(void *stream);
+    static Outcome no_outcome();
+    /// What the host knows of the last steps without waiting, NULL before the first one.
+    const Outcome *last_known() const;
+    void change_outcome(void (*change)(Outcome &));
     Layout layout() const;
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
@@ -127,7 +183,10 @@ private:
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
     std::vector<dsopt_tensor> call_list_;  // the same with what a call brings
-    Outcome outcome_{};
+    Memory outcome_memory_;                // an Outcome
+    HostBuffer mirror_;                    // its copy on the host, where backend memory is not
+    std::unique_ptr<StepCache> cache_;
+    mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };

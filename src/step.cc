@@ -30,9 +30,11 @@ struct Optimizer::Arguments {
     bool initial; // the original's step on zero gradients when a wrapper is made
 };
 
-/// Offsets of the parts of a workspace, each on its own cache line. Rises with parameters only, so its size is constant.
+/// Offsets of the parts of a step's memory, each on its own cache line. They rise with parameters only, so sizes are constant.
+/// What the host writes comes behind the rest where backend memory is host memory, and in memory of its own otherwise.
 struct Optimizer::Layout {
-    size_t jobs, hypers, scalars, divisors, norms, cost, sums_a, sums_b, bad, bytes;
+    size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, bytes;
+    size_t jobs, hypers, cost, host_bytes;
 };
 
 Optimizer::Layout Optimizer::layout() const {
@@ -45,17 +47,21 @@ Optimizer::Layout Optimizer::layout() const {
         return offset;
     };
     Layout l;
-    l.jobs = place(count * sizeof(TensorJob));
-    l.hypers = place(groups * sizeof(Hyper));
     l.scalars = place(count * sizeof(Scalars));
     l.divisors = place(groups * sizeof(double));
     const auto classes = 1 + size_t(desc_.expert_count);
     l.norms = place(((groups + 1) * classes + 1 + groups + 2) * sizeof(double)); // a NormTable and a message of it
-    l.cost = place((count + 1) * sizeof(int64_t));
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
-    l.bytes = at;
+    l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves)));
+    const size_t shared = at;
+    if (!context_->backend().is_host()) at = 0;
+    l.jobs = place(count * sizeof(TensorJob));
+    l.hypers = place(groups * sizeof(Hyper));
+    l.cost = place((count + 1) * sizeof(int64_t));
+    l.bytes = context_->backend().is_host() ? at : shared;
+    l.host_bytes = at;
     return l;
 }
 
@@ -140,16 +146,18 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, const char 
     return nullptr;
 }
 
-void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Outcome *outcome) const {
+void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const {
     const dsopt_step &step = arguments.step;
     const Layout place = layout();
-    char *base = static_cast<char *>(workspace);
-    const auto part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(base + offset); };
+    const auto part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(static_cast<char *>(workspace) + offset); };
+    const HostScratch scratch(host_scratch_, context_->backend().is_host() ? 0 : place.host_bytes);
+    char *host = context_->backend().is_host() ? static_cast<char *>(workspace) : scratch.data();
+    const auto host_part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(host + offset); };
 
     const Wrapper wrapped = wrapper();
     const bool accumulated = arguments.flags & DSOPT_STEP_ACCUMULATED;
     const bool first_model_rank = !with_.model || with_.model->rank() == 0;
-    auto *jobs = part(place.jobs, static_cast<TensorJob *>(nullptr));
+    auto *jobs = host_part(place.jobs, static_cast<TensorJob *>(nullptr));
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_tensor *own = state + param.first_state;
@@ -184,7 +192,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16};
     }
 
-    auto *hypers = part(place.hypers, static_cast<Hyper *>(nullptr));
+    auto *hypers = host_part(place.hypers, static_cast<Hyper *>(nullptr));
     const bool compat = desc_.compat == DSOPT_COMPAT_DEEPSPEED;
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
@@ -228,14 +236,17 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .step = static_cast<int32_t *>(find_state(state, "step")->data),
                         .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
                         .report = step.report,
-                        .outcome = outcome,
+                        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->data()) : nullptr,
                         .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
                         .divisors = part(place.divisors, static_cast<double *>(nullptr)),
                         .norms = part(place.norms, static_cast<double *>(nullptr)),
-                        .cost = part(place.cost, static_cast<int64_t *>(nullptr)),
+                        .cost = host_part(place.cost, static_cast<int64_t *>(nullptr)),
                         .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
                         .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
                         .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+                        .extra = part(place.extra, static_cast<void *>(nullptr)),
+                        .cache = of_engine != nullptr ? cache_.get() : nullptr,
+                        .mirror = of_engine != nullptr ? static_cast<Outcome *>(mirror_.get()) : nullptr,
                         .stream = step.stream,
                         .parallel = arguments.parallel,
                         .chunk = context_->chunk()};
@@ -245,7 +256,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1 and
 /// decay is applied to the masters, not to the parameters.
 void Optimizer::take_initial_step(void *stream) {
-    if (workspace_.data() == nullptr) workspace_ = Memory(context_, workspace_bytes(), stream);
+    ensure_workspace(stream);
     std::vector<dsopt_tensor> state;
     for (const StateEntry &entry : state_) state.push_back(entry.tensor());
     dsopt_step step{};
@@ -254,10 +265,11 @@ void Optimizer::take_initial_step(void *stream) {
 }
 
 void Optimizer::step(const dsopt_step &step) {
-    if (desc_.skip_budget > 0 && outcome_.skipped_in_row >= desc_.skip_budget)
+    // What has arrived of earlier steps; nobody waits for it.
+    if (const Outcome *known = last_known(); known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
         throw Error(DSOPT_ERR_SKIPS, "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                                      "elements",
-                    ll(outcome_.skipped_in_row), desc_.skip_budget, ll(outcome_.nonfinite));
+                    ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
     const Arguments arguments = check_step(step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
@@ -269,7 +281,7 @@ void Optimizer::step(const dsopt_step &step) {
     } else if (step.state_count != 0) {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
     }
-    if (workspace_.data() == nullptr) workspace_ = Memory(context_, workspace_bytes(), step.stream);
+    ensure_workspace(step.stream);
     const dsopt_tensor *state = step.state;
     if (!complete) {
         ensure_state(step.params, step.stream);
@@ -281,7 +293,7 @@ void Optimizer::step(const dsopt_step &step) {
             state = call_list_.data();
         }
     }
-    run(arguments, state, workspace_.data(), &outcome_);
+    run(arguments, state, workspace_.data(), &outcome_memory_);
     ++calls_;
     if (arguments.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;
@@ -299,25 +311,66 @@ void Optimizer::apply(const dsopt_step &step) const {
     run(arguments, step.state, step.workspace, nullptr);
 }
 
+void Optimizer::ensure_workspace(void *stream) {
+    const Backend &backend = context_->backend();
+    if (workspace_.data() == nullptr) workspace_ = Memory(context_, std::max<size_t>(workspace_bytes(), 64), stream);
+    if (!cache_) cache_ = backend.make_cache();
+    if (outcome_memory_.data() != nullptr) return;
+    Memory outcome(context_, sizeof(Outcome), stream);
+    if (!backend.is_host()) mirror_ = backend.host_buffer(sizeof(Outcome));
+    const Outcome first = no_outcome();
+    if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &first, sizeof first);
+    backend.copy_from_host(outcome.data(), &first, sizeof first, stream);
+    outcome_memory_ = std::move(outcome);
+}
+
+Outcome Optimizer::no_outcome() {
+    Outcome outcome{};
+    outcome.first_bad = -1;
+    outcome.grad_norm = outcome.dense_norm = outcome.expert_norm = outcome.weight_norm = outcome.update_norm = NAN;
+    outcome.scale_used = 1;
+    return outcome;
+}
+
+const Outcome *Optimizer::last_known() const {
+    return static_cast<const Outcome *>(context_->backend().is_host() ? outcome_memory_.data() : mirror_.get());
+}
+
+void Optimizer::change_outcome(void (*change)(Outcome &)) {
+    if (outcome_memory_.data() == nullptr) return;
+    const Backend &backend = context_->backend();
+    backend.synchronize(nullptr);
+    Outcome outcome;
+    backend.copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
+    change(outcome);
+    backend.copy_from_host(outcome_memory_.data(), &outcome, sizeof outcome, nullptr);
+    if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &outcome, sizeof outcome);
+}
+
 dsopt_report Optimizer::report() const {
     dsopt_report r{};
+    Outcome outcome = no_outcome();
+    if (outcome_memory_.data() != nullptr) {
+        context_->backend().synchronize(nullptr);
+        context_->backend().copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
+    }
     r.calls = calls_;
-    r.skipped = outcome_.total_skipped;
-    r.skipped_in_row = outcome_.skipped_in_row;
-    r.nonfinite = outcome_.nonfinite;
-    r.first_bad = outcome_.first_bad;
-    r.last_skipped = outcome_.skipped;
-    r.kind = outcome_.kind;
-    if (outcome_.first_bad >= 0) r.first_bad_name = params_[size_t(outcome_.first_bad)].name.c_str();
+    r.skipped = outcome.total_skipped;
+    r.skipped_in_row = outcome.skipped_in_row;
+    r.nonfinite = outcome.nonfinite;
+    r.first_bad = outcome.first_bad;
+    if (outcome.first_bad >= 0) r.first_bad_name = params_[size_t(outcome.first_bad)].name.c_str();
+    r.last_skipped = outcome.skipped;
+    r.kind = outcome.kind;
     r.loss_scale = with_.scaler ? with_.scaler->info().scale : 1;
-    r.scale_used = outcome_.scale_used;
-    std::memcpy(r.ms, outcome_.ms, sizeof r.ms);
-    r.grad_norm = outcome_.grad_norm;
-    r.dense_norm = outcome_.dense_norm;
-    r.expert_norm = outcome_.expert_norm;
-    r.weight_norm = outcome_.weight_norm;
-    r.update_norm = outcome_.update_norm;
-    r.divisor = outcome_.divisor;
+    r.scale_used = outcome.scale_used;
+    r.grad_norm = outcome.grad_norm;
+    r.dense_norm = outcome.dense_norm;
+    r.expert_norm = outcome.expert_norm;
+    r.weight_norm = outcome.weight_norm;
+    r.update_norm = outcome.update_norm;
+    r.divisor = outcome.divisor;
+    std::memcpy(r.ms, outcome.ms, sizeof r.ms);
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
     return r;

@@ -51,6 +51,7 @@ struct Outcome {
 };
 
 class Comm;
+class StepCache;
 
 /// Ranks that agree; NULL = one rank.
 struct CommSet {
@@ -59,7 +60,8 @@ struct CommSet {
     int32_t expert_count;
 };
 
-/// Everything that one step needs. Arrays are in memory that the backend reads; nothing here is owned.
+/// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in the
+/// backend's.
 struct StepPlan {
     TensorJob *jobs;
     int64_t count;
@@ -88,9 +90,12 @@ struct StepPlan {
     Scalars *scalars;        // one a tensor
     double *divisors;        // one a group
     double *norms;           // NormTable
-    int64_t *cost;           // count + 1: running sum of bytes, the ruler along which the list is cut
+    int64_t *cost;           // host memory, count + 1: running sum of bytes, the ruler along which the list is cut
     double *sums_a, *sums_b; // one a leaf
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    void *extra;      // of the backend, Backend::extra_bytes() long
+    StepCache *cache; // what the backend keeps between steps; NULL in `apply`
+    Outcome *mirror;  // host memory to which the outcome is copied in stream order, or NULL
     void *stream;
     Parallel parallel;
     int64_t chunk;

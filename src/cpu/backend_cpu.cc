@@ -157,6 +157,10 @@ public:
     }
     void release(void *memory, size_t, void *) const noexcept override { std::free(memory); }
 
+    bool is_host() const override { return true; }
+    size_t extra_bytes(int64_t, int64_t, int64_t) const override { return 0; }
+    std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
+    HostBuffer host_buffer(size_t) const override { return {}; }
     void step(const StepPlan &plan) const override;
 
     void fill(void *data, int32_t dtype, int64_t numel, double value, void *) const override {

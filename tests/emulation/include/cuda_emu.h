@@ -186,7 +186,10 @@ inline void __threadfence_system() { cuemu::fence(); }
 // Overloads, as nvcc has them; of the float types none.
 #define CUDA_EMU_ATOMICS(T)                                                                                              \
     inline T atomicAdd(T *p, T v) {                                                                                      \
-        return cuemu::modify(p, [v](T old) { return T(old + v); });                                                      \
+        return cuemu::modify(p, [v](T old) {                                                                             \
+            __builtin_add_overflow(old, v, &old); /* wraps, signed or not */                                             \
+            return old;                                                                                                  \
+        });                                                                                                              \
     }                                                                                                                    \
     inline T atomicMax(T *p, T v) {                                                                                      \
         return cuemu::modify(p, [v](T old) { return old > v ? old : v; });                                               \

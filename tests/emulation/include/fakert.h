@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a test sets, and asks, of the fake CUDA runtime. Product code has no use for it.
+#pragma once
+#include "cuda_runtime.h"
+#include <string>
+#include <vector>
+
+namespace fakert {
+
+/// When the work of streams runs.
+enum class Mode {
+    eager,  // at the call
+    lazy,   // only when something waits for it: a missing wait gives old data
+    random, // as lazy, but every call may also run some of the work, in any order that the streams allow
+    threads // a worker for each stream, as on a device: needed where work itself can wait, as collectives do
+};
+
+struct Config {
+    Mode mode = Mode::lazy;
+    uint64_t seed = 1; // of Mode::random
+    int devices = 2;
+    int multiprocessors = 4; // a few: persistent grids stay small
+    int blocks_per_multiprocessor = 2;
+    size_t memory = size_t(1) << 40; // of each device, bytes
+    bool protect = true;             // device memory can be reached only while work of its device runs
+
+    // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are "cudaLaunchKernel".
+    long fail_call = -1;
+    const char *fail_function = nullptr;
+    cudaError_t fail_with = cudaErrorMemoryAllocation;
+    // The n-th kernel, as they run, fails and with it the device: every later call returns the error.
+    long fail_kernel = -1;
+    cudaError_t fail_kernel_with = cudaErrorIllegalAddress;
+};
+/// The default, with CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED, CUEMU_DEVICES and CUEMU_PROTECT (0, 1).
+Config config_from_environment();
+/// Forgets everything, leaks too, and begins anew. Before the first call it is config_from_environment() that holds.
+void reset(const Config &config = config_from_environment());
+
+/// Calls since reset() that could have been made to fail, of one function or of all; kernels run since reset().
+long calls(const char *function = nullptr);
+long kernels_run();
+/// Not given back: device blocks, page-locked blocks, streams, events, graphs.
+long live_objects();
+
+/// What was asked of the runtime since mark(). In a captured stream too: what a graph runs later counts as one launch.
+struct Counters {
+    long kernel_launches, graph_launches;
+    long host_waits; // synchronisations, and what synchronises on the side: cudaFree, pageable and synchronous copies
+    long host_queries;
+    long copies_to_device, copies_to_host, copies_on_device, fills;
+    long device_allocations, device_frees, host_allocations, host_frees;
+    long host_functions;
+};
+void mark();
+Counters counters();
+/// Names of the kernels launched since mark(), in order.
+std::vector<std::string> launched_kernels();
+/// Nodes of a graph in the order of their capture: "kernel norm", "copy to device", "fill", "host function", "wait".
+std::vector<std::string> nodes(cudaGraph_t graph);
+
+} // namespace fakert
