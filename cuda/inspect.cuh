@@ -138,6 +138,11 @@ __global__ void __launch_bounds__(kThreads) inspect_kernel(const DevicePlan d) {
     if (threadIdx.x == 0 && d.decided) decide_on_thread(d, table);
 }
 
+/// The table alone, before ranks add theirs.
+__global__ void __launch_bounds__(kThreads) fold_kernel(const DevicePlan d) {
+    fold_on_block(d, NormTable{d.plan.norms, d.plan.group_count, d.plan.classes()});
+}
+
 /// The decision alone: gradients are not read, or ranks had to add up their norms in between.
 __global__ void __launch_bounds__(kThreads) decide_kernel(const DevicePlan d, const bool fold) {
     const StepPlan &plan = d.plan;

@@ -101,6 +101,7 @@ enum {
     DSOPT_ERR_MISSING = 31,     /**< a driver or library that the call needs is not on this machine */
     DSOPT_ERR_IO = 32,          /**< open, read, write, flush or rename failed; the text has the system's reason */
     DSOPT_ERR_INTERNAL = 33,    /**< a defect of dsopt */
+    DSOPT_ERR_BACKEND = 34,     /**< the device or its driver failed; the text has its reason */
     /* communication; sticky for the comm */
     DSOPT_ERR_COMM = 50,        /**< a collective failed; the text has the provider's reason */
     DSOPT_ERR_TIMEOUT = 51,     /**< a peer did not come within the comm's time-out */

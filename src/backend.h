@@ -29,7 +29,9 @@ public:
     virtual std::unique_ptr<StepCache> make_cache() const = 0; // NULL if it keeps nothing
     virtual HostBuffer host_buffer(size_t bytes) const = 0;    // pinned; not for backends that are the host
     virtual void step(const StepPlan &plan) const = 0;
-    virtual void fill(void *data, int32_t dtype, int64_t numel, double value, void *stream) const = 0;
+    /// Times of the phases of the last step, where its outcome does not have them. The step is over.
+    virtual void phase_times(StepCache *cache, double *ms) const = 0;
+    virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
     // Lists; entries without data are passed over.
     virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
     /// y = a x + b y in fp32; `a` in backend memory, NULL = 1.
@@ -52,5 +54,9 @@ public:
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
 const char *cpu_isa_name();
 std::unique_ptr<Backend> make_cpu_backend();
+/// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
+std::unique_ptr<Backend> make_cuda_backend(int device);
+/// "cuda" where the backend is in the build and a device is there, else why not.
+const char *cuda_state();
 
 } // namespace dsopt

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm.h"
 #include "abi.h"
+#include "rules/decide.h"
 
 namespace dsopt {
 
@@ -62,6 +63,27 @@ dsopt_comm_info Comm::info() const {
     info.bytes_sent = sent_.load(std::memory_order_relaxed);
     info.bytes_received = received_.load(std::memory_order_relaxed);
     return info;
+}
+
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message) {
+    for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
+        for (int64_t g = 0; g <= table.groups; ++g) message[g] = table.square(g, k + 1);
+        message[table.groups + 1] = table.reasons();
+        plan.comms.experts[k]->all_reduce(message, table.groups + 2, DSOPT_F64, DSOPT_SUM, plan.stream);
+        for (int64_t g = 0; g <= table.groups; ++g) table.square(g, k + 1) = message[g];
+        table.reasons() = message[table.groups + 1];
+    }
+    if (plan.comms.model != nullptr)
+        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM, plan.stream);
+    // The original trusts data-parallel ranks to have the same averaged gradients.
+    if (plan.comms.data != nullptr && plan.wrapper == Wrapper::none)
+        plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
+}
+
+bool has_peers(const CommSet &comms) {
+    bool peers = (comms.data != nullptr && comms.data->ranks() > 1) || (comms.model != nullptr && comms.model->ranks() > 1);
+    for (int32_t k = 0; k < comms.expert_count; ++k) peers = peers || comms.experts[k]->ranks() > 1;
+    return peers;
 }
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {

@@ -34,7 +34,7 @@ std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
     case DSOPT_CPU:
         if (desc.device != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
         return make_cpu_backend();
-    case DSOPT_CUDA: throw Error(DSOPT_ERR_UNSUPPORTED, "the CUDA backend is not in this build");
+    case DSOPT_CUDA: return make_cuda_backend(desc.device);
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.backend is %d, which is no backend", desc.backend);
 }

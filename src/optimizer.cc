@@ -206,7 +206,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         if (old == of_optimizer.end() || !entry.per_param) continue;
         new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
         entry.data = new_memory.back().data();
-        context_->backend().fill(entry.data, entry.dtype, entry.numel, 0, nullptr);
+        context_->backend().clear(entry.data, entry.bytes(), nullptr);
         context_->backend().copy(entry.data, old->data, old->bytes(), nullptr);
     }
     context_->backend().synchronize(nullptr);
@@ -333,7 +333,7 @@ const void *Optimizer::memory_of(const StateEntry &entry) const {
 void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
     const Backend &backend = context_->backend();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
-        backend.fill(data, entry.dtype, entry.numel, 0, stream);
+        backend.clear(data, entry.bytes(), stream);
         return;
     }
     const Param &param = params_[size_t(entry.param)];

@@ -286,14 +286,6 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", static_cast<long long>(calls));
     const std::vector<int64_t> order = match_params(optimizer, fields, sizes);
 
-    const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
-    std::string accumulated;
-    if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {
-        const std::string &digits = fields.text("accumulated");
-        if (digits.size() != order.size()) throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
-        accumulated.resize(digits.size());
-        for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
-    }
     std::vector<Transfer> transfers;
     for (size_t i = 0; i < optimizer.state().size(); ++i) {
         const StateEntry &entry = optimizer.state()[i];
@@ -313,6 +305,15 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         } else if (no_masters && param.has_master && param.data == nullptr && param.numel != 0) {
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
         }
+    }
+
+    const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
+    std::string accumulated;
+    if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {
+        const std::string &digits = fields.text("accumulated");
+        if (digits.size() != order.size()) throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
+        accumulated.resize(digits.size());
+        for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
     }
 
     // Everything is read and its checksum compared before the first byte of the optimizer changes.

@@ -40,6 +40,7 @@ const char *status_name(dsopt_status status) noexcept {
     case DSOPT_ERR_MISSING: return "DSOPT_ERR_MISSING";
     case DSOPT_ERR_IO: return "DSOPT_ERR_IO";
     case DSOPT_ERR_INTERNAL: return "DSOPT_ERR_INTERNAL";
+    case DSOPT_ERR_BACKEND: return "DSOPT_ERR_BACKEND";
     case DSOPT_ERR_FORMAT: return "DSOPT_ERR_FORMAT";
     case DSOPT_ERR_CHECKSUM: return "DSOPT_ERR_CHECKSUM";
     case DSOPT_ERR_MISMATCH: return "DSOPT_ERR_MISMATCH";

@@ -246,7 +246,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
                         .extra = part(place.extra, static_cast<void *>(nullptr)),
                         .cache = of_engine != nullptr ? cache_.get() : nullptr,
-                        .mirror = of_engine != nullptr ? static_cast<Outcome *>(mirror_.get()) : nullptr,
+                        .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get()) : nullptr,
                         .stream = step.stream,
                         .parallel = arguments.parallel,
                         .chunk = context_->chunk()};
@@ -371,6 +371,7 @@ dsopt_report Optimizer::report() const {
     r.update_norm = outcome.update_norm;
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
+    context_->backend().phase_times(cache_.get(), r.ms);
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
     return r;

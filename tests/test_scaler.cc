@@ -478,6 +478,20 @@ TEST(ScalerSaved, OverrideIsPartOfWhatIsSaved) {
     EXPECT_EQ(*dsopt_scaler_device_scale(loaded.get()), 3);
 }
 
+TEST(ScalerSaved, CheckpointWithoutAScaleDoesNotFit) {
+    const Context ctx = make_context();
+    const Scaler scaler = make_scaler(ctx, 8, 1);
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    Trainer without(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+    Trainer with = attached(ctx, scaler);
+    File file;
+    ASSERT_TRUE(ok(file.save(without)));
+    EXPECT_TRUE(fails(file.load(with), DSOPT_ERR_MISMATCH, "loss_scale"));
+    EXPECT_TRUE(ok(file.load(with, DSOPT_IO_NO_SCALER)));
+    ASSERT_TRUE(ok(file.save(with)));
+    EXPECT_TRUE(ok(file.load(without))); // the other way round there is nothing to put it
+}
+
 TEST(ScalerSaved, DynamicCheckpointIsRefusedByAStaticScaler) {
     const Context ctx = make_context();
     const Scaler saved = make_scaler(ctx, 8, 1), fixed = make_scaler(ctx, 8, 0, DSOPT_SCALER_STATIC);

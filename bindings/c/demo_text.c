@@ -103,8 +103,9 @@ static int append_licences(struct bytes *bytes, char **names, size_t count, size
         const size_t old_size = bytes->size;
         int seen = 0;
         if (append_file(bytes, names[i])) {
+            const int status = complain(names[i]);
             free(start);
-            return complain(names[i]);
+            return status;
         }
         const size_t size = bytes->size - old_size;
         for (size_t k = 0; k < *files && size > 0 && !seen; ++k)

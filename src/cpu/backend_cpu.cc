@@ -45,8 +45,8 @@ public:
         count_(count), ruler_(ruler), chunk_(chunk), parallel_(parallel) {
         ruler[0] = 0;
         for (int64_t i = 0; i < count; ++i) ruler[i + 1] = ruler[i] + numel(i) * bytes(i);
-        // A part below 64 KiB is done before another thread has woken up.
-        parts_ = std::clamp<int64_t>(ruler[count] >> 16, 1, parallel.threads);
+        // A part below 256 KiB is done before another thread has woken up.
+        parts_ = std::clamp<int64_t>(ruler[count] >> 18, 1, parallel.threads);
     }
 
     /// visit(tensor, begin, end) for every piece, on all threads.
@@ -121,23 +121,6 @@ private:
     Clock::time_point last_;
 };
 
-/// Ranks add up their parts. First the experts' columns, each over its comm, then everything over the model ranks; the reasons to
-/// skip travel along, and go over the data ranks as well. `message` has room for a column and one more.
-void reduce_norms(const StepPlan &plan, const NormTable &table, double *message) {
-    for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
-        for (int64_t g = 0; g <= table.groups; ++g) message[g] = table.square(g, k + 1);
-        message[table.groups + 1] = table.reasons();
-        plan.comms.experts[k]->all_reduce(message, table.groups + 2, DSOPT_F64, DSOPT_SUM, plan.stream);
-        for (int64_t g = 0; g <= table.groups; ++g) table.square(g, k + 1) = message[g];
-        table.reasons() = message[table.groups + 1];
-    }
-    if (plan.comms.model != nullptr)
-        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM, plan.stream);
-    // The original trusts data-parallel ranks to have the same averaged gradients.
-    if (plan.comms.data != nullptr && plan.wrapper == Wrapper::none)
-        plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
-}
-
 class CpuBackend final : public Backend {
 public:
     CpuBackend() : kernels_(choose_kernels()) {}
@@ -161,18 +144,10 @@ public:
     size_t extra_bytes(int64_t, int64_t, int64_t) const override { return 0; }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
     HostBuffer host_buffer(size_t) const override { return {}; }
+    void phase_times(StepCache *, double *) const override {} // they are in the outcome
     void step(const StepPlan &plan) const override;
 
-    void fill(void *data, int32_t dtype, int64_t numel, double value, void *) const override {
-        switch (dtype) {
-        case DSOPT_F32: std::fill_n(static_cast<float *>(data), numel, float(value)); return;
-        case DSOPT_I32: std::fill_n(static_cast<int32_t *>(data), numel, int32_t(value)); return;
-        case DSOPT_F16: std::fill_n(static_cast<uint16_t *>(data), numel, f32_to_f16(float(value))); return;
-        case DSOPT_BF16: std::fill_n(static_cast<uint16_t *>(data), numel, f32_to_bf16(float(value))); return;
-        }
-        throw Error(DSOPT_ERR_INTERNAL, "no fill for dtype %d", dtype);
-    }
-
+    void clear(void *data, size_t bytes, void *) const override { std::memset(data, 0, bytes); }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             const size_t size = dtype_size(list[i].dtype);
@@ -245,9 +220,7 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
         comm->all_reduce(&shared[1], 1, DSOPT_F64, DSOPT_SUM, stream);
         r.nonfinite = int64_t(shared[1]);
     }
-    r.norm = kind == DSOPT_NORM_MAX ? shared[0] : std::sqrt(shared[0]);
-    const double coefficient = max_norm > 0 ? max_norm / (r.norm + 1e-6) : 1.0;
-    r.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
+    finish_norm(r, kind, shared[0], max_norm);
     *result = r;
 }
 

@@ -22,12 +22,25 @@ struct NormTable {
     }
 };
 
+/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to skip travel
+/// along, and go over the data ranks as well. On the host, also when the table came from a device; `message` has room for
+/// groups + 2.
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message);
+bool has_peers(const CommSet &comms);
+
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 
 DSOPT_HD double fold_leaves(const double *sums, const TensorJob &job) {
     double sum = 0;
     for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) sum += sums[leaf];
     return sum;
+}
+
+/// The last line of dsopt_tensors_norm: `value` is the sum of squares, or the largest magnitude.
+DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value, double max_norm) {
+    result.norm = kind == DSOPT_NORM_MAX ? value : sqrt(value);
+    const double coefficient = max_norm > 0 ? max_norm / (result.norm + 1e-6) : 1.0;
+    result.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
 }
 
 /// Why this rank would skip the step, 0 or 1.

@@ -64,7 +64,7 @@ target_link_libraries(cmake-shared dsopt::dsopt)
 add_executable(cmake-static caller_c.c)
 target_link_libraries(cmake-static dsopt::static)
 END
-    { cmake -S "$folder" -B "$folder" "-DCMAKE_PREFIX_PATH=$moved" "-DCMAKE_C_COMPILER=${cc%% *}" &&
+    { cmake -G Ninja -S "$folder" -B "$folder" "-DCMAKE_PREFIX_PATH=$moved" "-DCMAKE_C_COMPILER=${cc%% *}" &&
         cmake --build "$folder"; } >"$folder/log" 2>&1 || { cat "$folder/log"; fail cmake; }
     needs_library cmake-shared || fail "cmake-shared: not linked to the shared library"
     ! needs_library cmake-static || fail "cmake-static: linked to the shared library"

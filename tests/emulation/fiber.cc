@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstring>
 #include <sys/mman.h>
-#include <vector>
 
 #ifndef CUDA_EMU_UCONTEXT
 // What a function call must keep, and the stack: ucontext makes two system calls more.
@@ -98,26 +97,3 @@ void entered(Fiber &self, Fiber &from) {
 }
 
 } // namespace cuemu
-
-namespace sanitizer {
-namespace {
-
-struct Grave {
-    void *fiber;
-};
-std::vector<Grave> graves;
-
-} // namespace
-
-void bury(void *fiber) {
-    if (!fiber) return;
-    graves.push_back({fiber});
-    if (graves.size() > 6000) bury_all();
-}
-
-void bury_all() {
-    for (const Grave &grave : graves) __tsan_destroy_fiber(grave.fiber);
-    graves.clear();
-}
-
-} // namespace sanitizer

@@ -58,16 +58,12 @@ inline void end_quiet() {
     AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
 }
+/// Releases and acquires are not heard while quiet.
 struct Quiet {
     Quiet() { begin_quiet(); }
     ~Quiet() { end_quiet(); }
     Quiet(const Quiet &) = delete;
     Quiet &operator=(const Quiet &) = delete;
 };
-
-/// A fiber of the thread sanitizer that ended. It gives the identity of a dead one to the next, and takes the two for one
-/// thread: they are kept, as far as its own limit allows. Only under a lock of the caller.
-void bury(void *fiber);
-void bury_all();
 
 } // namespace sanitizer

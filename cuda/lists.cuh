@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lists without an optimizer: one launch for all tensors.
+#pragma once
+#include "inspect.cuh"
+
+namespace dsopt::gpu {
+
+/// A list in device memory, cut into leaves like everything else.
+struct DeviceList {
+    const dsopt_tensor *x, *y; // y only for axpby
+    const int64_t *first_leaf; // count + 1
+    int64_t count;
+    int64_t leaves;
+};
+
+/// The tensor that a leaf belongs to.
+__device__ __forceinline__ int64_t find_tensor(const DeviceList &list, int64_t leaf) {
+    int64_t low = 0, high = list.count;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (list.first_leaf[middle] <= leaf) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/// body(tensor, begin, n) for every leaf of the block's share.
+template <class Body> __device__ __forceinline__ void for_leaves(const DeviceList &list, const Body &body) {
+    for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
+        const int64_t i = find_tensor(list, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+        body(i, begin, int(list.x[i].numel - begin < kLeaf ? list.x[i].numel - begin : kLeaf));
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) zero_kernel(const DeviceList list) {
+    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
+        const dsopt_tensor &x = list.x[i];
+        const bool vector = aligned16(x.data);
+        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) store(Pack<8>{}, x.data, Dtype(x.dtype), begin + k, vector);
+        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads) store_one(0, x.data, Dtype(x.dtype), begin + k);
+    });
+}
+
+__global__ void __launch_bounds__(kThreads) axpby_kernel(const DeviceList list, const float *factor, const float b) {
+    const float a = factor != nullptr ? *factor : 1.0f;
+    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
+        const dsopt_tensor &x = list.x[i], &y = list.y[i];
+        const bool x16 = aligned16(x.data), y16 = aligned16(y.data);
+        const Dtype from = Dtype(x.dtype), to = Dtype(y.dtype);
+        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) {
+            Pack<8> v = load<8>(x.data, from, begin + k, x16);
+            if (b != 0) {
+                const Pack<8> old = load<8>(y.data, to, begin + k, y16);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v.at[j] = a * v.at[j] + b * old.at[j];
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v.at[j] = a * v.at[j];
+            }
+            store(v, y.data, to, begin + k, y16);
+        }
+        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads) {
+            const float v = a * load_one(x.data, from, begin + k);
+            store_one(b != 0 ? v + b * load_one(y.data, to, begin + k) : v, y.data, to, begin + k);
+        }
+    });
+}
+
+__device__ __forceinline__ float clamped(float x, float limit) {
+    x = x > limit ? limit : x;
+    return x < -limit ? -limit : x;
+}
+__global__ void __launch_bounds__(kThreads) clamp_kernel(const DeviceList list, const float limit) {
+    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
+        const dsopt_tensor &x = list.x[i];
+        const bool vector = aligned16(x.data);
+        const Dtype type = Dtype(x.dtype);
+        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) {
+            Pack<8> v = load<8>(x.data, type, begin + k, vector);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v.at[j] = clamped(v.at[j], limit);
+            store(v, x.data, type, begin + k, vector);
+        }
+        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads)
+            store_one(clamped(load_one(x.data, type, begin + k), limit), x.data, type, begin + k);
+    });
+}
+
+/// The norm of nothing, until there is more.
+__global__ void no_norm_kernel(dsopt_norm_result *result) {
+    result->norm = 0;
+    result->coefficient = 1;
+    result->reserved = 0;
+    result->nonfinite = 0;
+    result->first_bad = -1;
+}
+
+/// Partial results of dsopt_tensors_norm, one a leaf.
+struct NormParts {
+    double *squares;
+    int64_t *bad;
+    float *largest;
+    uint32_t *ticket;
+};
+
+__global__ void __launch_bounds__(kThreads)
+norm_kernel(const DeviceList list, const NormParts parts, const int32_t kind, const bool raw, const double max_norm, dsopt_norm_result *result) {
+    __shared__ float room[kWarps][kStage];
+    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
+    for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
+        const int64_t i = find_tensor(list, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+        const dsopt_tensor &x = list.x[i];
+        const int n = int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf);
+        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, room[warp]);
+        const double all = __shfl_sync(0xffffffffu, squares, 0);
+        const int64_t bad = is_finite(all) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
+        uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
+        if (kind == DSOPT_NORM_MAX) {
+            for (int k = lane; k < n; k += 32) {
+                const uint32_t magnitude = bits_of(load_one(x.data, Dtype(x.dtype), begin + k)) & 0x7fffffffu;
+                most = magnitude > most ? magnitude : most;
+            }
+            for (int width = 16; width != 0; width /= 2) {
+                const uint32_t other = __shfl_down_sync(0xffffffffu, most, unsigned(width));
+                most = other > most ? other : most;
+            }
+        }
+        if (lane == 0) {
+            parts.squares[leaf] = squares;
+            parts.bad[leaf] = bad & 0xffff;
+            parts.largest[leaf] = float_of(most);
+        }
+    }
+    if (!last_block(parts.ticket) || threadIdx.x != 0) return;
+    dsopt_norm_result r{};
+    r.first_bad = -1;
+    double total = 0;
+    uint32_t most = 0;
+    for (int64_t i = 0; i < list.count; ++i) {
+        double sum = 0;
+        for (int64_t leaf = list.first_leaf[i]; leaf < list.first_leaf[i + 1]; ++leaf) {
+            sum += parts.squares[leaf];
+            r.nonfinite += parts.bad[leaf];
+            if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
+            const uint32_t magnitude = bits_of(parts.largest[leaf]);
+            most = magnitude > most ? magnitude : most;
+        }
+        total += sum;
+    }
+    const double value = kind == DSOPT_NORM_MAX ? double(float_of(most)) : total;
+    if (raw) r.norm = value; // ranks add theirs before the root is taken
+    else finish_norm(r, kind, value, max_norm);
+    *result = r;
+}
+
+} // namespace dsopt::gpu

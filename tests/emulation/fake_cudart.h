@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inside the fake runtime: what its calls (fake_cudart.cc), its streams (fake_streams.cc) and its graphs (fake_graphs.cc)
+// share. Everything is under one lock, which is let go only while the work of a stream runs.
+//
+// For the thread sanitizer the work of a stream is a logical thread. It follows what the host did before the call that put
+// it there, what its stream did before, and the events it waits for; the host follows it only after a call that waits.
+#pragma once
+#include "fakert.h"
+#include "sanitizer.h"
+#include <deque>
+#include <memory>
+#include <pthread.h>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fakert {
+
+struct Task { // queues and graphs share it, under the lock
+    std::string label;
+    int holders = 0;
+    explicit Task(std::string what) : label(std::move(what)) {}
+    virtual ~Task() = default;
+    virtual cudaError_t run() = 0;
+};
+template <class F> struct TaskOf final : Task {
+    F work;
+    TaskOf(std::string what, F &&f) : Task(std::move(what)), work(std::move(f)) {}
+    cudaError_t run() override { return work(); }
+};
+class Share {
+public:
+    Share() = default;
+    explicit Share(Task *task) : task_(task) { ++task_->holders; }
+    Share(const Share &other) : task_(other.task_) {
+        if (task_) ++task_->holders;
+    }
+    Share(Share &&other) noexcept : task_(std::exchange(other.task_, nullptr)) {}
+    Share &operator=(Share other) noexcept {
+        std::swap(task_, other.task_);
+        return *this;
+    }
+    ~Share() {
+        if (task_ && !--task_->holders) delete task_;
+    }
+    Task *operator->() const { return task_; }
+
+private:
+    Task *task_ = nullptr;
+};
+template <class F> Share make_task(std::string label, F work) {
+    return Share(new TaskOf<F>(std::move(label), std::move(work)));
+}
+
+struct Dependency {
+    FakeStream *stream;
+    uint64_t upto; // that many of its works are done
+};
+struct Work {
+    Share task;
+    std::vector<Dependency> after;
+    uint64_t *called = nullptr; // place of the host's order before the call
+};
+
+/// A stream that joined a capture, and how much of it is recorded.
+struct Branch {
+    FakeStream *stream;
+    uint64_t length;
+};
+struct NodeDependency {
+    unsigned branch;
+    uint64_t upto;
+};
+struct Node {
+    Share task;
+    unsigned branch;
+    std::vector<NodeDependency> after;
+};
+struct Capture {
+    uint64_t id;
+    cudaStreamCaptureMode mode;
+    std::thread::id thread;
+    bool valid;
+    std::vector<Branch> branches; // the first one is where it began
+    std::vector<Node> nodes;
+};
+
+struct Block {
+    size_t bytes, mapped;
+    int device;
+    bool alive; // between its allocation and its release in stream order
+};
+
+} // namespace fakert
+
+struct FakeStream {
+    int device = 0;
+    bool blocking = true;
+    bool handle = true; // the program has it
+    bool busy = false, quit = false;
+    uint64_t queued = 0, done = 0;
+    std::deque<fakert::Work> queue{};
+    uint64_t place = 0; // where the thread sanitizer books its order
+    std::thread worker{};
+    fakert::Capture *capture = nullptr;
+    unsigned branch = 0; // in that capture
+};
+struct FakeEvent {
+    bool timing;
+    FakeStream *stream = nullptr; // NULL: never recorded
+    uint64_t at = 0;
+    double milliseconds = 0;
+    uint64_t capture = 0;    // recorded last in that capture, at `at` of `branch`
+    unsigned branch = 0;
+};
+struct FakeGraph {
+    std::vector<fakert::Node> nodes;
+    std::vector<fakert::Branch> branches;
+};
+struct FakeGraphExec {
+    FakeGraph graph; // its branches are streams of its own, but for the first: that is the stream of the launch
+    fakert::Dependency last; // two launches of one never overlap
+};
+
+namespace fakert {
+
+class QuietMutex {
+public:
+    void lock() {
+        sanitizer::begin_quiet();
+        pthread_mutex_lock(&mutex_);
+    }
+    void unlock() {
+        pthread_mutex_unlock(&mutex_);
+        sanitizer::end_quiet();
+    }
+    void wait() { pthread_cond_wait(&changed_, &mutex_); }
+    void notify() { pthread_cond_broadcast(&changed_); }
+
+private:
+    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
+};
+extern QuietMutex g_mutex;
+struct Lock {
+    Lock() { g_mutex.lock(); }
+    ~Lock() { g_mutex.unlock(); }
+    Lock(const Lock &) = delete;
+    Lock &operator=(const Lock &) = delete;
+};
+
+extern Config g_config;
+extern Counters g_counters;
+extern cudaError_t g_sticky; // what broke the device
+extern long g_kernels_run;
+extern thread_local int t_device;
+extern thread_local bool t_in_host_function;
+
+/// The order of the host for the thread sanitizer, told in spite of the quiet under the lock.
+void host_follows(uint64_t *place);
+void host_precedes(uint64_t *place);
+
+/// Every call that can fail: faults as configured, then a broken device, then the call itself under the lock.
+cudaError_t begin_call(const char *function);
+cudaError_t end_call(cudaError_t error);
+template <class F> cudaError_t call(const char *function, F &&body) {
+    const Lock lock;
+    cudaError_t error = begin_call(function);
+    if (!error) error = body();
+    return end_call(error);
+}
+
+// Streams. All of these under the lock.
+FakeStream *null_stream(int device);
+FakeStream *new_stream(int device, bool blocking, bool handle);
+void destroy_stream(FakeStream *stream); // when its work is done
+/// All work of a device, and the host follows.
+cudaError_t wait_for_device(int device);
+/// The stream behind a handle, for work: 400 if there is none, else what captures say about it.
+cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream);
+/// Into the queue, or into the capture.
+cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after = {});
+cudaError_t run_until(FakeStream *stream, uint64_t upto);
+/// As run_until(), and the host follows.
+cudaError_t wait_for(FakeStream *stream, uint64_t upto);
+/// The state of a stream or event as a query sees it; polling makes progress.
+cudaError_t query(FakeStream *stream, uint64_t upto);
+/// Mode::random: some of what is queued.
+void run_some();
+long live_streams(); // and events
+void reset_streams();
+
+// Memory. Under the lock but for copy_bytes().
+const Block *find_device(const void *p);
+void expose(int device, bool on);
+void copy_bytes(void *to, const void *from, size_t bytes);
+long live_memory();
+void reset_memory();
+
+// Captures. Under the lock.
+/// A call that may wait or allocate: refused, and the capture spoilt, if this thread captures (or any, in global mode).
+/// `relaxed_too`: also where the capture is relaxed, for what waits.
+cudaError_t refuse_in_capture(bool relaxed_too);
+/// Use of the null stream of a device while a stream captures that it would wait for.
+cudaError_t refuse_null_stream(int device);
+/// Something with a capturing stream that cannot be recorded.
+cudaError_t refuse(Capture &capture, cudaError_t why = cudaErrorStreamCaptureUnsupported);
+cudaError_t record(FakeStream *stream, Share task, std::vector<NodeDependency> after = {});
+cudaError_t record_event(FakeEvent *event, FakeStream *stream);
+cudaError_t wait_event(FakeStream *stream, const FakeEvent *event);
+/// For events that are asked about: 907 if recorded in a capture.
+cudaError_t refuse_captured(const FakeEvent *event);
+void drop_captures_of(const FakeStream *stream);
+long live_graphs();
+void reset_graphs();
+
+} // namespace fakert

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of the fake runtime. Device memory is memory of the host that cannot be reached but by work of its device, starts
+// as NaN, ends in a red zone, and is never given out twice.
+#include "fake_cudart.h"
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <sys/mman.h>
+
+namespace fakert {
+namespace {
+
+constexpr size_t kPage = 4096, kRedZone = 256;
+constexpr unsigned char kUnwritten = 0xff, kUntouched = 0xa5;
+
+using Blocks = std::map<char *, Block>;
+struct Grave {
+    char *memory;
+    size_t mapped;
+};
+struct Device {
+    int working = 0; // streams whose work runs now
+    size_t used = 0;
+};
+Blocks g_device_blocks, g_host_blocks;
+std::vector<Grave> g_graves;
+std::vector<Device> g_devices;
+
+Device &device(int number) {
+    if (g_devices.size() <= size_t(number)) g_devices.resize(size_t(number) + 1);
+    return g_devices[size_t(number)];
+}
+
+void set_access(char *memory, size_t bytes, bool on) { mprotect(memory, bytes, on ? PROT_READ | PROT_WRITE : PROT_NONE); }
+
+Blocks::const_iterator find(const Blocks &blocks, const void *p) {
+    char *const at = static_cast<char *>(const_cast<void *>(p));
+    auto found = blocks.upper_bound(at);
+    if (found == blocks.begin()) return blocks.end();
+    --found;
+    return at < found->first + found->second.bytes ? found : blocks.end();
+}
+/// Memory of that kind, wholly inside its block; `is` is false where there is none.
+bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
+    const auto found = find(blocks, p);
+    is = found != blocks.end();
+    return !is || bytes <= found->second.bytes - size_t(static_cast<const char *>(p) - found->first);
+}
+
+cudaError_t allocate(void **p, size_t bytes, bool alive) {
+    if (!p) return cudaErrorInvalidValue;
+    *p = nullptr;
+    if (!bytes) return cudaSuccess;
+    Device &owner = device(t_device);
+    if (bytes > g_config.memory - owner.used) return cudaErrorMemoryAllocation;
+    const size_t mapped = (bytes + kRedZone + kPage - 1) / kPage * kPage;
+    void *const memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return cudaErrorMemoryAllocation;
+    char *const begin = static_cast<char *>(memory);
+    std::memset(begin, kUnwritten, bytes);
+    std::memset(begin + bytes, kUntouched, mapped - bytes);
+    if (sanitizer::asan()) __asan_poison_memory_region(begin + bytes, mapped - bytes);
+    if (g_config.protect && (!alive || !owner.working)) set_access(begin, mapped, false);
+    g_device_blocks[begin] = {bytes, mapped, t_device, alive};
+    owner.used += bytes;
+    *p = memory;
+    return cudaSuccess;
+}
+
+void release(Blocks::iterator at) {
+    char *const memory = at->first;
+    const Block block = at->second;
+    set_access(memory, block.mapped, true);
+    for (size_t i = block.bytes; i < block.mapped && !sanitizer::asan(); ++i) {
+        if (static_cast<unsigned char>(memory[i]) == kUntouched) continue;
+        std::fprintf(stderr, "fakert: byte %zu was written of a device block of %zu bytes\n", i, block.bytes);
+        std::abort();
+    }
+    if (sanitizer::asan()) __asan_poison_memory_region(memory, block.mapped);
+    madvise(memory, block.mapped, MADV_DONTNEED);
+    set_access(memory, block.mapped, false);
+    g_graves.push_back({memory, block.mapped});
+    device(block.device).used -= block.bytes;
+    g_device_blocks.erase(at);
+}
+
+cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, FakeStream *stream, bool &pageable) {
+    bool to_device = false, from_device = false, to_pinned = false, from_pinned = false;
+    if (!inside(g_device_blocks, to, bytes, to_device) || !inside(g_device_blocks, from, bytes, from_device) ||
+        !inside(g_host_blocks, to, bytes, to_pinned) || !inside(g_host_blocks, from, bytes, from_pinned))
+        return cudaErrorInvalidValue;
+    if (kind != cudaMemcpyDefault && kind != (from_device ? 2 : 0) + (to_device ? 1 : 0)) return cudaErrorInvalidValue;
+    pageable = (!to_device && !to_pinned) || (!from_device && !from_pinned);
+    if (pageable && stream->capture) return refuse(*stream->capture);
+    const char *label = "copy on host";
+    if (to_device && from_device) ++g_counters.copies_on_device, label = "copy on device";
+    else if (to_device) ++g_counters.copies_to_device, label = "copy to device";
+    else if (from_device) ++g_counters.copies_to_host, label = "copy to host";
+    return put(stream, make_task(label, [=] {
+                   copy_bytes(to, from, bytes);
+                   return cudaSuccess;
+               }));
+}
+
+} // namespace
+
+const Block *find_device(const void *p) {
+    const auto found = find(g_device_blocks, p);
+    return found == g_device_blocks.end() ? nullptr : &found->second;
+}
+
+void expose(int number, bool on) {
+    int &working = device(number).working;
+    if (on ? working++ : --working) return;
+    if (!g_config.protect) return;
+    char *begin = nullptr, *end = nullptr; // of neighbours: thousands of small blocks are a few system calls
+    for (const auto &[memory, block] : g_device_blocks) {
+        if (block.device != number || !block.alive) continue;
+        if (memory != end) {
+            if (begin) set_access(begin, size_t(end - begin), on);
+            begin = memory;
+        }
+        end = memory + block.mapped;
+    }
+    if (begin) set_access(begin, size_t(end - begin), on);
+}
+
+/// A copy reaches the memory of every device; other work that of its own only.
+void copy_bytes(void *to, const void *from, size_t bytes) {
+    int devices[2] = {-1, -1};
+    const auto expose_both = [&](bool on) {
+        for (const int number : devices)
+            if (number >= 0) expose(number, on);
+    };
+    {
+        const Lock lock;
+        if (const Block *block = find_device(to)) devices[0] = block->device;
+        if (const Block *block = find_device(from)) devices[1] = block->device;
+        expose_both(true);
+    }
+    std::memmove(to, from, bytes); // seen by the sanitizers
+    const Lock lock;
+    expose_both(false);
+}
+
+long live_memory() { return long(g_device_blocks.size() + g_host_blocks.size()); }
+
+void reset_memory() {
+    while (!g_device_blocks.empty()) release(g_device_blocks.begin());
+    for (const Grave &grave : g_graves) {
+        if (sanitizer::asan()) __asan_unpoison_memory_region(grave.memory, grave.mapped);
+        munmap(grave.memory, grave.mapped);
+    }
+    for (const auto &[memory, block] : g_host_blocks) std::free(memory);
+    g_graves.clear();
+    g_host_blocks.clear();
+    g_devices.clear();
+}
+
+} // namespace fakert
+
+using namespace fakert;
+
+extern "C" {
+
+cudaError_t cudaMalloc(void **p, size_t bytes) {
+    return call("cudaMalloc", [&] {
+        ++g_counters.device_allocations;
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        return allocate(p, bytes, true);
+    });
+}
+cudaError_t cudaFree(void *p) {
+    return call("cudaFree", [&] {
+        ++g_counters.device_frees;
+        if (!p) return cudaSuccess;
+        const auto at = g_device_blocks.find(static_cast<char *>(p));
+        if (at == g_device_blocks.end()) return cudaErrorInvalidValue;
+        if (const cudaError_t error = refuse_in_capture(true)) return error;
+        ++g_counters.host_waits;
+        const cudaError_t error = wait_for_device(at->second.device);
+        release(g_device_blocks.find(static_cast<char *>(p)));
+        return error;
+    });
+}
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t handle) {
+    return call("cudaMallocAsync", [&] {
+        FakeStream *stream = nullptr;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        // CUDA would make the memory the graph's; for the engine that is always a mistake.
+        if (stream->capture) return refuse(*stream->capture);
+        ++g_counters.device_allocations;
+        if (const cudaError_t error = allocate(p, bytes, false)) return error;
+        if (!*p) return cudaSuccess;
+        return put(stream, make_task("allocation", [memory = static_cast<char *>(*p)] {
+                       const Lock lock;
+                       const auto at = g_device_blocks.find(memory);
+                       at->second.alive = true;
+                       set_access(memory, at->second.mapped, true);
+                       return cudaSuccess;
+                   }));
+    });
+}
+cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
+    return call("cudaFreeAsync", [&] {
+        FakeStream *stream = nullptr;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (stream->capture) return refuse(*stream->capture);
+        ++g_counters.device_frees;
+        if (!p) return cudaSuccess;
+        if (!g_device_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
+        return put(stream, make_task("release", [p] {
+                       const Lock lock;
+                       const auto at = g_device_blocks.find(static_cast<char *>(p));
+                       if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // released twice
+                       release(at);
+                       return cudaSuccess;
+                   }));
+    });
+}
+cudaError_t cudaMallocHost(void **p, size_t bytes) {
+    return call("cudaMallocHost", [&] {
+        ++g_counters.host_allocations;
+        if (!p) return cudaErrorInvalidValue;
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        *p = std::malloc(bytes ? bytes : 1);
+        if (!*p) return cudaErrorMemoryAllocation;
+        g_host_blocks[static_cast<char *>(*p)] = {bytes, bytes, -1, true};
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaFreeHost(void *p) {
+    return call("cudaFreeHost", [&] {
+        ++g_counters.host_frees;
+        if (p && !g_host_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        g_host_blocks.erase(static_cast<char *>(p));
+        std::free(p);
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t handle) {
+    return call("cudaMemcpyAsync", [&] {
+        FakeStream *stream = nullptr;
+        bool pageable = false;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (!bytes) return cudaSuccess;
+        if (const cudaError_t error = copy(to, from, bytes, kind, stream, pageable)) return error;
+        if (!pageable) return cudaSuccess;
+        ++g_counters.host_waits; // it is staged at the call
+        return wait_for(stream, stream->queued);
+    });
+}
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    return call("cudaMemcpy", [&] {
+        FakeStream *stream = nullptr;
+        bool pageable = false;
+        ++g_counters.host_waits;
+        if (const cudaError_t error = find_stream(nullptr, stream)) return error;
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        if (!bytes) return cudaSuccess;
+        if (const cudaError_t error = copy(to, from, bytes, kind, stream, pageable)) return error;
+        return wait_for(stream, stream->queued);
+    });
+}
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t handle) {
+    return call("cudaMemsetAsync", [&] {
+        FakeStream *stream = nullptr;
+        bool on_device = false;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (!bytes) return cudaSuccess;
+        if (!inside(g_device_blocks, to, bytes, on_device) || !on_device) return cudaErrorInvalidValue;
+        ++g_counters.fills;
+        return put(stream, make_task("fill", [=] {
+                       std::memset(to, value, bytes);
+                       return cudaSuccess;
+                   }));
+    });
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {
+    return call("cudaPointerGetAttributes", [&] {
+        if (!attributes) return cudaErrorInvalidValue;
+        void *const memory = const_cast<void *>(p);
+        if (const Block *block = find_device(p)) *attributes = {cudaMemoryTypeDevice, block->device, memory, nullptr};
+        else if (find(g_host_blocks, p) != g_host_blocks.end()) *attributes = {cudaMemoryTypeHost, t_device, memory, memory};
+        else *attributes = {cudaMemoryTypeUnregistered, -2, nullptr, memory};
+        return cudaSuccess;
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams and events of the fake runtime: what is queued where, and when it runs.
+#include "fake_cudart.h"
+#include <algorithm>
+#include <chrono>
+
+namespace fakert {
+namespace {
+
+struct Known {
+    FakeStream *stream;
+};
+struct KnownEvent {
+    FakeEvent *event;
+    bool alive;
+};
+std::vector<Known> g_null;        // streams, by device
+std::vector<Known> g_streams;     // the others
+std::vector<Known> g_retired;     // destroyed: events and queues still point to them
+std::vector<KnownEvent> g_events; // destroyed ones too: queued work still writes to them
+uint64_t g_random = 1;
+
+/// The logical threads that the work of streams is for the thread sanitizer. They descend from one that was made before
+/// main(), so that they know nothing of what the host does; the last ones are kept, see Grave in cuda_emu.cc.
+class DeviceThreads {
+public:
+    DeviceThreads() : root_(sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr) {}
+    void *create() {
+        if (!root_) return nullptr;
+        void *const host = __tsan_get_current_fiber();
+        __tsan_switch_to_fiber(root_, sanitizer::kNoOrder);
+        void *const fiber = __tsan_create_fiber(0);
+        __tsan_switch_to_fiber(host, sanitizer::kNoOrder);
+        return fiber;
+    }
+    void end(void *fiber) {
+        if (!fiber) return;
+        dead_.push_back({fiber});
+        if (dead_.size() <= 256) return;
+        __tsan_destroy_fiber(dead_.front().fiber);
+        dead_.pop_front();
+    }
+
+private:
+    struct Dead {
+        void *fiber;
+    };
+    void *root_;
+    std::deque<Dead> dead_{};
+} g_threads;
+
+bool threads_mode() { return g_config.mode == Mode::threads; }
+
+uint64_t random_number() {
+    g_random ^= g_random << 13;
+    g_random ^= g_random >> 7;
+    g_random ^= g_random << 17;
+    return g_random;
+}
+
+void run_one(FakeStream *stream) {
+    stream->busy = true;
+    Work work = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    cudaError_t error = cudaSuccess;
+    for (const Dependency &dependency : work.after)
+        if (const cudaError_t failed = run_until(dependency.stream, dependency.upto)) error = failed;
+    expose(stream->device, true);
+    void *const fiber = g_threads.create();
+    const cudaError_t broken = g_sticky;
+    g_mutex.unlock();
+    void *const host = fiber ? __tsan_get_current_fiber() : nullptr;
+    if (fiber) __tsan_switch_to_fiber(fiber, sanitizer::kNoOrder);
+    sanitizer::acquire(work.called);
+    sanitizer::acquire(&stream->place);
+    for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->place);
+    if (!error) error = broken ? broken : work.task->run();
+    sanitizer::release(&stream->place);
+    if (fiber) __tsan_switch_to_fiber(host, sanitizer::kNoOrder);
+    g_mutex.lock();
+    g_threads.end(fiber);
+    expose(stream->device, false);
+    delete work.called;
+    work = Work{};
+    ++stream->done;
+    stream->busy = false;
+    if (error && !g_sticky) g_sticky = error;
+    g_mutex.notify();
+}
+
+void work_loop(FakeStream *stream) {
+    const Lock lock;
+    while (!stream->quit || !stream->queue.empty())
+        if (stream->queue.empty()) g_mutex.wait();
+        else run_one(stream);
+}
+
+void stop_worker(FakeStream *stream) {
+    if (!stream->worker.joinable()) return;
+    stream->quit = true;
+    g_mutex.notify();
+    g_mutex.unlock();
+    stream->worker.join();
+    g_mutex.lock();
+}
+
+double now() {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::vector<Known>::iterator position(const FakeStream *stream) {
+    return std::find_if(g_streams.begin(), g_streams.end(), [&](const Known &known) { return known.stream == stream; });
+}
+
+bool is_event(const FakeEvent *event) {
+    return std::any_of(g_events.begin(), g_events.end(),
+                       [&](const KnownEvent &known) { return known.alive && known.event == event; });
+}
+
+} // namespace
+
+QuietMutex g_mutex;
+
+void host_follows(uint64_t *place) {
+    sanitizer::end_quiet();
+    sanitizer::acquire(place);
+    sanitizer::begin_quiet();
+}
+void host_precedes(uint64_t *place) {
+    sanitizer::end_quiet();
+    sanitizer::release(place);
+    sanitizer::begin_quiet();
+}
+
+FakeStream *null_stream(int device) {
+    while (int(g_null.size()) <= device) {
+        g_null.push_back({new FakeStream});
+        g_null.back().stream->device = int(g_null.size()) - 1;
+    }
+    return g_null[size_t(device)].stream;
+}
+
+FakeStream *new_stream(int device, bool blocking, bool handle) {
+    FakeStream *const stream = new FakeStream;
+    stream->device = device;
+    stream->blocking = blocking;
+    stream->handle = handle;
+    g_streams.push_back({stream});
+    return stream;
+}
+
+void destroy_stream(FakeStream *stream) {
+    run_until(stream, stream->queued); // a device finishes the work later; nothing can tell the difference
+    stop_worker(stream);
+    g_streams.erase(position(stream));
+    g_retired.push_back({stream});
+}
+
+cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream) {
+    if (!handle || handle == cudaStreamLegacy) {
+        stream = null_stream(t_device);
+        return refuse_null_stream(t_device);
+    }
+    if (position(handle) == g_streams.end() || !handle->handle) return cudaErrorInvalidResourceHandle;
+    stream = handle;
+    return stream->capture && !stream->capture->valid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+}
+
+cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after) {
+    if (stream->capture) return record(stream, std::move(task));
+    if (stream->blocking) { // the null stream and the blocking streams of its device wait for each other
+        FakeStream *const null = null_stream(stream->device);
+        if (stream != null && null->queued) after.push_back({null, null->queued});
+        if (stream == null)
+            for (const auto &[other] : g_streams)
+                if (other->blocking && other->device == stream->device && other->queued)
+                    after.push_back({other, other->queued});
+    }
+    uint64_t *const called = sanitizer::tsan() ? new uint64_t(0) : nullptr;
+    if (called) host_precedes(called);
+    stream->queue.push_back({std::move(task), std::move(after), called});
+    ++stream->queued;
+    if (g_config.mode == Mode::eager) return run_until(stream, stream->queued);
+    if (!threads_mode()) return cudaSuccess;
+    if (!stream->worker.joinable()) stream->worker = std::thread(work_loop, stream);
+    g_mutex.notify();
+    return cudaSuccess;
+}
+
+cudaError_t run_until(FakeStream *stream, uint64_t upto) {
+    while (stream->done < upto)
+        if (stream->busy || threads_mode()) g_mutex.wait();
+        else run_one(stream);
+    return g_sticky;
+}
+
+cudaError_t wait_for(FakeStream *stream, uint64_t upto) {
+    const cudaError_t error = run_until(stream, upto);
+    host_follows(&stream->place);
+    return error;
+}
+
+cudaError_t wait_for_device(int device) {
+    wait_for(null_stream(device), null_stream(device)->queued);
+    for (const auto &[stream] : std::vector<Known>(g_streams))
+        if (stream->device == device) wait_for(stream, stream->queued);
+    return g_sticky;
+}
+
+cudaError_t query(FakeStream *stream, uint64_t upto) {
+    if (stream->done >= upto) {
+        host_follows(&stream->place);
+        return cudaSuccess;
+    }
+    if (!threads_mode() && !stream->busy) run_one(stream); // polling makes progress
+    return g_sticky ? g_sticky : cudaErrorNotReady;
+}
+
+void run_some() {
+    if (g_config.mode != Mode::random) return;
+    const size_t all = g_streams.size() + g_null.size();
+    if (!all) return;
+    const size_t chosen = random_number() % all;
+    FakeStream *const stream = (chosen < g_null.size() ? g_null[chosen] : g_streams[chosen - g_null.size()]).stream;
+    for (uint64_t k = random_number() % 3; k && !stream->queue.empty() && !stream->busy; --k) run_one(stream);
+}
+
+long live_streams() {
+    long count = 0;
+    for (const auto &[stream] : g_streams) count += stream->handle;
+    for (const KnownEvent &known : g_events) count += known.alive;
+    return count;
+}
+
+void reset_streams() {
+    for (const auto &list : {g_null, g_streams})
+        for (const auto &[stream] : list) {
+            stop_worker(stream);
+            g_retired.push_back({stream});
+        }
+    for (const auto &[stream] : g_retired) {
+        for (const Work &work : stream->queue) delete work.called;
+        delete stream;
+    }
+    for (const KnownEvent &known : g_events) delete known.event;
+    g_null.clear();
+    g_streams.clear();
+    g_retired.clear();
+    g_events.clear();
+    g_random = g_config.seed * 2 + 1;
+}
+
+} // namespace fakert
+
+using namespace fakert;
+
+extern "C" {
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return call("cudaStreamCreate", [&] {
+        if (!stream || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
+        *stream = new_stream(t_device, flags != cudaStreamNonBlocking, true);
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+    return call("cudaStreamDestroy", [&] {
+        FakeStream *stream = nullptr;
+        if (!handle || handle == cudaStreamLegacy) return cudaErrorInvalidResourceHandle;
+        if (find_stream(handle, stream) == cudaErrorInvalidResourceHandle) return cudaErrorInvalidResourceHandle;
+        drop_captures_of(stream);
+        destroy_stream(stream);
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+    return call("cudaStreamSynchronize", [&] {
+        FakeStream *stream = nullptr;
+        ++g_counters.host_waits;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (stream->capture) return refuse(*stream->capture);
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        return wait_for(stream, stream->queued);
+    });
+}
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+    return call("cudaStreamQuery", [&] {
+        FakeStream *stream = nullptr;
+        ++g_counters.host_queries;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (stream->capture) return refuse(*stream->capture);
+        return query(stream, stream->queued);
+    });
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags) {
+    return call("cudaStreamWaitEvent", [&] {
+        FakeStream *stream = nullptr;
+        if (flags != cudaEventWaitDefault) return cudaErrorInvalidValue;
+        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (event->capture || stream->capture) return wait_event(stream, event);
+        if (!event->stream || event->stream == stream) return cudaSuccess;
+        return put(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->at}});
+    });
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void *argument) {
+    return call("cudaLaunchHostFunc", [&] {
+        FakeStream *stream = nullptr;
+        if (!function) return cudaErrorInvalidValue;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        ++g_counters.host_functions;
+        return put(stream, make_task("host function", [=] {
+                       t_in_host_function = true;
+                       function(argument);
+                       t_in_host_function = false;
+                       return cudaSuccess;
+                   }));
+    });
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    return call("cudaEventCreate", [&] {
+        if (!event || (flags & ~cudaEventDisableTiming)) return cudaErrorInvalidValue;
+        *event = new FakeEvent{!(flags & cudaEventDisableTiming)};
+        g_events.push_back({*event, true});
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    return call("cudaEventDestroy", [&] {
+        for (KnownEvent &known : g_events)
+            if (known.alive && known.event == event) {
+                known.alive = false;
+                return cudaSuccess;
+            }
+        return cudaErrorInvalidResourceHandle;
+    });
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
+    return call("cudaEventRecord", [&] {
+        FakeStream *stream = nullptr;
+        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (stream->capture) return record_event(event, stream);
+        event->capture = 0;
+        event->stream = stream;
+        event->at = stream->queued + (event->timing ? 1 : 0);
+        if (!event->timing) return cudaSuccess;
+        return put(stream, make_task("event", [=] {
+                       event->milliseconds = now();
+                       return cudaSuccess;
+                   }));
+    });
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    return call("cudaEventSynchronize", [&] {
+        ++g_counters.host_waits;
+        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        if (const cudaError_t error = refuse_captured(event)) return error;
+        return event->stream ? wait_for(event->stream, event->at) : cudaSuccess;
+    });
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    return call("cudaEventQuery", [&] {
+        ++g_counters.host_queries;
+        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        if (const cudaError_t error = refuse_captured(event)) return error;
+        return event->stream ? query(event->stream, event->at) : cudaSuccess;
+    });
+}
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+    return call("cudaEventElapsedTime", [&] {
+        for (const FakeEvent *event : {begin, end}) {
+            if (!is_event(event) || !event->timing || !event->stream) return cudaErrorInvalidResourceHandle;
+            if (event->capture) return cudaErrorCapturedEvent;
+            if (event->stream->done < event->at) return cudaErrorNotReady;
+        }
+        *milliseconds = float(end->milliseconds - begin->milliseconds);
+        return cudaSuccess;
+    });
+}
+
+} // extern "C"
