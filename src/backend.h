@@ -9,6 +9,26 @@ namespace dsopt {
 /// Host memory that the device can copy to and from while the host goes on.
 using HostBuffer = std::shared_ptr<void>;
 
+/// Backend memory as the host reads it, piece by piece. Where there is a copy to make, the next piece is on its way while the
+/// caller works on this one.
+class HostReader {
+public:
+    virtual ~HostReader() = default;
+    /// [from, from + bytes) of an array that goes on for `rest` bytes after it. Valid until the next call. `bytes` is at most 4 MiB.
+    virtual const void *view(const void *from, size_t bytes, size_t rest) = 0;
+};
+/// The other direction: the caller fills buffers that are copied while it fills the next one.
+class HostWriter {
+public:
+    virtual ~HostWriter() = default;
+    /// Room for a piece of at most 4 MiB.
+    virtual void *room() = 0;
+    /// Copies what is in the room to `to`.
+    virtual void write(void *to, size_t bytes) = 0;
+    virtual void finish() = 0; // all copies have arrived
+};
+constexpr size_t kPiece = size_t(4) << 20;
+
 /// What a backend keeps for one optimizer between steps, such as tables in device memory.
 class StepCache {
 public:
@@ -45,8 +65,8 @@ public:
                                void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
-    /// Bytes of backend memory where the host can read them: in place, or copied to `buffer`.
-    virtual const void *view_on_host(const void *from, size_t bytes, void *buffer) const = 0;
+    virtual std::unique_ptr<HostReader> reader() const = 0;
+    virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
     virtual void copy_from_host(void *to, const void *host, size_t bytes, void *stream) const = 0;
     virtual void synchronize(void *stream) const = 0;
 };

@@ -105,10 +105,10 @@ const Context &context_of(const dsopt_context *ctx) {
 std::string make_build_info() {
     char text[512];
     std::snprintf(text, sizeof text,
-                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"], \"comms\": [\"self\", \"local\", \"table\"], "
+                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": \"%s\", \"comms\": [\"self\", \"local\", \"table\"], "
                   "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
-                  cpu_isa_name(),
+                  std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(), cpu_isa_name(),
 #if defined(_OPENMP)
                   "openmp"
 #else

@@ -200,6 +200,58 @@ size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32
     return index;
 }
 
+/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
+void reorder(char *words, const std::vector<int64_t> &order) {
+    const std::vector<char> saved(words, words + order.size() * 4);
+    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
+}
+
+/// Everything is read and its checksum compared before the first byte of the optimizer changes.
+void load_in_host_memory(const SafetensorsReader &file, const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
+    size_t total = 0;
+    for (const Transfer &transfer : transfers) total += transfer.bytes;
+    const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
+    size_t at = 0;
+    for (const Transfer &transfer : transfers) {
+        file.verify(transfer.index, staging.get() + at);
+        if (transfer.per_param) reorder(staging.get() + at, order);
+        at += transfer.bytes;
+    }
+    at = 0;
+    for (const Transfer &transfer : transfers) {
+        if (transfer.bytes != 0) std::memcpy(transfer.memory, staging.get() + at, transfer.bytes);
+        at += transfer.bytes;
+    }
+}
+
+/// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two buffers. Only
+/// a source that fails or changes between the two can leave the state half loaded, and that is said.
+void load_through_pieces(const SafetensorsReader &file, const std::vector<Transfer> &transfers, const std::vector<int64_t> &order,
+                         const Backend &backend) {
+    std::vector<char> words(order.size() * 4);
+    for (const Transfer &transfer : transfers) file.verify(transfer.index);
+    backend.synchronize(nullptr);
+    const std::unique_ptr<HostWriter> writer = backend.writer();
+    try {
+        for (const Transfer &transfer : transfers) {
+            if (transfer.per_param) {
+                file.verify(transfer.index, words.data());
+                reorder(words.data(), order);
+                backend.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
+                continue;
+            }
+            for (size_t at = 0; at < transfer.bytes; at += kPiece) {
+                const size_t bytes = std::min(kPiece, transfer.bytes - at);
+                file.read(transfer.index, at, writer->room(), bytes);
+                writer->write(static_cast<char *>(transfer.memory) + at, bytes);
+            }
+        }
+        writer->finish();
+    } catch (const Error &e) {
+        throw Error(e.status(), "%s; the state is half loaded: load it again", e.what());
+    }
+}
+
 } // namespace
 
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
@@ -254,9 +306,11 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
 
     const Backend &backend = optimizer.context().backend();
+    backend.synchronize(nullptr);
+    const std::unique_ptr<HostReader> reader = backend.reader();
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
-    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *buffer) {
-        return backend.view_on_host(memory[index] + offset, bytes, buffer);
+    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *) {
+        return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);
     });
 }
 
@@ -316,40 +370,13 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
     }
 
-    // Everything is read and its checksum compared before the first byte of the optimizer changes.
-    size_t total = 0;
-    for (const Transfer &transfer : transfers) total += transfer.bytes;
-    const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
     std::vector<bool> wanted(file.tensors().size());
-    size_t at = 0;
-    for (const Transfer &transfer : transfers) {
-        wanted[transfer.index] = true;
-        file.verify(transfer.index, staging.get() + at);
-        at += transfer.bytes;
-    }
+    for (const Transfer &transfer : transfers) wanted[transfer.index] = true;
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
-    // Tensors of the whole optimizer follow the file's order of parameters; bring them into this one's.
-    at = 0;
-    for (const Transfer &transfer : transfers) {
-        if (transfer.per_param) {
-            std::vector<uint32_t> words(order.size());
-            std::memcpy(words.data(), staging.get() + at, transfer.bytes);
-            for (size_t i = 0; i < order.size(); ++i)
-                std::memcpy(staging.get() + at + size_t(order[i]) * 4, &words[i], 4);
-        }
-        at += transfer.bytes;
-    }
-
-    // Not before: masters are left for the file to fill, and a load that fails must leave none behind.
-    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
     const Backend &backend = optimizer.context().backend();
-    at = 0;
-    for (Transfer &transfer : transfers) {
-        if (transfer.entry >= 0) transfer.memory = optimizer.state()[size_t(transfer.entry)].data;
-        backend.copy_from_host(transfer.memory, staging.get() + at, transfer.bytes, nullptr);
-        at += transfer.bytes;
-    }
+    if (backend.is_host()) load_in_host_memory(file, transfers, order);
+    else load_through_pieces(file, transfers, order, backend);
     if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (scaler != nullptr && !no_hyper) scaler->restore(rules);
     if (!no_state) optimizer.set_accumulated(accumulated);

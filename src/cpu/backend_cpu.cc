@@ -177,7 +177,13 @@ public:
         if (bytes != 0) std::memmove(to, from, bytes);
     }
     void copy_to_host(void *host, const void *from, size_t bytes, void *) const override { copy(host, from, bytes, nullptr); }
-    const void *view_on_host(const void *from, size_t, void *) const override { return from; }
+    std::unique_ptr<HostReader> reader() const override {
+        struct InPlace final : HostReader {
+            const void *view(const void *from, size_t, size_t) override { return from; }
+        };
+        return std::make_unique<InPlace>();
+    }
+    std::unique_ptr<HostWriter> writer() const override { return nullptr; }
     void copy_from_host(void *to, const void *host, size_t bytes, void *) const override { copy(to, host, bytes, nullptr); }
     void synchronize(void *) const override {}
 
@@ -213,12 +219,12 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
         }
         total += sum;
     }
-    double shared[2] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite)};
+    double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite), std::isnan(most) ? 1.0 : 0.0};
     if (comm != nullptr) {
-        // The largest magnitude of a rank with a NaN is NaN; MAX would lose it, the count does not.
         comm->all_reduce(&shared[0], 1, DSOPT_F64, kind == DSOPT_NORM_MAX ? DSOPT_MAX : DSOPT_SUM, stream);
-        comm->all_reduce(&shared[1], 1, DSOPT_F64, DSOPT_SUM, stream);
+        comm->all_reduce(&shared[1], 2, DSOPT_F64, DSOPT_SUM, stream);
         r.nonfinite = int64_t(shared[1]);
+        if (shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
     }
     finish_norm(r, kind, shared[0], max_norm);
     *result = r;

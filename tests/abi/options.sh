@@ -1,12 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# options.sh SOURCE-DIR MESON...: an option for something that this version lacks is refused, not ignored; all others off works.
+# options.sh SOURCE-DIR OPTION... -- MESON...: options for what this version lacks are refused, not ignored; all off works.
 set -eu
-source=$1
+source=$1 options=
+shift
+while [ "$1" != -- ]; do
+    options="$options $1"
+    shift
+done
 shift
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-for option in cuda nccl mpi; do
+for option in $options; do
     if "$@" setup "$folder/$option" "$source" "-D$option=enabled" >"$folder/log" 2>&1; then
         echo "$option: enabled was taken"
         exit 1

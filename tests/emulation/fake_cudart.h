@@ -170,6 +170,14 @@ template <class F> cudaError_t call(const char *function, F &&body) {
     if (!error) error = body();
     return end_call(error);
 }
+/// A call that gives something back. On a broken device it does so too, and says that the device is broken.
+template <class F> cudaError_t give_back(const char *function, F &&body) {
+    const Lock lock;
+    cudaError_t error = begin_call(function);
+    if (!error || error == g_sticky)
+        if (const cudaError_t own = body(); !error) error = own;
+    return end_call(error);
+}
 
 // Streams. All of these under the lock.
 FakeStream *null_stream(int device);

@@ -171,15 +171,17 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     });
 }
 cudaError_t cudaFree(void *p) {
-    return call("cudaFree", [&] {
+    return give_back("cudaFree", [&] {
         ++g_counters.device_frees;
         if (!p) return cudaSuccess;
-        const auto at = g_device_blocks.find(static_cast<char *>(p));
+        auto at = g_device_blocks.find(static_cast<char *>(p));
         if (at == g_device_blocks.end()) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(true)) return error;
         ++g_counters.host_waits;
         const cudaError_t error = wait_for_device(at->second.device);
-        release(g_device_blocks.find(static_cast<char *>(p)));
+        at = g_device_blocks.find(static_cast<char *>(p));
+        if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // cudaFreeAsync() was before
+        release(at);
         return error;
     });
 }
@@ -230,7 +232,7 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) {
     });
 }
 cudaError_t cudaFreeHost(void *p) {
-    return call("cudaFreeHost", [&] {
+    return give_back("cudaFreeHost", [&] {
         ++g_counters.host_frees;
         if (p && !g_host_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(false)) return error;

@@ -265,7 +265,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     });
 }
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-    return call("cudaStreamDestroy", [&] {
+    return give_back("cudaStreamDestroy", [&] {
         FakeStream *stream = nullptr;
         if (!handle || handle == cudaStreamLegacy) return cudaErrorInvalidResourceHandle;
         if (find_stream(handle, stream) == cudaErrorInvalidResourceHandle) return cudaErrorInvalidResourceHandle;
@@ -329,7 +329,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     });
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    return call("cudaEventDestroy", [&] {
+    return give_back("cudaEventDestroy", [&] {
         for (KnownEvent &known : g_events)
             if (known.alive && known.event == event) {
                 known.alive = false;

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fake runtime: configuration, faults and counters, devices, launches, errors.
+#include "fake_cudart.h"
+#include <cstdlib>
+#include <cstring>
+
+namespace fakert {
+namespace {
+
+constexpr size_t kShared = size_t(48) << 10, kSharedOptin = size_t(227) << 10;
+
+struct CallCount {
+    const char *function;
+    long count;
+};
+struct LaunchedKernel {
+    std::string name;
+};
+struct Allowance { // of dynamic shared memory
+    const void *function;
+    size_t bytes;
+};
+std::vector<CallCount> g_calls;
+std::vector<LaunchedKernel> g_launched;
+std::vector<Allowance> g_allowances;
+long g_all_calls = 0;
+thread_local cudaError_t t_last = cudaSuccess;
+
+long count_call(const char *function) {
+    for (CallCount &known : g_calls)
+        if (!std::strcmp(known.function, function)) return known.count++;
+    g_calls.push_back({function, 1});
+    return 0;
+}
+
+uint64_t from_environment(const char *name, uint64_t otherwise) {
+    const char *const text = std::getenv(name);
+    return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+class Kernel { // owns the arguments
+public:
+    explicit Kernel(const KernelCall &call) : call_(call) {}
+    Kernel(Kernel &&other) noexcept : call_(other.call_) { other.call_.data = nullptr; }
+    Kernel &operator=(Kernel &&) = delete;
+    ~Kernel() {
+        if (call_.data) call_.drop(call_.data);
+    }
+    cudaError_t operator()() const {
+        {
+            const Lock lock;
+            if (g_kernels_run++ == g_config.fail_kernel) return g_config.fail_kernel_with;
+        }
+        return cuemu::run_grid(call_.launch, call_.body, call_.data) ? cudaSuccess : cudaErrorLaunchFailure;
+    }
+
+private:
+    KernelCall call_;
+};
+
+bool launchable(const cuemu::Launch &launch, const void *function) {
+    size_t shared = kShared;
+    for (const Allowance &allowance : g_allowances)
+        if (allowance.function == function) shared = allowance.bytes;
+    const dim3 g = launch.grid, b = launch.block;
+    return g.x && g.y && g.z && g.x <= 2147483647u && g.y <= 65535 && g.z <= 65535 && b.x && b.y && b.z && b.x <= 1024 &&
+           b.y <= 1024 && b.z <= 64 && uint64_t(b.x) * b.y * b.z <= 1024 && launch.shared <= shared;
+}
+
+struct AtExit { // the workers of streams must not outlive what they use
+    ~AtExit() { reset(Config{}); }
+};
+
+} // namespace
+
+Config g_config = config_from_environment();
+Counters g_counters{};
+cudaError_t g_sticky = cudaSuccess;
+long g_kernels_run = 0;
+thread_local int t_device = 0;
+thread_local bool t_in_host_function = false;
+
+cudaError_t begin_call(const char *function) {
+    static const AtExit at_exit;
+    if (t_in_host_function) return cudaErrorNotPermitted;
+    const bool counted = !g_config.fail_function || !std::strcmp(g_config.fail_function, function);
+    const long of_function = count_call(function), of_all = g_all_calls++;
+    if (counted && (g_config.fail_function ? of_function : of_all) == g_config.fail_call) return g_config.fail_with;
+    if (g_sticky) return g_sticky;
+    run_some();
+    return g_sticky;
+}
+
+cudaError_t end_call(cudaError_t error) {
+    if (error && error != cudaErrorNotReady) t_last = error;
+    return error;
+}
+
+Config config_from_environment() {
+    Config config;
+    config.seed = from_environment("CUEMU_STREAM_SEED", config.seed);
+    config.devices = int(from_environment("CUEMU_DEVICES", uint64_t(config.devices)));
+    config.protect = from_environment("CUEMU_PROTECT", 1) != 0;
+    const char *const mode = std::getenv("CUEMU_MODE");
+    const char *const names[] = {"eager", "lazy", "random", "threads"};
+    for (int i = 0; mode && i < 4; ++i)
+        if (!std::strcmp(mode, names[i])) config.mode = Mode(i);
+    return config;
+}
+
+void reset(const Config &config) {
+    const Lock lock;
+    reset_graphs();
+    reset_streams();
+    reset_memory();
+    cuemu::clear_error();
+    g_config = config;
+    g_counters = {};
+    g_sticky = t_last = cudaSuccess;
+    g_kernels_run = g_all_calls = 0;
+    g_calls.clear();
+    g_launched.clear();
+    g_allowances.clear();
+    t_device = 0;
+}
+
+long calls(const char *function) {
+    const Lock lock;
+    if (!function) return g_all_calls;
+    for (const CallCount &known : g_calls)
+        if (!std::strcmp(known.function, function)) return known.count;
+    return 0;
+}
+long kernels_run() {
+    const Lock lock;
+    return g_kernels_run;
+}
+long live_objects() {
+    const Lock lock;
+    return live_memory() + live_streams() + live_graphs();
+}
+
+void mark() {
+    const Lock lock;
+    g_counters = {};
+    g_launched.clear();
+}
+Counters counters() {
+    const Lock lock;
+    return g_counters;
+}
+std::vector<std::string> launched_kernels() {
+    const Lock lock;
+    std::vector<std::string> names;
+    for (const LaunchedKernel &kernel : g_launched) names.push_back(kernel.name);
+    return names;
+}
+
+cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
+    Kernel kernel(kernel_call);
+    return call("cudaLaunchKernel", [&] {
+        FakeStream *stream = nullptr;
+        if (!launchable(kernel_call.launch, kernel_call.function)) return cudaErrorInvalidConfiguration;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (stream->device != t_device) return cudaErrorInvalidResourceHandle;
+        ++g_counters.kernel_launches;
+        g_launched.push_back({kernel_call.launch.name});
+        return put(stream, make_task(std::string("kernel ") + kernel_call.launch.name, std::move(kernel)));
+    });
+}
+
+cudaError_t resident_blocks(int *blocks, int threads, size_t shared) {
+    return call("cudaOccupancyMaxActiveBlocksPerMultiprocessor", [&] {
+        if (!blocks || threads < 1) return cudaErrorInvalidValue;
+        *blocks = threads > 1024 || shared > kSharedOptin ? 0 : g_config.blocks_per_multiprocessor;
+        return cudaSuccess;
+    });
+}
+
+cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int value) {
+    return call("cudaFuncSetAttribute", [&] {
+        if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || size_t(value) > kSharedOptin)
+            return cudaErrorInvalidValue;
+        for (Allowance &known : g_allowances)
+            if (known.function == function) {
+                known.bytes = size_t(value);
+                return cudaSuccess;
+            }
+        g_allowances.push_back({function, size_t(value)});
+        return cudaSuccess;
+    });
+}
+
+} // namespace fakert
+
+using namespace fakert;
+
+extern "C" {
+
+cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    return call("cudaRuntimeGetVersion", [&] {
+        if (!version) return cudaErrorInvalidValue;
+        *version = 13000;
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaGetDeviceCount(int *count) {
+    return call("cudaGetDeviceCount", [&] {
+        if (!count) return cudaErrorInvalidValue;
+        *count = g_config.devices;
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaGetDevice(int *device) {
+    return call("cudaGetDevice", [&] {
+        if (!device) return cudaErrorInvalidValue;
+        *device = t_device;
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaSetDevice(int device) {
+    return call("cudaSetDevice", [&] {
+        if (device < 0 || device >= g_config.devices) return cudaErrorInvalidDevice;
+        t_device = device;
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    return call("cudaDeviceGetAttribute", [&] {
+        if (!value) return cudaErrorInvalidValue;
+        if (device < 0 || device >= g_config.devices) return cudaErrorInvalidDevice;
+        switch (attribute) {
+        case cudaDevAttrMaxThreadsPerBlock: *value = 1024; return cudaSuccess;
+        case cudaDevAttrMultiProcessorCount: *value = g_config.multiprocessors; return cudaSuccess;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
+        case cudaDevAttrCooperativeLaunch: *value = 0; return cudaSuccess; // there are no grid-wide barriers
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(kSharedOptin); return cudaSuccess;
+        case cudaDevAttrMemoryPoolsSupported: *value = 1; return cudaSuccess;
+        }
+        return cudaErrorInvalidValue;
+    });
+}
+cudaError_t cudaDeviceSynchronize(void) {
+    return call("cudaDeviceSynchronize", [&] {
+        ++g_counters.host_waits;
+        if (const cudaError_t error = refuse_null_stream(t_device)) return error;
+        if (const cudaError_t error = refuse_in_capture(true)) return error;
+        return wait_for_device(t_device);
+    });
+}
+
+cudaError_t cudaGetLastError(void) {
+    const cudaError_t error = cudaPeekAtLastError();
+    t_last = cudaSuccess;
+    return error;
+}
+cudaError_t cudaPeekAtLastError(void) {
+    const Lock lock;
+    return g_sticky ? g_sticky : t_last;
+}
+
+#define FAKERT_ERRORS(X)                                                                                                 \
+    X(cudaSuccess, "no error")                                                                                           \
+    X(cudaErrorInvalidValue, "invalid argument")                                                                         \
+    X(cudaErrorMemoryAllocation, "out of memory")                                                                        \
+    X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                   \
+    X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                  \
+    X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                                         \
+    X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                                   \
+    X(cudaErrorNotReady, "device not ready")                                                                             \
+    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                                               \
+    X(cudaErrorLaunchFailure, "unspecified launch failure")                                                              \
+    X(cudaErrorNotPermitted, "operation not permitted")                                                                  \
+    X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")                             \
+    X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")                      \
+    X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences")                    \
+    X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")                           \
+    X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                                              \
+    X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")                        \
+    X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")    \
+    X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")                 \
+    X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
+
+const char *cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+#define NAME(value, text)                                                                                                \
+    case value: return #value;
+        FAKERT_ERRORS(NAME)
+#undef NAME
+    }
+    return "unrecognized error code";
+}
+const char *cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+#define TEXT(value, text)                                                                                                \
+    case value: return text;
+        FAKERT_ERRORS(TEXT)
+#undef TEXT
+    }
+    return "unrecognized error code";
+}
+#undef FAKERT_ERRORS
+
+} // extern "C"

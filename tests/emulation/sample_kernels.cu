@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "sample_kernels.h"
+
+namespace sample {
+namespace {
+
+constexpr unsigned kThreads = 128;
+
+__device__ int64_t first() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ int64_t stride() { return int64_t(gridDim.x) * blockDim.x; }
+
+__global__ void __launch_bounds__(kThreads) add_kernel(const float *__restrict__ x, const float *__restrict__ y,
+                                                       float *__restrict__ sum, int64_t n) {
+    for (int64_t i = first(); i < n; i += stride()) sum[i] = x[i] + y[i];
+}
+
+__global__ void __launch_bounds__(kThreads) scale_kernel(float *x, float factor, int64_t n) {
+    float4 *const vectors = reinterpret_cast<float4 *>(x);
+    __builtin_assume(__isGlobal(x));
+    for (int64_t i = first(); i < n / 4; i += stride()) {
+        float4 v = __ldcs(&vectors[i]);
+        v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
+        __stcs(&vectors[i], v);
+    }
+    const int64_t tail = n / 4 * 4 + first();
+    if (tail < n) x[tail] *= factor;
+}
+
+__device__ double block_sum(double value) { // the same order of additions always; the result in thread 0
+    __shared__ double warps[kThreads / 32];
+    for (int lanes = 16; lanes; lanes >>= 1) value += __shfl_down_sync(0xffffffffu, value, unsigned(lanes));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    double sum = 0;
+    if (threadIdx.x == 0)
+        for (const double warp : warps) sum += warp;
+    __syncthreads(); // the next call writes there again
+    return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sum_squares_kernel(const float *x, int64_t n, double *partial, unsigned *ticket, double *result) {
+    __shared__ bool last;
+    double sum = 0;
+    for (int64_t i = first(); i < n; i += stride()) sum += double(x[i]) * double(x[i]);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = sum;
+        __threadfence();
+        last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    sum = 0;
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) sum += partial[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *result = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) sign_pack_kernel(const float *x, uint32_t *words, int64_t n) {
+    const int64_t warps = stride() / 32;
+    for (int64_t w = first() / 32; w < (n + 31) / 32; w += warps) {
+        const int64_t i = w * 32 + threadIdx.x % 32;
+        const unsigned word = __ballot_sync(0xffffffffu, i < n && x[i] >= 0);
+        if (threadIdx.x % 32 == 0) words[w] = word;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) histogram_kernel(const uint8_t *x, int64_t n, unsigned *bins) {
+    DYNAMIC_SHARED(unsigned, own);
+    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) own[b] = 0;
+    __syncthreads();
+    for (int64_t i = first(); i < n; i += stride()) atomicAdd(&own[x[i] & 63], 1u);
+    __syncthreads();
+    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) atomicAdd(&bins[b], own[b]);
+}
+
+__global__ void increment_kernel(GRID_CONSTANT(Addresses, addresses)) {
+    for (int64_t i = first(); i < addresses.count; i += stride()) *addresses.data[i] += 1;
+}
+
+__global__ void increment_by_value_kernel(const __grid_constant__ Addresses addresses) {
+    for (int64_t i = first(); i < addresses.count; i += stride()) *addresses.data[i] += 1;
+}
+
+unsigned blocks(int64_t n) { return n < 1 ? 1 : n > 8 * 128 ? 8 : unsigned((n + 127) / 128); }
+
+} // namespace
+
+cudaError_t add(const float *x, const float *y, float *sum, int64_t n, cudaStream_t stream) {
+    return gpu::launch("add", add_kernel, blocks(n), kThreads, 0, stream, x, y, sum, n);
+}
+cudaError_t scale(float *x, float factor, int64_t n, cudaStream_t stream) {
+    return gpu::launch("scale", scale_kernel, blocks(n / 4), kThreads, 0, stream, x, factor, n);
+}
+cudaError_t sum_squares(const float *x, int64_t n, double *partial, unsigned *ticket, double *result, cudaStream_t stream) {
+    return gpu::launch("sum_squares", sum_squares_kernel, blocks(n), kThreads, 0, stream, x, n, partial, ticket, result);
+}
+cudaError_t sign_pack(const float *x, uint32_t *words, int64_t n, cudaStream_t stream) {
+    return gpu::launch("sign_pack", sign_pack_kernel, blocks(n), kThreads, 0, stream, x, words, n);
+}
+cudaError_t histogram(const uint8_t *x, int64_t n, unsigned *bins, cudaStream_t stream) {
+    return gpu::launch("histogram", histogram_kernel, blocks(n), kThreads, 64 * sizeof(unsigned), stream, x, n, bins);
+}
+cudaError_t increment_all(const Addresses &addresses, cudaStream_t stream) {
+    return gpu::launch("increment", increment_kernel, 2, kThreads, 0, stream, addresses);
+}
+cudaError_t increment_all_by_value(const Addresses &addresses, cudaStream_t stream) {
+    return gpu::launch("increment_by_value", increment_by_value_kernel, 2, kThreads, 0, stream, addresses);
+}
+
+} // namespace sample
