@@ -69,7 +69,8 @@ public:
                 return DSOPT_ERR_COMM;
             }
         read(offers_);
-        return arrive(timeout_ms);
+        depart();
+        return DSOPT_OK;
     }
 
 private:
@@ -97,6 +98,20 @@ private:
         if (round_ != round) return DSOPT_OK; // all came, whatever happened since
         if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
         return failed_;
+    }
+
+    /// The memory that a rank shows is gone when it returns, so nobody returns while another one reads: not after an abort or
+    /// a time-out either. All ranks are here, and reading does not block, so this wait is short.
+    void depart() {
+        std::unique_lock lock(mutex_);
+        const int64_t round = round_;
+        if (++arrived_ == ranks_) {
+            arrived_ = 0;
+            ++round_;
+            changed_.notify_all();
+            return;
+        }
+        changed_.wait(lock, [&] { return round_ != round; });
     }
 
     const int ranks_;

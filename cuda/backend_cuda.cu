@@ -314,10 +314,12 @@ void CudaBackend::step(const StepPlan &plan) const {
     }
     for (int64_t g = 0; g < plan.group_count; ++g)
         counted = counted || (plan.groups[g].compat && !is_lamb(plan.groups[g].rule) && plan.wrapper == Wrapper::none);
+    // 2^31 leaves are 2^43 elements: more than any device holds.
+    if (leaves > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31", static_cast<long long>(leaves));
     void *table = bring_table(plan, parts, stream);
 
     DevicePlan d{.plan = plan,
-                 .leaves = leaves,
+                 .leaves = uint32_t(leaves),
                  .tensor_of_leaf = reinterpret_cast<const int32_t *>(workspace + parts.map),
                  .tensor_squares = reinterpret_cast<double *>(workspace + parts.squares),
                  .tensor_bad = reinterpret_cast<int64_t *>(workspace + parts.bad),

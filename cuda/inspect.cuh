@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) inspect_kernel(const DevicePlan d) {
     __shared__ float room[kWarps][kStage];
     const StepPlan &plan = d.plan;
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
-    for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < d.leaves; leaf += int64_t(gridDim.x) * kWarps) {
+    for (uint32_t leaf = blockIdx.x * kWarps + warp; leaf < d.leaves; leaf += gridDim.x * kWarps) {
         const TensorJob &job = plan.jobs[d.tensor_of_leaf[leaf]];
         if (!job.present || job.grad == nullptr) continue;
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;

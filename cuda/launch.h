@@ -1,23 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launching kernels without the launch syntax, so that the same sources compile for tests on the CPU (tests/emulation).
+// How the host starts a kernel, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently, so that
+// both compile the same sources. No <<<>>> anywhere.
 #pragma once
 #include <cuda_runtime.h>
 #include <tuple>
+#include <type_traits>
 #include <utility>
+
+/// Before a const parameter of a kernel that is big: threads read it where the launch put it.
 #define GRID_CONSTANT __grid_constant__
+
+/// In a kernel: `T *name`, the shared memory whose size the launch says.
+#if defined(CUDA_EMU)
+#define DYNAMIC_SHARED(T, name) T *const name = static_cast<T *>(cuemu::dynamic_shared())
+#else
 #define DYNAMIC_SHARED(T, name)                                                                                        \
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];                                                    \
-    T *name = reinterpret_cast<T *>(dynamic_shared)
+    extern __shared__ __align__(16) unsigned char gpu_dynamic_shared[];                                                \
+    T *const name = reinterpret_cast<T *>(gpu_dynamic_shared)
+#endif
+
 namespace gpu {
+
+/// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name` is
+/// for tests, which list what was launched.
 template <class... P, class... A>
-cudaError_t launch(const char *, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A &&...args) {
-    static_assert(sizeof...(P) == sizeof...(A), "wrong number of kernel arguments");
-    std::tuple<P...> held(static_cast<P>(std::forward<A>(args))...);
+cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   A &&...arguments) {
+    static_assert(sizeof...(P) == sizeof...(A), "the kernel takes another number of arguments");
+    static_assert((std::is_convertible_v<A, P> && ...), "the kernel takes other types");
+#if defined(CUDA_EMU)
+    return fakert::launch(name, kernel, grid, block, shared, stream, std::forward<A>(arguments)...);
+#else
+    static_cast<void>(name);
+    std::tuple<P...> values(std::forward<A>(arguments)...);
     return std::apply(
-        [&](P &...p) {
-            void *pointers[sizeof...(P) + 1] = {const_cast<void *>(static_cast<const void *>(&p))...};
-            return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, block, pointers, shared_bytes, stream);
+        [&](P &...value) {
+            void *addresses[sizeof...(P) + 1] = {const_cast<void *>(static_cast<const void *>(&value))...};
+            return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, block, addresses, shared, stream);
         },
-        held);
+        values);
+#endif
 }
+
 } // namespace gpu

@@ -19,7 +19,7 @@ struct Control {
 /// By value into every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
-    int64_t leaves;
+    uint32_t leaves;
     const int32_t *tensor_of_leaf;
     double *tensor_squares; // one a tensor
     int64_t *tensor_bad;    // one a tensor, as StepPlan::bad

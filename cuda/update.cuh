@@ -14,13 +14,15 @@ struct SharedScalars {
     float trust;
     int64_t step;
     int32_t group;
+    Rule rule;
 };
 
-__device__ inline void find_scalars(const DevicePlan &d, int64_t tensor, int counted_already, SharedScalars &s) {
+__device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int counted_already, SharedScalars &s) {
     const StepPlan &plan = d.plan;
     const TensorJob &job = plan.jobs[tensor];
     const int64_t step = plan.step[tensor] + !counted_already;
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
+    s.rule = plan.groups[job.group].rule;
     if (d.counted) {
         s.scalars = plan.scalars[tensor];
         s.step = step;
@@ -161,7 +163,7 @@ template <int V, class Body> __device__ __forceinline__ void for_packs(int64_t b
 }
 
 /// Both sums of a leaf, by two warps.
-__device__ inline void sum_rooms(const DevicePlan &d, int64_t leaf, int n, const Rooms &rooms) {
+__device__ inline void sum_rooms(const DevicePlan &d, uint32_t leaf, int n, const Rooms &rooms) {
     __syncthreads();
     const int warp = int(threadIdx.x / 32);
     if (warp < 2) {
@@ -188,38 +190,36 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
 }
 
 /// V: elements a thread has in hand, 4 where everything is fp32, 8 where a 16-byte access must hold 16-bit elements.
-template <int V> __global__ void __launch_bounds__(kThreads) update_kernel(const DevicePlan d) {
+template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) update_kernel(const DevicePlan d) {
     DYNAMIC_SHARED(float, room);
     __shared__ SharedScalars s;
     const StepPlan &plan = d.plan;
     const Rooms rooms{room, room + kLeaf};
-    const bool skip = skipped(d);
     if (threadIdx.x == 0) s.group = -1, s.step = -1, s.trust = 1;
-    for (int64_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
-        const int64_t tensor = d.tensor_of_leaf[leaf];
+    for (uint32_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
+        const int32_t tensor = d.tensor_of_leaf[leaf];
         const TensorJob &job = plan.jobs[tensor];
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        if (skip || !job.present) {
+        if (skipped(d) || !job.present) { // asked anew each time: one register less in the loop
             for_packs<V>(begin, n, [&](auto width, int64_t i, int) { unchanged_pack<decltype(width)::value>(plan, job, i); });
             continue;
         }
         __syncthreads();
         if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
         __syncthreads();
-        const Rule rule = plan.groups[job.group].rule;
-        const bool lamb = is_lamb(rule);
-        if (lamb)
+        if (is_lamb(s.rule))
             for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                lamb_moments_pack<decltype(width)::value>(job, rule, s, i, place, rooms);
+                lamb_moments_pack<decltype(width)::value>(job, s.rule, s, i, place, rooms);
             });
         else
             for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                update_pack<decltype(width)::value>(plan, job, rule, s, i, place, rooms);
+                update_pack<decltype(width)::value>(plan, job, s.rule, s, i, place, rooms);
             });
-        if (lamb || plan.report_norms) sum_rooms(d, leaf, n, rooms);
+        if (is_lamb(s.rule) || plan.report_norms) sum_rooms(d, leaf, n, rooms);
     }
     if (!last_block(&d.control->ticket[1])) return;
+    const bool skip = skipped(d);
     if (!plan.has_lamb) {
         finish(d, skip);
         return;
@@ -232,13 +232,13 @@ template <int V> __global__ void __launch_bounds__(kThreads) update_kernel(const
     }
 }
 
-template <int V> __global__ void __launch_bounds__(kThreads) lamb_weights_kernel(const DevicePlan d) {
+template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(const DevicePlan d) {
     __shared__ SharedScalars s;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);
     if (threadIdx.x == 0) s.group = -1, s.step = -1;
-    for (int64_t leaf = blockIdx.x; leaf < d.leaves && !skip; leaf += gridDim.x) {
-        const int64_t tensor = d.tensor_of_leaf[leaf];
+    for (uint32_t leaf = blockIdx.x; leaf < d.leaves && !skip; leaf += gridDim.x) {
+        const int32_t tensor = d.tensor_of_leaf[leaf];
         const TensorJob &job = plan.jobs[tensor];
         const Rule rule = plan.groups[job.group].rule;
         if (!job.present || !is_lamb(rule)) continue;

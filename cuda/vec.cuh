@@ -19,6 +19,16 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
     return pointer;
 }
 
+/// A 16-byte store that stays one: the compiler would find that the branch for unaligned arrays stores the same values, merge the
+/// two, and keep the narrow one.
+template <class T> __device__ __forceinline__ void store16(T *to, const T &value) {
+#if defined(__CUDA_ARCH__)
+    __stwb(to, value);
+#else
+    *to = value;
+#endif
+}
+
 __device__ __forceinline__ bool aligned16(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 /// Elements [i, i + V), i a multiple of V. `vector`: the array begins at a multiple of 16 bytes.
@@ -60,7 +70,7 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *d
         if (V % 4 == 0 && vector) {
 #pragma unroll
             for (int k = 0; k + 3 < V; k += 4)
-                *reinterpret_cast<float4 *>(to + k) = make_float4(x.at[k], x.at[k + 1], x.at[k + 2], x.at[k + 3]);
+                store16(reinterpret_cast<float4 *>(to + k), make_float4(x.at[k], x.at[k + 1], x.at[k + 2], x.at[k + 3]));
         } else {
 #pragma unroll
             for (int k = 0; k < V; ++k) to[k] = x.at[k];
@@ -75,7 +85,7 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *d
         uint32_t word[4] = {};
 #pragma unroll
         for (int k = 0; k < V; ++k) word[k / 2 % 4] |= uint32_t(half[k]) << (k % 2 * 16);
-        *reinterpret_cast<uint4 *>(to) = uint4{word[0], word[1], word[2], word[3]};
+        store16(reinterpret_cast<uint4 *>(to), uint4{word[0], word[1], word[2], word[3]});
     } else {
 #pragma unroll
         for (int k = 0; k < V; ++k) to[k] = half[k];

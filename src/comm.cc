@@ -36,15 +36,15 @@ void Comm::check(int result, const char *what, int64_t sent, int64_t received) {
 }
 
 void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    if (ranks() == 1 || count == 0) return;
     begin();
+    if (ranks() == 1 || count == 0) return;
     const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
     check(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), "all-reduce", moved, moved);
 }
 
 void Comm::barrier() {
-    if (ranks() == 1 || table_.barrier == nullptr) return;
     begin();
+    if (ranks() == 1 || table_.barrier == nullptr) return;
     check(table_.barrier(table_.self), "barrier", 0, 0);
 }
 

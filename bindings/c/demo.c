@@ -26,33 +26,56 @@ enum { QUARTERS = 4, QUARTER_BATCH = MAX_ROWS, BATCH = QUARTERS * QUARTER_BATCH 
 enum { SEED = 1, SAMPLE = 200 };
 
 struct row {
-    const char *name;
+    const char *name;  // short, for the table
+    const char *title; // wherever else there is room
     int32_t algorithm;
     double lr;              // at its highest
+    double loss_scale;      // weights and gradients are F16, with this scale to begin with; 0: they are F32
     const char *checkpoint; // file name
 };
 static const struct row rows[] = {
-    {.name = "fp32 AdamW", .algorithm = DSOPT_ADAMW, .lr = 2e-3, .checkpoint = "adamw.safetensors"},
+    {.name = "fp32 AdamW",
+     .title = "fp32 AdamW",
+     .algorithm = DSOPT_ADAMW,
+     .lr = 2e-3,
+     .checkpoint = "adamw.safetensors"},
+    // So large a scale that the first steps overflow: the scaler has to find the right one.
+    {.name = "fp16 AdamW",
+     .title = "fp16 AdamW: fp16 weights, f32 masters, dynamic loss scaling",
+     .algorithm = DSOPT_ADAMW,
+     .lr = 2e-3,
+     .loss_scale = 0x1p24,
+     .checkpoint = "fp16.safetensors"},
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
 struct plan {
     int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
     size_t held_out;                // at most so many characters, evenly spaced, when there are more
+    int32_t scale_window;           // good steps until the loss scale is doubled
 };
-static const struct plan full_plan = {.steps = 3000, .warm_up = 150, .points = 24, .held_out = 32768};
-static const struct plan quick_plan = {.steps = 40, .warm_up = 4, .points = 5, .held_out = 1024};
+// Training that lasts for days waits for 1000 good steps; in as few as here the loss scale would then hardly move.
+static const struct plan full_plan = {
+    .steps = 3000, .warm_up = 150, .points = 24, .held_out = 32768, .scale_window = 200};
+static const struct plan quick_plan = {.steps = 40, .warm_up = 4, .points = 5, .held_out = 1024, .scale_window = 10};
 
 struct trainer {
     const struct text *text;
     const struct plan *plan;
+    dsopt_context *context;
     struct tensors *parameters, *gradient[QUARTERS]; // the first one becomes the sum
     struct activations *activations[QUARTERS];
     struct pool *pool;
     int64_t step;          // that the pool works on
     double loss[QUARTERS]; // what it found
     dsopt_optimizer *optimizer;
-    dsopt_tensor grads[TENSORS];
+    dsopt_tensor params[TENSORS], grads[TENSORS]; // what the model computes with, always F32
+    // With loss scaling the optimizer has these F16 tensors instead. The model stands for one that computes in F16: it
+    // sees weights, and the optimizer sees gradients, that have been through F16.
+    dsopt_tensor half_params[TENSORS], half_grads[TENSORS];
+    uint16_t *half; // memory of both lists
+    dsopt_scaler *scaler;
+    const float *loss_scale;
 };
 
 static void check(dsopt_status status) {
@@ -70,17 +93,15 @@ static void *need(void *memory) {
 }
 
 /* ---------------------------------------------------------------------------------------------------- setting up */
-static dsopt_optimizer *create_optimizer(dsopt_context *context, const struct row *row,
-                                         const struct tensors *parameters) {
+static void create_optimizer(struct trainer *t, const struct row *row) {
     struct shape shapes[TENSORS];
     dsopt_param params[TENSORS];
-    dsopt_optimizer *optimizer;
     dsopt_group group;
 
-    model_shapes(parameters->vocabulary, shapes);
+    model_shapes(t->text->vocabulary, shapes);
     memset(params, 0, sizeof params);
     for (int i = 0; i < TENSORS; ++i) {
-        params[i].tensor = (dsopt_tensor){parameters->tensor[i], shapes[i].numel, DSOPT_F32, 0};
+        params[i].tensor = t->scaler ? t->half_params[i] : t->params[i];
         params[i].name = shapes[i].name;
         params[i].dims = shapes[i].dims;
         params[i].ndim = shapes[i].ndim;
@@ -88,22 +109,40 @@ static dsopt_optimizer *create_optimizer(dsopt_context *context, const struct ro
 
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.max_norm = 1.0;
-    check(dsopt_optimizer_create(context, &desc, &optimizer));
+    desc.scaler = t->scaler;
+    check(dsopt_optimizer_create(t->context, &desc, &t->optimizer));
     check(dsopt_group_init(&group, sizeof group, row->algorithm));
     group.weight_decay = 0.01;
-    check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
+    check(dsopt_optimizer_add_group(t->optimizer, &group, params, WEIGHTS));
     group.weight_decay = 0; // a bias has nothing to be pulled to zero for
-    check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
-    return optimizer;
+    check(dsopt_optimizer_add_group(t->optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
+}
+
+static void create_half(struct trainer *t, const struct row *row) {
+    uint16_t *next = t->half = need(calloc(2 * t->parameters->size, sizeof *t->half));
+    for (int i = 0; i < TENSORS; next += t->params[i++].numel)
+        t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, DSOPT_F16, 0};
+    for (int i = 0; i < TENSORS; next += t->grads[i++].numel)
+        t->half_grads[i] = (dsopt_tensor){next, t->grads[i].numel, DSOPT_F16, 0};
+    check(dsopt_tensors_axpby(t->context, NULL, t->params, 0, t->half_params, TENSORS, NULL));
+
+    DSOPT_NEW(dsopt_scaler_desc, desc);
+    desc.init = row->loss_scale;
+    desc.window = t->plan->scale_window;
+    check(dsopt_scaler_create(t->context, &desc, &t->scaler));
+    t->loss_scale = dsopt_scaler_device_scale(t->scaler); // the backend is the CPU, so it can simply be read
 }
 
 static void trainer_create(struct trainer *t, const struct row *row, const struct text *text, const struct plan *plan,
                            struct pool *pool, dsopt_context *context) {
+    static const float one = 1;
     struct shape shapes[TENSORS];
     memset(t, 0, sizeof *t);
     t->text = text;
     t->plan = plan;
     t->pool = pool;
+    t->context = context;
+    t->loss_scale = &one;
     t->parameters = need(tensors_create(text->vocabulary));
     for (int q = 0; q < QUARTERS; ++q) {
         t->gradient[q] = need(tensors_create(text->vocabulary));
@@ -111,13 +150,18 @@ static void trainer_create(struct trainer *t, const struct row *row, const struc
     }
     model_init(t->parameters, SEED);
     model_shapes(text->vocabulary, shapes);
-    for (int i = 0; i < TENSORS; ++i)
+    for (int i = 0; i < TENSORS; ++i) {
+        t->params[i] = (dsopt_tensor){t->parameters->tensor[i], shapes[i].numel, DSOPT_F32, 0};
         t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_F32, 0};
-    t->optimizer = create_optimizer(context, row, t->parameters);
+    }
+    if (row->loss_scale > 0) create_half(t, row);
+    create_optimizer(t, row);
 }
 
 static void trainer_destroy(struct trainer *t) {
     dsopt_optimizer_destroy(t->optimizer);
+    dsopt_scaler_destroy(t->scaler);
+    free(t->half);
     for (int q = 0; q < QUARTERS; ++q) {
         tensors_destroy(t->gradient[q]);
         activations_destroy(t->activations[q]);
@@ -126,15 +170,16 @@ static void trainer_destroy(struct trainer *t) {
 }
 
 /* ------------------------------------------------------------------------------------------------------ training */
-// Adds a quarter's share of the mean gradient over the global batch to gradient[q], and of the mean loss to loss[q].
+// Adds a quarter's share of the mean gradient over the global batch, times the loss scale, to gradient[q]; and of the
+// mean loss to loss[q].
 static void quarter_gradient(void *trainer, int q) {
     struct trainer *t = trainer;
     uint64_t random = SEED + (uint64_t)t->step * QUARTERS + (uint64_t)q;
     size_t at[QUARTER_BATCH];
     for (int i = 0; i < QUARTER_BATCH; ++i)
         at[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
-    t->loss[q] += model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, 1.0f / BATCH, t->gradient[q],
-                                 t->activations[q]) /
+    t->loss[q] += model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, *t->loss_scale / BATCH,
+                                 t->gradient[q], t->activations[q]) /
                   BATCH;
 }
 
@@ -147,7 +192,8 @@ static double run_quarters(struct trainer *t, void (*body)(void *trainer, int q)
     return sum;
 }
 
-// Leaves the gradient of the global batch in gradient[0] and zeros in the others. Returns the mean loss.
+// Leaves the gradient of the global batch, times the loss scale, in gradient[0] and zeros in the others. Returns the
+// mean loss.
 static double batch_gradient(struct trainer *t, int64_t step) {
     t->step = step;
     const double loss = run_quarters(t, quarter_gradient);
@@ -179,6 +225,19 @@ static void quarter_held_out(void *trainer, int q) {
     }
 }
 
+// Gives the model the weights that the optimizer has.
+static void widen_params(struct trainer *t) {
+    if (t->scaler) check(dsopt_tensors_axpby(t->context, NULL, t->half_params, 0, t->params, TENSORS, NULL));
+}
+
+// Gives the optimizer the gradients that the model has. What is too large for F16 becomes infinite, and what is too
+// small zero: the former is why a step is skipped, the latter why gradients are scaled.
+static void narrow_grads(struct trainer *t) {
+    if (!t->scaler) return;
+    check(dsopt_tensors_axpby(t->context, NULL, t->grads, 0, t->half_grads, TENSORS, NULL));
+    check(dsopt_zero_grad(t->context, t->grads, TENSORS, DSOPT_ZERO_FILL, NULL)); // the backward pass adds
+}
+
 // Mean loss over the last tenth of the text, or over evenly spaced characters of it.
 static double held_out_loss(struct trainer *t) { return run_quarters(t, quarter_held_out) / (double)held_out_count(t); }
 
@@ -198,34 +257,41 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
     const struct plan *plan = t->plan;
     struct progress progress;
     double smooth = 0, weight = 0;
+    char detail[32];
     DSOPT_NEW(dsopt_report, report);
 
     result->name = row->name;
     result->steps = plan->steps;
     result->curve_step = need(calloc((size_t)plan->points + 1, sizeof(double)));
     result->curve_loss = need(calloc((size_t)plan->points + 1, sizeof(double)));
-    progress_start(&progress, row->name, plan->steps);
+    progress_start(&progress, row->title, plan->steps);
 
     for (int64_t step = 0;; ++step) {
+        widen_params(t);
         if (step == point_step(plan, result->curve_size)) {
             result->curve_step[result->curve_size] = (double)step;
             result->curve_loss[result->curve_size++] = result->final_loss = held_out_loss(t);
         }
         if (step > 0 && progress_due(&progress, step)) {
             check(dsopt_optimizer_report(t->optimizer, &report)); // may wait, so only when something is shown
-            progress_show(&progress, step, smooth / weight, result->final_loss, report.grad_norm);
+            if (t->scaler)
+                snprintf(detail, sizeof detail, "skipped %lld", (long long)report.skipped);
+            else
+                snprintf(detail, sizeof detail, "|g| %.2f", report.grad_norm);
+            progress_show(&progress, step, smooth / weight, result->final_loss, detail);
         }
         if (step == plan->steps) break;
 
         const double loss = batch_gradient(t, step);
         smooth = 0.98 * smooth + loss;
         weight = 0.98 * weight + 1;
+        narrow_grads(t); // outside the optimizer's time: a model that computes in F16 has no such pass
 
         const double before = now();
         DSOPT_NEW(dsopt_step, args);
-        args.grads = t->grads;
+        args.grads = t->scaler ? t->half_grads : t->grads;
         args.count = TENSORS;
-        args.flags = DSOPT_STEP_ZERO_GRADS; // the backward pass adds
+        args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds
         check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, learning_rate(plan, row->lr, step)));
         check(dsopt_optimizer_step(t->optimizer, &args));
         result->optimizer_seconds += now() - before;
@@ -234,6 +300,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
     result->first_loss = result->curve_loss[0];
     check(dsopt_optimizer_report(t->optimizer, &report));
     result->skipped = report.skipped;
+    if (t->scaler) print_loss_scale(row->loss_scale, report.loss_scale, report.skipped);
 }
 
 /* ------------------------------------------------------------------------------------------------------- results */
@@ -254,9 +321,10 @@ static void save(const struct trainer *t, const struct row *row, const char *fol
 }
 
 // Continues the text from where the held-out part begins.
-static void print_sample(const struct trainer *t) {
+static void print_sample(const struct trainer *t, const struct row *row) {
     uint8_t context[CONTEXT];
     uint64_t random = SEED;
+    printf("\n%d characters by \"%s\", which goes on where the held-out part begins:\n", SAMPLE, row->name);
     memcpy(context, t->text->symbols + t->text->train_size - CONTEXT, CONTEXT);
     for (int i = 0; i < SAMPLE; ++i) {
         const int symbol = model_sample(t->parameters, context, 0.7, &random, t->activations[0]);
@@ -276,8 +344,7 @@ static int write_curves(const struct result *results, const struct text *text, s
     char subtitle[512], reference[64];
     char *path = join(folder, "loss.svg");
     for (size_t i = 0; i < ROWS; ++i)
-        curves[i] =
-            (struct curve){results[i].name, results[i].curve_step, results[i].curve_loss, results[i].curve_size};
+        curves[i] = (struct curve){rows[i].title, results[i].curve_step, results[i].curve_loss, results[i].curve_size};
     snprintf(subtitle, sizeof subtitle, "%zu parameters, batches of %d, text of %zu bytes, the last tenth held out",
              parameters, BATCH, text->size);
     snprintf(reference, sizeof reference, "uniform guess, ln %d = %.3f", text->vocabulary, log(text->vocabulary));
@@ -342,6 +409,7 @@ int main(int argc, char **argv) {
     struct result results[ROWS];
     dsopt_context *context;
     size_t parameters = 0;
+    int failed = 0;
     memset(results, 0, sizeof results);
     if (text_load(&text, file)) return 2;
     if (make_folder(folder)) {
@@ -364,16 +432,19 @@ int main(int argc, char **argv) {
         trainer_create(&trainer, &rows[i], &text, plan, pool, context);
         parameters = trainer.parameters->size;
         train(&trainer, &rows[i], &results[i]);
-        save(&trainer, &rows[i], folder);
-        if (i == 0) {
-            printf("\n%d characters by \"%s\", which goes on where the held-out part begins:\n", SAMPLE, rows[i].name);
-            print_sample(&trainer);
+        if (!isfinite(results[i].final_loss)) {
+            // The other rows are still worth seeing; a checkpoint of this one is not.
+            fprintf(stderr, "demo: %s: the held-out loss is not finite at the end\n", rows[i].name);
+            failed = 1;
+        } else {
+            save(&trainer, &rows[i], folder);
+            if (i == 0) print_sample(&trainer, &rows[i]);
         }
         putchar('\n');
         trainer_destroy(&trainer);
     }
     print_table(results, ROWS);
-    const int failed = write_curves(results, &text, parameters, folder);
+    if (write_curves(results, &text, parameters, folder)) failed = 1;
 
     for (size_t i = 0; i < ROWS; ++i) {
         free(results[i].curve_step);
@@ -382,5 +453,5 @@ int main(int argc, char **argv) {
     pool_destroy(pool);
     dsopt_context_destroy(context);
     text_free(&text);
-    return failed ? 1 : 0;
+    return failed;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "demo_report.h"
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -24,7 +25,8 @@ int progress_due(const struct progress *progress, int64_t step) {
     return step * 10 / progress->steps > progress->tenths;
 }
 
-void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss, double grad_norm) {
+void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss,
+                   const char *detail) {
     char bar[BAR + 1], line[160];
     const int full = (int)(step * BAR / progress->steps);
     const double elapsed = now() - progress->started;
@@ -32,9 +34,9 @@ void progress_show(struct progress *progress, int64_t step, double train_loss, d
     memset(bar, '.', BAR);
     memset(bar, '#', (size_t)full);
     bar[BAR] = 0;
-    snprintf(line, sizeof line, "[%s] %*lld/%lld  train %.3f  held-out %.3f  |g| %.2f  ETA %.0f s", bar,
+    snprintf(line, sizeof line, "[%s] %*lld/%lld  train %.3f  held-out %.3f  %s  ETA %.0f s", bar,
              snprintf(NULL, 0, "%lld", (long long)progress->steps), (long long)step, (long long)progress->steps,
-             train_loss, held_out_loss, grad_norm, left);
+             train_loss, held_out_loss, detail, left);
     // Padded, so that a shorter line hides the longer one before it; below 80 columns, because a wrapped line would not
     // be redrawn.
     if (progress->terminal)
@@ -44,6 +46,11 @@ void progress_show(struct progress *progress, int64_t step, double train_loss, d
     fflush(stdout);
     progress->drawn = now();
     progress->tenths = step * 10 / progress->steps;
+}
+
+void print_loss_scale(double first, double last, int64_t skipped) {
+    printf("loss scale: 2^%g at first, 2^%g at the end; steps skipped for overflow: %lld\n", log2(first), log2(last),
+           (long long)skipped);
 }
 
 void print_table(const struct result *results, size_t count) {

@@ -28,7 +28,11 @@ double now(void); // seconds since some fixed moment
 void progress_start(struct progress *progress, const char *name, int64_t steps);
 // Whether a line is wanted after `step`: on a terminal often enough to look alive, elsewhere every tenth of the way.
 int progress_due(const struct progress *progress, int64_t step);
-void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss, double grad_norm);
+// `detail`: what matters in this row beside the losses; a dozen characters.
+void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss,
+                   const char *detail);
+
+void print_loss_scale(double first, double last, int64_t skipped);
 
 void print_table(const struct result *results, size_t count);
 

@@ -163,8 +163,8 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
     int64_t last = -1;
     for (int64_t i = begin; i < end; ++i)
         if (plan.jobs[i].present) last = i;
-    const Dtype order[] = {Dtype::f16, Dtype::bf16, Dtype::f32};
-    for (const Dtype dtype : order) {
+    for (int place = 0; place < 3; ++place) {
+        const Dtype dtype = place == 0 ? Dtype::f16 : place == 1 ? Dtype::bf16 : Dtype::f32;
         bool counted = false;
         Scalars scalars{};
         for (int64_t i = begin; i < end; ++i) {

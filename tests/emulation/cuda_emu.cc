@@ -286,16 +286,14 @@ void thread_main() {
 }
 
 Fiber *take_fiber(Worker &w) {
-    sanitizer::Quiet quiet;
-    Fiber *fiber;
     if (w.spare.empty()) {
-        fiber = new_fiber();
-        w.all.push_back(fiber);
-    } else {
-        fiber = w.spare.back();
-        w.spare.pop_back();
+        sanitizer::Quiet quiet;
+        w.spare.push_back(new_fiber());
+        w.all.push_back(w.spare.back());
     }
-    prepare(*fiber, thread_main);
+    Fiber *const fiber = w.spare.back();
+    w.spare.pop_back();
+    prepare(*fiber, thread_main); // not quiet: a thread follows what was before the launch
     return fiber;
 }
 

@@ -16,7 +16,9 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const float *__restrict__
 
 __global__ void __launch_bounds__(kThreads) scale_kernel(float *x, float factor, int64_t n) {
     float4 *const vectors = reinterpret_cast<float4 *>(x);
+#if defined(__CUDA_ARCH__)
     __builtin_assume(__isGlobal(x));
+#endif
     for (int64_t i = first(); i < n / 4; i += stride()) {
         float4 v = __ldcs(&vectors[i]);
         v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
@@ -76,11 +78,7 @@ __global__ void __launch_bounds__(kThreads) histogram_kernel(const uint8_t *x, i
     for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) atomicAdd(&bins[b], own[b]);
 }
 
-__global__ void increment_kernel(GRID_CONSTANT(Addresses, addresses)) {
-    for (int64_t i = first(); i < addresses.count; i += stride()) *addresses.data[i] += 1;
-}
-
-__global__ void increment_by_value_kernel(const __grid_constant__ Addresses addresses) {
+__global__ void increment_kernel(GRID_CONSTANT const Addresses addresses) {
     for (int64_t i = first(); i < addresses.count; i += stride()) *addresses.data[i] += 1;
 }
 
@@ -105,9 +103,6 @@ cudaError_t histogram(const uint8_t *x, int64_t n, unsigned *bins, cudaStream_t 
 }
 cudaError_t increment_all(const Addresses &addresses, cudaStream_t stream) {
     return gpu::launch("increment", increment_kernel, 2, kThreads, 0, stream, addresses);
-}
-cudaError_t increment_all_by_value(const Addresses &addresses, cudaStream_t stream) {
-    return gpu::launch("increment_by_value", increment_by_value_kernel, 2, kThreads, 0, stream, addresses);
 }
 
 } // namespace sample

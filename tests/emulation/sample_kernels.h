@@ -22,6 +22,5 @@ cudaError_t sign_pack(const float *x, uint32_t *words, int64_t n, cudaStream_t s
 cudaError_t histogram(const uint8_t *x, int64_t n, unsigned *bins, cudaStream_t stream);
 /// Adds 1 to the first float behind every address.
 cudaError_t increment_all(const Addresses &addresses, cudaStream_t stream);
-cudaError_t increment_all_by_value(const Addresses &addresses, cudaStream_t stream);
 
 } // namespace sample

@@ -54,11 +54,9 @@ template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) { *cu
 template <class T> inline void __stcg(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 template <class T> inline void __stcs(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 
-// What tells nvcc that a pointer from a table is not to shared memory.
+// What tells nvcc that a pointer from a table is not to shared memory. Nothing is checked.
 inline unsigned __isGlobal(const void *) { return 1; }
-#if !defined(__clang__)
 #define __builtin_assume(condition) static_cast<void>(0)
-#endif
 
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }

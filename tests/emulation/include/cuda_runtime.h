@@ -126,7 +126,7 @@ const char *cudaGetErrorString(cudaError_t error);
 
 namespace fakert {
 
-/// A kernel and its arguments by value. `function` is the kernel's address.
+/// A kernel and its arguments, by value. `function` is the kernel's address.
 struct KernelCall {
     cuemu::Launch launch;
     const void *function;
@@ -141,7 +141,7 @@ cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int
 
 template <class... P> struct Arguments {
     void (*kernel)(P...);
-    std::tuple<std::decay_t<P>...> values; // a kernel may take one by const reference: see GRID_CONSTANT in launch.h
+    std::tuple<P...> values;
     static void call(const void *data) {
         const auto &self = *static_cast<const Arguments *>(data);
         std::apply(self.kernel, self.values);

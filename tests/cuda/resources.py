@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""resources.py CUOBJDUMP LIBDSOPT: what the compiler made of the kernels, from the machine code that ships.
+
+Registers within budget, nothing spilled to memory, 16-byte loads and stores on the arrays. Needs the toolkit, not a GPU.
+"""
+import re
+import subprocess
+import sys
+
+# Kernel, registers at most, 16-byte loads and stores of global memory at least (a group of four arrays, or of eight elements each).
+BUDGET = [
+    ("update_kernelILi4E", 64, 4, 3),
+    ("update_kernelILi8E", 80, 7, 7),
+    ("lamb_weights_kernelILi4E", 64, 3, 1),
+    ("lamb_weights_kernelILi8E", 80, 6, 3),
+    ("inspect_kernel", 80, 2, 0),
+    ("axpby_kernel", 64, 4, 2),
+    ("zero_kernel", 64, 0, 2),
+    ("clamp_kernel", 64, 2, 2),
+]
+
+
+def run(*command):
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True).stdout
+
+
+def sections(text, pattern):
+    """Text of every function by its name."""
+    parts = re.split(pattern, text)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def main():
+    dump, library = sys.argv[1:]
+    failed = 0
+    archs = sorted(set(re.findall(r"\.(sm_\d+)\.cubin", run(dump, "-lelf", library))))
+    if not archs:
+        sys.exit("no machine code in " + library)
+    for arch in archs:
+        usage = sections(run(dump, "-res-usage", "-arch", arch, library), r"Function (\S+):")
+        code = sections(run(dump, "-sass", "-arch", arch, library), r"Function : (\S+)")
+        for kernel, registers, loads, stores in BUDGET:
+            names = [name for name in usage if kernel in name]
+            if len(names) != 1:
+                print("%s: %d kernels called %s" % (arch, len(names), kernel))
+                failed += 1
+                continue
+            have = int(re.search(r"REG:(\d+)", usage[names[0]]).group(1))
+            spills = len(re.findall(r"\b(?:LDL|STL)\b", code[names[0]]))
+            wide = [len(re.findall(r"\b%sG\.E(?:\.\w+)*\.128\b" % kind, code[names[0]])) for kind in ("LD", "ST")]
+            generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[names[0]]))
+            good = have <= registers and spills == 0 and wide[0] >= loads and wide[1] >= stores and generic == 0
+            failed += not good
+            print("%s %-26s %3d registers, %d spills, %d loads and %d stores of 16 bytes, %d generic: %s" %
+                  (arch, kernel, have, spills, wide[0], wide[1], generic, "ok" if good else "over budget"))
+    sys.exit(failed != 0)
+
+
+main()
