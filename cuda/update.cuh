@@ -245,7 +245,10 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         __syncthreads();
-        if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
+        if (threadIdx.x == 0) {
+            find_scalars(d, tensor, d.counted, s);
+            if (leaf == job.first_leaf) plan.scalars[tensor] = s.scalars; // fold_updates() wants the factor
+        }
         __syncthreads();
         for_packs<V>(begin, n, [&](auto width, int64_t i, int) { lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i); });
     }

@@ -48,7 +48,10 @@ DSOPT_HD double reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
     const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
     const bool bad_scale = plan.skip_nonfinite && (!(scale > 0) || !is_finite(scale));
     const bool bad_gradients = plan.skip_nonfinite && outcome.nonfinite != 0;
-    return bad_gradients || bad_scale || (plan.skip != nullptr && *plan.skip != 0);
+    bool bad_norms = false; // given ones are this rank's: the others have to hear of it
+    for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
+        bad_norms = bad_norms || !(plan.grad_norms[g] >= 0) || !is_finite(double(plan.grad_norms[g]));
+    return bad_gradients || bad_scale || bad_norms || (plan.skip != nullptr && *plan.skip != 0);
 }
 
 /// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the result.
