@@ -157,6 +157,16 @@ public:
 
     const char *name() const override { return "cuda"; }
     bool is_host() const override { return false; }
+    bool owns(const void *pointer) const override {
+        const OnDevice on(device_);
+        cudaPointerAttributes attributes{};
+        if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
+            (void)cudaGetLastError();
+            return false;
+        }
+        if (attributes.type == cudaMemoryTypeUnregistered) return false;
+        return attributes.type != cudaMemoryTypeDevice || attributes.device == device_;
+    }
     size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const override { return Extra(tensors, groups, leaves).bytes; }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
     HostBuffer host_buffer(size_t bytes) const override {

@@ -20,8 +20,9 @@
  *   dsopt_optimizer_apply  the optimizer is a constant; everything that changes is in the caller's tensors. Any number of threads.
  *
  * Rules that hold for every function here:
- *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend. `stream` is a
- *    cudaStream_t on the CUDA backend; the CPU backend ignores it and has finished when a call returns.
+ *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend and memory of the
+ *    context's device on CUDA. `stream` is a cudaStream_t of that device, NULL the legacy default stream; the CPU backend ignores it and has
+ *    finished when a call returns.
  *  - Structs that begin with `size`: set every byte to zero, set `size`, then set what you need; 0 and NULL mean "the default" in
  *    every field except those of dsopt_group, which dsopt_group_init fills. DSOPT_NEW(type, name) does it in C and C++. A struct
  *    shorter than in version 0.1 is refused, and so are bytes behind the last field known to this library that are not zero
@@ -89,6 +90,7 @@ enum {
     DSOPT_ERR_DTYPE = 12,       /**< not a dtype of this build, or not for this list */
     DSOPT_ERR_ALIGNMENT = 13,   /**< pointer not aligned to its element */
     DSOPT_ERR_OVERLAP = 14,     /**< two tensors share bytes */
+    DSOPT_ERR_DEVICE = 15,      /**< memory of another device, with DSOPT_CONTEXT_CHECK_POINTERS */
     DSOPT_ERR_WORKSPACE = 16,   /**< workspace missing or too small; the text says how many bytes */
     DSOPT_ERR_VERSION = 17,     /**< struct shorter than version 0.1, or fields that this library does not know are not zero */
     DSOPT_ERR_UNSUPPORTED = 18, /**< valid elsewhere, not in this combination or build; the text names the option */
@@ -135,6 +137,11 @@ typedef struct dsopt_context dsopt_context;
 enum { DSOPT_CPU = 0, DSOPT_CUDA = 1 };
 enum { DSOPT_LOG_ERROR = 1, DSOPT_LOG_WARN = 2, DSOPT_LOG_INFO = 3, DSOPT_LOG_TRACE = 4 };
 
+enum {
+    DSOPT_CONTEXT_CHECK_POINTERS = 1 /**< CUDA: every step asks the driver where each pointer belongs, and memory of another device, or of
+                                          the host only, is DSOPT_ERR_DEVICE. For debugging: it costs a driver call a pointer */
+};
+
 /** Runs `body(arg, i)` for every i in [0, n), in any order and on any thread, and returns when all are done. */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -151,6 +158,8 @@ typedef struct dsopt_context_desc {
     void (*log)(void *user, int32_t level, const char *text); /**< NULL: nothing is ever printed */
     void *user;        /**< first argument of the four hooks */
     int64_t chunk;     /**< smallest piece of work in elements, a multiple of 4096 (the leaf of all reductions); 0 = 4096 */
+    uint32_t flags;    /**< DSOPT_CONTEXT_... */
+    uint32_t reserved;
 } dsopt_context_desc;
 
 /**
@@ -545,8 +554,12 @@ typedef struct dsopt_step {
  * All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be skipped (non-finite gradients here or
  * on another rank, norm not finite, `skip`) parameters, state and counters stay; `out`, `report`, ZERO_GRADS and the scaler still happen. The first call allocates, later
  * ones do not. Gradients that overlap each other or parameters are not looked for here.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter; _SKIPS;
- *         _COMM, _TIMEOUT, _ABORTED: parameters and state are unchanged, the comms are lost.
+ * CUDA: launches are the same from step to step and capturable in a CUDA graph once one plain step has been taken. A graph keeps lists
+ * and host-side values (lr set with dsopt_optimizer_set, max_norm) as they were at its capture; device scalars are read at every replay. While
+ * a stream is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the counters of
+ * dsopt_report come from the device, and `calls` counts calls of this function, not replays.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter, or
+ *         a capture as above; _SKIPS; _BACKEND; _COMM, _TIMEOUT, _ABORTED: parameters and state are unchanged, the comms are lost.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 

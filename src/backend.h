@@ -42,6 +42,8 @@ public:
     /// Memory when the caller brought no allocator. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
+    /// False for memory that belongs elsewhere: another device's, or the host's only. Slow; for debugging.
+    virtual bool owns(const void *pointer) const = 0;
     /// True if the host reads and writes backend memory in place.
     virtual bool is_host() const = 0;
     /// Memory for StepPlan::extra.

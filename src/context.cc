@@ -52,6 +52,11 @@ Context::Context(const dsopt_context_desc &desc) :
     if (chunk_ <= 0 || chunk_ % kLeaf != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.chunk is %lld, not a positive multiple of %lld",
                     static_cast<long long>(chunk_), static_cast<long long>(kLeaf));
+    if (desc.flags & ~uint32_t(DSOPT_CONTEXT_CHECK_POINTERS))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
+    if (desc.flags != 0 && desc.backend == DSOPT_CPU)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
     generation_ = fork_generation.load(std::memory_order_relaxed);
     backend_ = make_backend(desc);

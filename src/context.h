@@ -14,6 +14,7 @@ public:
     /// The pool of a call: the one it brings, else the context's.
     Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
     int64_t chunk() const { return chunk_; }
+    bool checks_pointers() const { return desc_.flags & DSOPT_CONTEXT_CHECK_POINTERS; }
 
     void *allocate(size_t bytes, void *stream) const; // at least 64-byte aligned; throws DSOPT_ERR_NOMEM
     void release(void *memory, size_t bytes, void *stream) const noexcept;

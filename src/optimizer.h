@@ -159,6 +159,7 @@ private:
     /// `of_engine`: the engine's memory for the outcome, NULL in `apply`.
     void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const;
     void ensure_workspace(void *stream);
+    void check_pointers(const StepPlan &plan) const;
     static Outcome no_outcome();
     /// What the host knows of the last steps without waiting, NULL before the first one.
     const Outcome *last_known() const;

@@ -26,6 +26,7 @@ const char *status_name(dsopt_status status) noexcept {
     case DSOPT_ERR_DTYPE: return "DSOPT_ERR_DTYPE";
     case DSOPT_ERR_ALIGNMENT: return "DSOPT_ERR_ALIGNMENT";
     case DSOPT_ERR_OVERLAP: return "DSOPT_ERR_OVERLAP";
+    case DSOPT_ERR_DEVICE: return "DSOPT_ERR_DEVICE";
     case DSOPT_ERR_WORKSPACE: return "DSOPT_ERR_WORKSPACE";
     case DSOPT_ERR_VERSION: return "DSOPT_ERR_VERSION";
     case DSOPT_ERR_UNSUPPORTED: return "DSOPT_ERR_UNSUPPORTED";

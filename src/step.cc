@@ -250,7 +250,20 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .stream = step.stream,
                         .parallel = arguments.parallel,
                         .chunk = context_->chunk()};
+    if (context_->checks_pointers()) check_pointers(plan);
     context_->backend().step(plan);
+}
+
+void Optimizer::check_pointers(const StepPlan &plan) const {
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const TensorJob &job = plan.jobs[i];
+        const std::pair<const char *, const void *> parts[] = {
+            {"gradient", job.grad}, {"weight", job.weight}, {"exp_avg", job.m}, {"exp_avg_sq", job.v}, {"parameter", job.copy}, {"output", job.out}};
+        for (const auto &[role, data] : parts)
+            if (data != nullptr && job.numel != 0 && !context_->backend().owns(data))
+                throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
+                            params_[size_t(i)].name.c_str(), data);
+    }
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1 and

@@ -141,6 +141,7 @@ public:
     void release(void *memory, size_t, void *) const noexcept override { std::free(memory); }
 
     bool is_host() const override { return true; }
+    bool owns(const void *) const override { return true; }
     size_t extra_bytes(int64_t, int64_t, int64_t) const override { return 0; }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
     HostBuffer host_buffer(size_t) const override { return {}; }

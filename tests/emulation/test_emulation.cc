@@ -72,6 +72,7 @@ protected:
 private:
     cuemu::Options before_;
 };
+void PrintTo(const Order &order, std::ostream *out) { *out << int(order.mode) << ' ' << order.seed; }
 std::string order_name(const testing::TestParamInfo<Order> &info) {
     const char *const names[] = {"eager", "lazy", "random", "threads"};
     return std::string(names[int(info.param.mode)]) + "_" + std::to_string(info.param.seed);
@@ -286,15 +287,19 @@ __global__ void barrier_in_branch_kernel(int *x, int limit) {
     if (int(threadIdx.x) < limit) __syncthreads();
     x[threadIdx.x] = 1;
 }
-__global__ void barriers_and_shuffles_kernel(int *x) {
-    if (threadIdx.x < 32) x[threadIdx.x] = __shfl_sync(~0u, 1, 0); // never complete: half of the warp is at the barrier
-    else __syncthreads();
-    if (threadIdx.x >= 16) __syncthreads();
+__global__ void return_before_barrier_kernel(int *x) {
+    if (threadIdx.x < 4) return;
+    __syncthreads();
+    x[threadIdx.x] = 1;
 }
 __global__ void half_warp_kernel(int *x) {
     if (threadIdx.x < 16) x[threadIdx.x] = __shfl_sync(~0u, 1, 0);
     else __syncthreads();
 }
+__global__ void other_collective_kernel(int *x) {
+    x[threadIdx.x] = threadIdx.x < 20 ? __shfl_sync(~0u, 1, 0) : int(__ballot_sync(~0u, 1));
+}
+__global__ void mask_without_caller_kernel(int *x) { x[threadIdx.x] = __shfl_sync(0xffffu, 1, 0); }
 __global__ void trap_kernel(int *x) {
     if (blockIdx.x == 1 && threadIdx.x == 3) __trap();
     x[threadIdx.x] = 1;
@@ -308,12 +313,17 @@ const Broken kBroken[] = {
     {"BarrierInBranch", [](int *x) { return run(barrier_in_branch_kernel, 1, 64, x, 40); },
      "kernel test, block (0,0,0), thread (40,0,0): returned while 40 threads of its block wait at __syncthreads()"},
     {"BarrierInBranchOfTheLast", [](int *x) { return run(barrier_in_branch_kernel, 1, 64, x, 0); }, ""},
-    {"BarrierAgainstShuffle", [](int *x) { return run(barriers_and_shuffles_kernel, 1, 64, x); },
-     "deadlock: 48 threads wait at __syncthreads(), 0 in a warp collective, 0 returned"},
+    {"ReturnBeforeBarrier", [](int *x) { return run(return_before_barrier_kernel, 1, 64, x); },
+     "thread (4,0,0): __syncthreads() after 4 threads of the block returned"},
+    {"OtherCollective", [](int *x) { return run(other_collective_kernel, 1, 32, x); },
+     "warp 0: lane 20 is at another collective"},
+    {"MaskWithoutCaller", [](int *x) { return run(mask_without_caller_kernel, 1, 32, x); },
+     "thread (16,0,0): a warp collective with mask 0000ffff, which leaves out the caller, lane 16"},
     {"ShuffleOfHalfAWarp", [](int *x) { return run(half_warp_kernel, 1, 64, x); },
      "deadlock: 48 threads wait at __syncthreads(), 16 in a warp collective (this one too), 0 returned"},
     {"Trap", [](int *x) { return run(trap_kernel, 2, 32, x); }, "block (1,0,0), thread (3,0,0): __trap()"},
 };
+void PrintTo(const Broken &broken, std::ostream *out) { *out << broken.name; }
 class BrokenKernels : public testing::TestWithParam<Broken> {};
 INSTANTIATE_TEST_SUITE_P(All, BrokenKernels, testing::ValuesIn(kBroken),
                          [](const testing::TestParamInfo<Broken> &info) { return info.param.name; });
