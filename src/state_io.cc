@@ -182,6 +182,17 @@ ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
     return rules;
 }
 
+/// The saved machine itself must be one that could have been saved.
+void check_scaler_state(const SafetensorsReader &file, size_t index, const ScalerRules &rules) {
+    ScalerState s;
+    file.verify(index, &s);
+    const auto positive = [](double value) { return std::isfinite(float(value)) && value > 0; };
+    if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
+        s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
+        throw Error(DSOPT_ERR_FORMAT, "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates", s.dynamic,
+                    s.updates);
+}
+
 size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
                    const std::vector<int64_t> &dims) {
     const size_t index = file.find(name);
@@ -349,6 +360,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), int64_t(i), nullptr,
                              entry.bytes(), entry.per_param});
+        if (of_scaler && entry.dtype == DSOPT_I32) check_scaler_state(file, transfers.back().index, rules);
     }
     for (const Param &param : optimizer.params()) {
         if (with_params) {

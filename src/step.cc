@@ -186,7 +186,8 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .state_type = Dtype(moment.dtype),
                    .copy_type = Dtype(param.dtype),
                    .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
-                   .present = grad != nullptr || wrapped != Wrapper::none,
+                   // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
+                   .present = grad != nullptr || (wrapped != Wrapper::none && (param.has_master || data != nullptr)),
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16};

@@ -297,9 +297,16 @@ Fiber *take_fiber(Worker &w) {
     return fiber;
 }
 
-void return_fiber(Worker &w, Fiber *fiber) {
-    if (fiber->tsan) bury(std::exchange(fiber->tsan, nullptr), 6000);
-    w.spare.push_back(fiber);
+/// Under the thread sanitizer a stack has no second use in a block: it would take what two threads write there for a race.
+void drop_fibers(Worker &w) {
+    if (!sanitizer::tsan()) return;
+    sanitizer::Quiet quiet;
+    for (Fiber *fiber : w.all) {
+        bury(fiber->tsan, 6000);
+        delete_fiber(fiber);
+    }
+    w.all.clear();
+    w.spare.clear();
 }
 
 void prepare_threads(Worker &w, dim3 shape) {
@@ -374,15 +381,13 @@ void run_block(Worker &w, uint64_t block) {
         }
         Fiber *const fiber = w.current->fiber;
         switch_fiber(w.scheduler, *fiber);
-        if (w.current->state == State::done) return_fiber(w, fiber);
+        if (w.current->state == State::done && !fiber->tsan) w.spare.push_back(fiber);
     }
     if (w.aborted) { // take back the stacks of threads that never came home
-        w.spare.clear();
-        for (Fiber *fiber : w.all) {
-            forget_frames(*fiber);
-            return_fiber(w, fiber);
-        }
+        w.spare = w.all;
+        for (Fiber *fiber : w.all) forget_frames(*fiber);
     }
+    drop_fibers(w);
     sanitizer::Quiet quiet;
     delete std::exchange(w.places, nullptr);
 }

@@ -5,6 +5,14 @@
 #include <gtest/gtest.h>
 #include <vector>
 
+#if defined(__SANITIZE_THREAD__)
+#define EMULATION_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define EMULATION_TSAN 1
+#endif
+#endif
+
 namespace fakert {
 
 template <class T> class DeviceArray {

@@ -41,7 +41,7 @@ constexpr size_t kGuard = 4096;
 
 Fiber *new_fiber() {
     Fiber *const fiber = new Fiber;
-    fiber->size = size_t(sanitizer::tsan() || sanitizer::asan() ? 512 : 128) << 10; // kernels take up to 32 KiB by value
+    fiber->size = size_t(sanitizer::asan() ? 512 : 128) << 10; // kernels take up to 32 KiB by value
     void *const stack =
         mmap(nullptr, fiber->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE)) {
@@ -50,6 +50,11 @@ Fiber *new_fiber() {
     }
     fiber->stack = static_cast<char *>(stack);
     return fiber;
+}
+
+void delete_fiber(Fiber *fiber) {
+    munmap(fiber->stack, fiber->size);
+    delete fiber;
 }
 
 void prepare(Fiber &fiber, void (*main)()) {
@@ -82,7 +87,9 @@ void switch_fiber(Fiber &from, Fiber &to, bool last) {
 #else
     cuda_emu_switch(&from.sp, to.sp);
 #endif
-    if (sanitizer::asan()) __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+    if (!sanitizer::asan()) return;
+    __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+    from.fake_stack = nullptr;
 }
 
 void entered(Fiber &self, Fiber &from) {

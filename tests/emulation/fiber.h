@@ -25,6 +25,7 @@ struct Fiber {
 
 /// A new stack; `main` never returns.
 Fiber *new_fiber();
+void delete_fiber(Fiber *fiber);
 /// The next switch to it enters `main`.
 void prepare(Fiber &fiber, void (*main)());
 /// After a fiber was given up in the middle: the marks that its frames left on the stack.

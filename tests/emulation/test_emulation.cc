@@ -16,15 +16,7 @@ using fakert::Stream;
 
 namespace {
 
-// Thread sanitizers are slow at making threads: its sizes are smaller.
-#if defined(__SANITIZE_THREAD__)
-#define EMULATION_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define EMULATION_TSAN 1
-#endif
-#endif
-#ifdef EMULATION_TSAN
+#ifdef EMULATION_TSAN // it is slow at making threads
 const std::vector<int64_t> kSizes{1, 33, 300};
 const std::vector<uint64_t> kSeeds{0, 7};
 #else
@@ -302,7 +294,7 @@ __global__ void other_collective_kernel(int *x) {
 __global__ void mask_without_caller_kernel(int *x) { x[threadIdx.x] = __shfl_sync(0xffffu, 1, 0); }
 __global__ void trap_kernel(int *x) {
     if (blockIdx.x == 1 && threadIdx.x == 3) __trap();
-    x[threadIdx.x] = 1;
+    x[blockIdx.x * 32 + threadIdx.x] = 1;
 }
 struct Broken {
     const char *name;
