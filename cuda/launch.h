@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the host starts a kernel, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently, so that
-// both compile the same sources. No <<<>>> anywhere.
+// How the host starts a kernel, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently,
+// so that both compile the same sources. No <<<>>> anywhere.
 #pragma once
 #include <cuda_runtime.h>
 #include <tuple>
@@ -21,8 +21,8 @@
 
 namespace gpu {
 
-/// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name` is
-/// for tests, which list what was launched.
+/// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
+/// is for tests, which list what was launched.
 template <class... P, class... A>
 cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                    A &&...arguments) {

@@ -217,8 +217,17 @@ void reorder(char *words, const std::vector<int64_t> &order) {
     for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
+/// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it to fill, and
+/// a load that fails must not leave such ones behind.
+void find_memory(Optimizer &optimizer, std::vector<Transfer> &transfers, bool no_masters) {
+    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
+    for (Transfer &transfer : transfers)
+        if (transfer.entry >= 0) transfer.memory = optimizer.state()[size_t(transfer.entry)].data;
+}
+
 /// Everything is read and its checksum compared before the first byte of the optimizer changes.
-void load_in_host_memory(const SafetensorsReader &file, const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
+void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool no_masters) {
     size_t total = 0;
     for (const Transfer &transfer : transfers) total += transfer.bytes;
     const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
@@ -228,6 +237,7 @@ void load_in_host_memory(const SafetensorsReader &file, const std::vector<Transf
         if (transfer.per_param) reorder(staging.get() + at, order);
         at += transfer.bytes;
     }
+    find_memory(optimizer, transfers, no_masters);
     at = 0;
     for (const Transfer &transfer : transfers) {
         if (transfer.bytes != 0) std::memcpy(transfer.memory, staging.get() + at, transfer.bytes);
@@ -237,10 +247,12 @@ void load_in_host_memory(const SafetensorsReader &file, const std::vector<Transf
 
 /// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two buffers. Only
 /// a source that fails or changes between the two can leave the state half loaded, and that is said.
-void load_through_pieces(const SafetensorsReader &file, const std::vector<Transfer> &transfers, const std::vector<int64_t> &order,
-                         const Backend &backend) {
+void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool no_masters) {
+    const Backend &backend = optimizer.context().backend();
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers) file.verify(transfer.index);
+    find_memory(optimizer, transfers, no_masters);
     backend.synchronize(nullptr);
     const std::unique_ptr<HostWriter> writer = backend.writer();
     try {
@@ -360,7 +372,6 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), int64_t(i), nullptr,
                              entry.bytes(), entry.per_param});
-        if (of_scaler && entry.dtype == DSOPT_I32) check_scaler_state(file, transfers.back().index, rules);
     }
     for (const Param &param : optimizer.params()) {
         if (with_params) {
@@ -373,7 +384,15 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         }
     }
 
+    // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
     const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
+    if (optimizer.desc().compat != DSOPT_STANDARD && rules.hysteresis > 1 && !no_hyper)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
+                    rules.hysteresis);
+    for (const Transfer &transfer : transfers) {
+        const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
+        if (entry != nullptr && std::strcmp(entry->name, "scaler") == 0) check_scaler_state(file, transfer.index, rules);
+    }
     std::string accumulated;
     if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {
         const std::string &digits = fields.text("accumulated");
@@ -386,9 +405,8 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     for (const Transfer &transfer : transfers) wanted[transfer.index] = true;
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
-    const Backend &backend = optimizer.context().backend();
-    if (backend.is_host()) load_in_host_memory(file, transfers, order);
-    else load_through_pieces(file, transfers, order, backend);
+    if (optimizer.context().backend().is_host()) load_in_host_memory(optimizer, file, transfers, order, no_masters);
+    else load_through_pieces(optimizer, file, transfers, order, no_masters);
     if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (scaler != nullptr && !no_hyper) scaler->restore(rules);
     if (!no_state) optimizer.set_accumulated(accumulated);

@@ -193,6 +193,23 @@ TEST(CompatHysteresis, IsRefused) {
     desc.scaler = scaler.get();
     const Trainer accepted(ctx, desc); // and the refusal has not attached it
 }
+TEST(CompatHysteresis, IsRefusedFromACheckpointToo) {
+    const Context ctx = make_context(1);
+    DSOPT_NEW(dsopt_scaler_desc, with);
+    with.hysteresis = 2;
+    const Scaler patient = make_scaler(ctx, with), plain = make_scaler(ctx, 64);
+    dsopt_optimizer_desc desc = standard();
+    desc.scaler = patient.get();
+    Trainer saved(ctx, desc, watching(), one(DSOPT_F16));
+    desc = flat();
+    desc.scaler = plain.get();
+    Trainer loaded(ctx, desc, watching(), one(DSOPT_F16));
+    File file;
+    must(file.save(saved));
+    EXPECT_TRUE(fails(file.load(loaded), DSOPT_ERR_MISMATCH, "hysteresis"));
+    EXPECT_EQ(info_of(plain).scale, 64);
+    EXPECT_TRUE(ok(file.load(loaded, DSOPT_IO_NO_SCALER)));
+}
 TEST(StandardHysteresis, IsHonoured) {
     const Context ctx = make_context(1);
     DSOPT_NEW(dsopt_scaler_desc, with);

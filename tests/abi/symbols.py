@@ -48,6 +48,16 @@ def difference(have, want):
     return ", ".join(parts)
 
 
+def static_constructors(static):
+    """What would run at load. The static library is the one object that the shared one is linked from, without the start
+    files of the compiler, so all that it has is ours; but nvcc adds one function a source file that registers kernels."""
+    section = r"\]\s+(\.(?:preinit_array|init_array|fini_array|ctors|dtors)\S*)(?:\s+[0-9a-zA-Z_]+){3}\s+([0-9a-f]+)"
+    found = re.findall(section, output("readelf", "-SW", static))
+    functions = sum(int(size, 16) for _, size in found) // 8
+    registering = len(re.findall(r"__sti____cudaRegisterAll", output("nm", static)))
+    return f"{functions - registering} in {', '.join(name for name, _ in found)}" if functions != registering else ""
+
+
 def checks(header, version_script, shared, static):
     functions, private = declared(open(header, encoding="utf-8").read())
     yield "header", "" if len(functions) > 20 else f"found only {len(functions)} functions in it"
@@ -58,9 +68,7 @@ def checks(header, version_script, shared, static):
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "-dW", shared))
     yield "needed libraries", "" if needed else "readelf names none"
     yield "needed libraries", ", ".join(name for name in needed if not re.fullmatch(RUNTIME, name))
-    # The static library is the one object that the shared one is linked from, without the start files of the compiler.
-    start = re.findall(r"\s(\.(?:preinit_array|init_array|fini_array|ctors|dtors)\S*)", output("readelf", "-SW", static))
-    yield "static constructors", ", ".join(sorted(set(start)))
+    yield "static constructors", static_constructors(static)
 
 
 def main():

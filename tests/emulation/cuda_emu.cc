@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The scheduler of the emulated threads. Compiled without sanitizers; see sanitizer.h.
 //
-// What orders memory for the thread sanitizer is what CUDA promises and no more: barriers, __syncwarp(), fences. Shuffles,
-// votes and the emulator's own switches order nothing. Every CUDA thread is a logical thread of the sanitizer then, and
-// every block has an OS thread of its own, for shared memory without a history.
+// What orders memory for the thread sanitizer is what CUDA promises and no more: barriers, __syncwarp(), fences.
+// Shuffles, votes and the emulator's own switches order nothing. Every CUDA thread is a logical thread of the sanitizer
+// then, and every block has an OS thread of its own, for shared memory without a history.
 #include "cuda_emu.h"
+#include "fence_order.h"
 #include "fiber.h"
 #include "sanitizer.h"
 #include <atomic>
@@ -53,7 +54,8 @@ struct BlockPlaces {
     uint64_t warp[kMaxThreads / kLanes];
 };
 struct GridPlaces {
-    uint64_t end, fence;
+    uint64_t end = 0;
+    FenceOrder fences{};
 };
 
 struct Spin { // uninstrumented, so that it orders nothing
@@ -75,7 +77,7 @@ struct Grid {
     uint64_t stride = 1;
     std::atomic<uint64_t> next{0};
     std::atomic<bool> failed{false};
-    std::unique_ptr<GridPlaces> places{};
+    std::unique_ptr<GridPlaces> places{}; // only for the thread sanitizer, here and there
 };
 
 struct Worker { // runs one block at a time
@@ -114,8 +116,8 @@ void return_worker(Worker &w) {
     w.next_idle = std::exchange(g_idle, &w);
 }
 
-/// Fibers of the thread sanitizer that ended. It gives the identity of a dead one to the next, and takes the two for one
-/// thread: they are kept to the end of the grid, as far as its own limit allows.
+/// Fibers of the thread sanitizer that ended. It gives the identity of a dead one to the next, and takes the two for
+/// one thread: they are kept to the end of the grid, as far as its own limit allows.
 struct Grave {
     void *fiber;
 };
@@ -140,8 +142,9 @@ uint64_t random_number(Worker &w) {
 [[gnu::format(printf, 2, 3)]] void fail(Worker &w, const char *format, ...) {
     sanitizer::Quiet quiet;
     char message[sizeof g_error];
-    int used = std::snprintf(message, sizeof message, "kernel %s, block (%u,%u,%u), thread (%u,%u,%u): ",
-                             w.grid->launch.name, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+    int used =
+        std::snprintf(message, sizeof message, "kernel %s, block (%u,%u,%u), thread (%u,%u,%u): ", w.grid->launch.name,
+                      blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
     used = used < 0 ? 0 : used < int(sizeof message) ? used : int(sizeof message) - 1;
     va_list arguments;
     va_start(arguments, format);
@@ -182,6 +185,7 @@ void finish_barrier(Worker &w, Thread &self) {
     w.yes = 0;
     w.at_barrier = 0;
     ++w.round;
+    if (w.places) w.grid->places->fences.barrier();
 }
 
 uint64_t combine(Op op, const Thread *lanes, uint32_t need) {
@@ -227,8 +231,8 @@ bool complete(Worker &w, unsigned number, uint32_t mask, const Thread *self) {
     for (uint32_t m = need; m; m &= m - 1) {
         const int lane = __builtin_ctz(m);
         if (lanes[lane].mask == mask && lanes[lane].op == op) continue;
-        fail(w, "warp %u: lane %d is at another collective (%d, mask %08x) than its partners (%d, mask %08x)", number, lane,
-             int(lanes[lane].op), lanes[lane].mask, int(op), mask);
+        fail(w, "warp %u: lane %d is at another collective (%d, mask %08x) than its partners (%d, mask %08x)", number,
+             lane, int(lanes[lane].op), lanes[lane].mask, int(op), mask);
         return false;
     }
     const uint64_t combined = combine(op, lanes, need);
@@ -258,7 +262,8 @@ void returned(Worker &w, Thread &self) {
         const unsigned lane = unsigned(__builtin_ctz(left));
         if (warp.waiting >> lane & 1u) complete(w, number, w.threads[number * kLanes + lane].mask, nullptr);
     }
-    if (w.at_barrier && !w.aborted) fail(w, "returned while %u threads of its block wait at __syncthreads()", w.at_barrier);
+    if (w.at_barrier && !w.aborted)
+        fail(w, "returned while %u threads of its block wait at __syncthreads()", w.at_barrier);
 }
 
 Thread &next_fresh(Worker &w) {
@@ -288,16 +293,18 @@ void thread_main() {
 Fiber *take_fiber(Worker &w) {
     if (w.spare.empty()) {
         sanitizer::Quiet quiet;
-        w.spare.push_back(new_fiber());
+        w.spare.push_back(new_fiber(size_t(sanitizer::asan() ? 512 : 128) << 10)); // kernels take up to 32 KiB by value
         w.all.push_back(w.spare.back());
     }
     Fiber *const fiber = w.spare.back();
     w.spare.pop_back();
-    prepare(*fiber, thread_main); // not quiet: a thread follows what was before the launch
+    // Not quiet: a thread follows what was before the launch.
+    prepare(*fiber, thread_main, sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr);
     return fiber;
 }
 
-/// Under the thread sanitizer a stack has no second use in a block: it would take what two threads write there for a race.
+/// Under the thread sanitizer a stack has no second use in a block: it would take what two threads write there for a
+/// race.
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
     sanitizer::Quiet quiet;
@@ -362,7 +369,10 @@ void run_block(Worker &w, uint64_t block) {
     w.next = w.done = w.at_barrier = w.round = w.yes = 0;
     w.aborted = false;
     prepare_dynamic_shared(w, w.grid->launch.shared);
-    if (sanitizer::tsan()) w.places = new BlockPlaces{};
+    if (sanitizer::tsan()) {
+        w.places = new BlockPlaces{};
+        w.grid->places->fences.begin_block(w.count);
+    }
     while (w.done < w.count && !w.aborted) {
         bool resume = !w.ready.empty();
         if (resume && seed && w.next < w.count) resume = random_number(w) & 1;
@@ -468,6 +478,8 @@ bool run_grid(const Launch &launch, void (*body)(const void *), const void *argu
     if (sanitizer::tsan()) {
         sanitizer::acquire(&grid.places->end);
         bury(nullptr, 0);
+        sanitizer::Quiet quiet;
+        grid.places.reset();
     }
     return !grid.failed;
 }
@@ -481,10 +493,11 @@ void *dynamic_shared() { return t_worker->dynamic; }
 
 void fence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    Worker &w = *t_worker;
-    if (!w.places) return;
-    sanitizer::acquire(&w.grid->places->fence);
-    sanitizer::release(&w.grid->places->fence);
+    if (t_worker->places) t_worker->grid->places->fences.fence(t_worker->current->number);
+}
+
+void note_atomic(const void *address) {
+    if (t_worker->places) t_worker->grid->places->fences.atomic(t_worker->current->number, address);
 }
 
 int block_barrier(bool predicate, Vote vote) {

@@ -17,7 +17,9 @@ namespace fakert {
 
 template <class T> class DeviceArray {
 public:
-    explicit DeviceArray(size_t count) : count_(count) { EXPECT_EQ(cudaMalloc(&data_, count * sizeof(T)), cudaSuccess); }
+    explicit DeviceArray(size_t count) : count_(count) {
+        EXPECT_EQ(cudaMalloc(&data_, count * sizeof(T)), cudaSuccess);
+    }
     explicit DeviceArray(const std::vector<T> &host) : DeviceArray(host.size()) {
         EXPECT_EQ(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
     }

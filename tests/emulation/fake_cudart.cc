@@ -63,8 +63,8 @@ bool launchable(const cuemu::Launch &launch, const void *function) {
     for (const Allowance &allowance : g_allowances)
         if (allowance.function == function) shared = allowance.bytes;
     const dim3 g = launch.grid, b = launch.block;
-    return g.x && g.y && g.z && g.x <= 2147483647u && g.y <= 65535 && g.z <= 65535 && b.x && b.y && b.z && b.x <= 1024 &&
-           b.y <= 1024 && b.z <= 64 && uint64_t(b.x) * b.y * b.z <= 1024 && launch.shared <= shared;
+    return g.x && g.y && g.z && g.x <= 2147483647u && g.y <= 65535 && g.z <= 65535 && b.x && b.y && b.z &&
+           b.x <= 1024 && b.y <= 1024 && b.z <= 64 && uint64_t(b.x) * b.y * b.z <= 1024 && launch.shared <= shared;
 }
 
 struct AtExit { // the workers of streams must not outlive what they use
@@ -262,31 +262,31 @@ cudaError_t cudaPeekAtLastError(void) {
     return g_sticky ? g_sticky : t_last;
 }
 
-#define FAKERT_ERRORS(X)                                                                                                 \
-    X(cudaSuccess, "no error")                                                                                           \
-    X(cudaErrorInvalidValue, "invalid argument")                                                                         \
-    X(cudaErrorMemoryAllocation, "out of memory")                                                                        \
-    X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                   \
-    X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                  \
-    X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                                         \
-    X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                                   \
-    X(cudaErrorNotReady, "device not ready")                                                                             \
-    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                                               \
-    X(cudaErrorLaunchFailure, "unspecified launch failure")                                                              \
-    X(cudaErrorNotPermitted, "operation not permitted")                                                                  \
-    X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")                             \
-    X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")                      \
-    X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences")                    \
-    X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")                           \
-    X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                                              \
-    X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")                        \
-    X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")    \
-    X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")                 \
+#define FAKERT_ERRORS(X)                                                                                               \
+    X(cudaSuccess, "no error")                                                                                         \
+    X(cudaErrorInvalidValue, "invalid argument")                                                                       \
+    X(cudaErrorMemoryAllocation, "out of memory")                                                                      \
+    X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                 \
+    X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                \
+    X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                                       \
+    X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                                 \
+    X(cudaErrorNotReady, "device not ready")                                                                           \
+    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                                             \
+    X(cudaErrorLaunchFailure, "unspecified launch failure")                                                            \
+    X(cudaErrorNotPermitted, "operation not permitted")                                                                \
+    X(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")                           \
+    X(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")                    \
+    X(cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences")                  \
+    X(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")                         \
+    X(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                                            \
+    X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")                      \
+    X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")  \
+    X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")               \
     X(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread")
 
 const char *cudaGetErrorName(cudaError_t error) {
     switch (error) {
-#define NAME(value, text)                                                                                                \
+#define NAME(value, text)                                                                                              \
     case value: return #value;
         FAKERT_ERRORS(NAME)
 #undef NAME
@@ -295,7 +295,7 @@ const char *cudaGetErrorName(cudaError_t error) {
 }
 const char *cudaGetErrorString(cudaError_t error) {
     switch (error) {
-#define TEXT(value, text)                                                                                                \
+#define TEXT(value, text)                                                                                              \
     case value: return text;
         FAKERT_ERRORS(TEXT)
 #undef TEXT

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inside the fake runtime: what its calls (fake_cudart.cc), its streams (fake_streams.cc) and its graphs (fake_graphs.cc)
-// share. Everything is under one lock, which is let go only while the work of a stream runs.
+// Inside the fake runtime: what its calls (fake_cudart.cc), its streams (fake_streams.cc) and its graphs
+// (fake_graphs.cc) share. Everything is under one lock, which is let go only while the work of a stream runs.
 //
-// For the thread sanitizer the work of a stream is a logical thread. It follows what the host did before the call that put
-// it there, what its stream did before, and the events it waits for; the host follows it only after a call that waits.
+// For the thread sanitizer the work of a stream is a logical thread. It follows what the host did before the call that
+// put it there, what its stream did before, and the events it waits for; the host follows it only after a call that
+// waits.
 #pragma once
 #include "fakert.h"
 #include "sanitizer.h"
@@ -111,7 +112,7 @@ struct FakeEvent {
     FakeStream *stream = nullptr; // NULL: never recorded
     uint64_t at = 0;
     double milliseconds = 0;
-    uint64_t capture = 0;    // recorded last in that capture, at `at` of `branch`
+    uint64_t capture = 0; // recorded last in that capture, at `at` of `branch`
     unsigned branch = 0;
 };
 struct FakeGraph {
@@ -119,7 +120,7 @@ struct FakeGraph {
     std::vector<fakert::Branch> branches;
 };
 struct FakeGraphExec {
-    FakeGraph graph; // its branches are streams of its own, but for the first: that is the stream of the launch
+    FakeGraph graph;         // its branches are streams of its own, but for the first: that is the stream of the launch
     fakert::Dependency last; // two launches of one never overlap
 };
 

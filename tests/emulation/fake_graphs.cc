@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Capture of streams into graphs, and their launch. A graph is what was put into each captured stream, with the waits
-// between them; a launch puts the same into the stream of the launch and into streams of the graph's own. So a replay runs
-// as every other work does, in every mode and for every sanitizer.
+// between them; a launch puts the same into the stream of the launch and into streams of the graph's own. So a replay
+// runs as every other work does, in every mode and for every sanitizer.
 #include "fake_cudart.h"
 #include <algorithm>
 
@@ -84,9 +84,12 @@ cudaError_t end_capture(cudaStream_t handle, cudaGraph_t *graph) {
     if (capture->mode != cudaStreamCaptureModeRelaxed && capture->thread != std::this_thread::get_id())
         return cudaErrorStreamCaptureWrongThread;
     cudaError_t error = cudaSuccess;
-    if (!capture->valid) error = cudaErrorStreamCaptureInvalidated;
-    else if (!joined(*capture)) error = cudaErrorStreamCaptureUnjoined;
-    else g_graphs.push_back({*graph = new FakeGraph{std::move(capture->nodes), capture->branches}});
+    if (!capture->valid)
+        error = cudaErrorStreamCaptureInvalidated;
+    else if (!joined(*capture))
+        error = cudaErrorStreamCaptureUnjoined;
+    else
+        g_graphs.push_back({ *graph = new FakeGraph{std::move(capture->nodes), capture->branches}});
     end(capture);
     return error;
 }
@@ -166,8 +169,10 @@ cudaError_t wait_event(FakeStream *stream, const FakeEvent *event) {
         stream->capture->valid = false;
         return refuse(*capture, cudaErrorStreamCaptureMerge);
     }
-    if (!stream->capture) join(*capture, stream);
-    else if (stream->branch == event->branch) return cudaSuccess;
+    if (!stream->capture)
+        join(*capture, stream);
+    else if (stream->branch == event->branch)
+        return cudaSuccess;
     return record(stream, make_task("wait", [] { return cudaSuccess; }), {{event->branch, event->at}});
 }
 
@@ -222,7 +227,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *
         if (!handle || handle == cudaStreamLegacy) { // the only use of the null stream that spoils no capture
             for (const auto &[capture] : g_captures)
                 for (const Branch &branch : capture->branches)
-                    if (branch.stream->blocking && branch.stream->device == t_device) return cudaErrorStreamCaptureImplicit;
+                    if (branch.stream->blocking && branch.stream->device == t_device)
+                        return cudaErrorStreamCaptureImplicit;
             return cudaSuccess;
         }
         if (find_stream(handle, stream) == cudaErrorInvalidResourceHandle) return cudaErrorInvalidResourceHandle;
@@ -255,8 +261,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     return give_back("cudaGraphExecDestroy", [&] {
         if (!is_exec(exec)) return cudaErrorInvalidValue;
         for (size_t i = 1; i < exec->graph.branches.size(); ++i) destroy_stream(exec->graph.branches[i].stream);
-        g_execs.erase(std::find_if(g_execs.begin(), g_execs.end(),
-                                   [&](const KnownExec &known) { return known.exec == exec; }));
+        g_execs.erase(
+            std::find_if(g_execs.begin(), g_execs.end(), [&](const KnownExec &known) { return known.exec == exec; }));
         delete exec;
         return cudaSuccess;
     });

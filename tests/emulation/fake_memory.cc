@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the fake runtime. Device memory is memory of the host that cannot be reached but by work of its device, starts
-// as NaN, ends in a red zone, and is never given out twice.
+// Memory of the fake runtime. Device memory is memory of the host that cannot be reached but by work of its device,
+// starts as NaN, ends in a red zone, and is never given out twice.
 #include "fake_cudart.h"
 #include <cstdio>
 #include <cstring>
@@ -31,7 +31,9 @@ Device &device(int number) {
     return g_devices[size_t(number)];
 }
 
-void set_access(char *memory, size_t bytes, bool on) { mprotect(memory, bytes, on ? PROT_READ | PROT_WRITE : PROT_NONE); }
+void set_access(char *memory, size_t bytes, bool on) {
+    mprotect(memory, bytes, on ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
 
 Blocks::const_iterator find(const Blocks &blocks, const void *p) {
     char *const at = static_cast<char *>(const_cast<void *>(p));
@@ -93,9 +95,12 @@ cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, 
     pageable = (!to_device && !to_pinned) || (!from_device && !from_pinned);
     if (pageable && stream->capture) return refuse(*stream->capture);
     const char *label = "copy on host";
-    if (to_device && from_device) ++g_counters.copies_on_device, label = "copy on device";
-    else if (to_device) ++g_counters.copies_to_device, label = "copy to device";
-    else if (from_device) ++g_counters.copies_to_host, label = "copy to host";
+    if (to_device && from_device)
+        ++g_counters.copies_on_device, label = "copy on device";
+    else if (to_device)
+        ++g_counters.copies_to_device, label = "copy to device";
+    else if (from_device)
+        ++g_counters.copies_to_host, label = "copy to host";
     return put(stream, make_task(label, [=] {
                    copy_bytes(to, from, bytes);
                    return cudaSuccess;
@@ -283,9 +288,12 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
     return call("cudaPointerGetAttributes", [&] {
         if (!attributes) return cudaErrorInvalidValue;
         void *const memory = const_cast<void *>(p);
-        if (const Block *block = find_device(p)) *attributes = {cudaMemoryTypeDevice, block->device, memory, nullptr};
-        else if (find(g_host_blocks, p) != g_host_blocks.end()) *attributes = {cudaMemoryTypeHost, t_device, memory, memory};
-        else *attributes = {cudaMemoryTypeUnregistered, -2, nullptr, memory};
+        if (const Block *block = find_device(p))
+            *attributes = {cudaMemoryTypeDevice, block->device, memory, nullptr};
+        else if (find(g_host_blocks, p) != g_host_blocks.end())
+            *attributes = {cudaMemoryTypeHost, t_device, memory, memory};
+        else
+            *attributes = {cudaMemoryTypeUnregistered, -2, nullptr, memory};
         return cudaSuccess;
     });
 }

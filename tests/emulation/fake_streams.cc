@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Streams and events of the fake runtime: what is queued where, and when it runs.
 #include "fake_cudart.h"
+#include "fiber.h"
 #include <algorithm>
 #include <chrono>
 
@@ -20,34 +21,55 @@ std::vector<Known> g_retired;     // destroyed: events and queues still point to
 std::vector<KnownEvent> g_events; // destroyed ones too: queued work still writes to them
 uint64_t g_random = 1;
 
-/// The logical threads that the work of streams is for the thread sanitizer. They descend from one that was made before
-/// main(), so that they know nothing of what the host does; the last ones are kept, see Grave in cuda_emu.cc.
+/// What the work of streams is for the thread sanitizer: logical threads that descend from one made before main(), so
+/// that they know nothing of what the host does. The last ones are kept, see Grave in cuda_emu.cc.
 class DeviceThreads {
 public:
     DeviceThreads() : root_(sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr) {}
-    void *create() {
-        if (!root_) return nullptr;
+    void *create() const {
         void *const host = __tsan_get_current_fiber();
         __tsan_switch_to_fiber(root_, sanitizer::kNoOrder);
-        void *const fiber = __tsan_create_fiber(0);
+        void *const thread = __tsan_create_fiber(0);
         __tsan_switch_to_fiber(host, sanitizer::kNoOrder);
-        return fiber;
+        return thread;
     }
-    void end(void *fiber) {
-        if (!fiber) return;
-        dead_.push_back({fiber});
+    void end(void *thread) {
+        dead_.push_back({thread});
         if (dead_.size() <= 256) return;
-        __tsan_destroy_fiber(dead_.front().fiber);
+        __tsan_destroy_fiber(dead_.front().thread);
         dead_.pop_front();
     }
 
 private:
     struct Dead {
-        void *fiber;
+        void *thread;
     };
     void *root_;
     std::deque<Dead> dead_{};
 } g_threads;
+
+/// A work on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
+struct Job {
+    const Work &work;
+    FakeStream *stream;
+    cudaError_t error;
+    cuemu::Fiber *fiber = nullptr;
+    cuemu::Fiber host{};
+};
+thread_local Job *t_job = nullptr;
+
+void run_job(Job &job) {
+    sanitizer::acquire(job.work.called);
+    sanitizer::acquire(&job.stream->place);
+    for (const Dependency &dependency : job.work.after) sanitizer::acquire(&dependency.stream->place);
+    if (!job.error) job.error = job.work.task->run();
+    sanitizer::release(&job.stream->place);
+}
+void job_main() {
+    Job &job = *t_job;
+    run_job(job);
+    for (;;) cuemu::switch_fiber(*job.fiber, job.host);
+}
 
 bool threads_mode() { return g_config.mode == Mode::threads; }
 
@@ -66,19 +88,26 @@ void run_one(FakeStream *stream) {
     for (const Dependency &dependency : work.after)
         if (const cudaError_t failed = run_until(dependency.stream, dependency.upto)) error = failed;
     expose(stream->device, true);
-    void *const fiber = g_threads.create();
-    const cudaError_t broken = g_sticky;
+    Job job{work, stream, g_sticky ? g_sticky : error};
+    if (sanitizer::tsan()) {
+        job.fiber = cuemu::new_fiber(size_t(512) << 10);
+        cuemu::prepare(*job.fiber, job_main, g_threads.create());
+        job.host.tsan = __tsan_get_current_fiber();
+    }
     g_mutex.unlock();
-    void *const host = fiber ? __tsan_get_current_fiber() : nullptr;
-    if (fiber) __tsan_switch_to_fiber(fiber, sanitizer::kNoOrder);
-    sanitizer::acquire(work.called);
-    sanitizer::acquire(&stream->place);
-    for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->place);
-    if (!error) error = broken ? broken : work.task->run();
-    sanitizer::release(&stream->place);
-    if (fiber) __tsan_switch_to_fiber(host, sanitizer::kNoOrder);
+    if (job.fiber) {
+        Job *const outer = std::exchange(t_job, &job);
+        cuemu::switch_fiber(job.host, *job.fiber);
+        t_job = outer;
+    } else {
+        run_job(job);
+    }
     g_mutex.lock();
-    g_threads.end(fiber);
+    error = job.error;
+    if (job.fiber) {
+        g_threads.end(job.fiber->tsan);
+        cuemu::delete_fiber(job.fiber);
+    }
     expose(stream->device, false);
     delete work.called;
     work = Work{};
@@ -91,8 +120,10 @@ void run_one(FakeStream *stream) {
 void work_loop(FakeStream *stream) {
     const Lock lock;
     while (!stream->quit || !stream->queue.empty())
-        if (stream->queue.empty()) g_mutex.wait();
-        else run_one(stream);
+        if (stream->queue.empty())
+            g_mutex.wait();
+        else
+            run_one(stream);
 }
 
 void stop_worker(FakeStream *stream) {
@@ -189,8 +220,10 @@ cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after) {
 
 cudaError_t run_until(FakeStream *stream, uint64_t upto) {
     while (stream->done < upto)
-        if (stream->busy || threads_mode()) g_mutex.wait();
-        else run_one(stream);
+        if (stream->busy || threads_mode())
+            g_mutex.wait();
+        else
+            run_one(stream);
     return g_sticky;
 }
 

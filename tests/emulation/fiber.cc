@@ -39,11 +39,10 @@ constexpr size_t kGuard = 4096;
 
 } // namespace
 
-Fiber *new_fiber() {
+Fiber *new_fiber(size_t size) {
     Fiber *const fiber = new Fiber;
-    fiber->size = size_t(sanitizer::asan() ? 512 : 128) << 10; // kernels take up to 32 KiB by value
-    void *const stack =
-        mmap(nullptr, fiber->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    fiber->size = size;
+    void *const stack = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE)) {
         std::perror("cuemu: stack of a thread");
         std::abort();
@@ -57,7 +56,8 @@ void delete_fiber(Fiber *fiber) {
     delete fiber;
 }
 
-void prepare(Fiber &fiber, void (*main)()) {
+void prepare(Fiber &fiber, void (*main)(), void *tsan) {
+    fiber.tsan = tsan;
 #ifdef CUDA_EMU_UCONTEXT
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack + kGuard;
@@ -72,7 +72,6 @@ void prepare(Fiber &fiber, void (*main)()) {
     std::memset(sp, 0, 6 * sizeof *sp);
     fiber.sp = sp;
 #endif
-    if (sanitizer::tsan()) fiber.tsan = __tsan_create_fiber(0);
 }
 
 void forget_frames(Fiber &fiber) {

@@ -23,11 +23,10 @@ struct Fiber {
     void *fake_stack = nullptr; // of the address sanitizer, while the fiber is away
 };
 
-/// A new stack; `main` never returns.
-Fiber *new_fiber();
+Fiber *new_fiber(size_t stack);
 void delete_fiber(Fiber *fiber);
-/// The next switch to it enters `main`.
-void prepare(Fiber &fiber, void (*main)());
+/// The next switch to it enters `main`, which never returns. `tsan`: the logical thread of the thread sanitizer.
+void prepare(Fiber &fiber, void (*main)(), void *tsan);
 /// After a fiber was given up in the middle: the marks that its frames left on the stack.
 void forget_frames(Fiber &fiber);
 /// `last`: `from` ends with this.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Planted defects: `planted NAME` commits one and ends with status 1 if the emulation, or a test's look at the values, finds
-// it; a sanitizer has its own words. planted.sh says who must find what.
+// Planted defects: `planted NAME` commits one and ends with status 1 if the emulation, or a test's look at the values,
+// finds it; a sanitizer has its own words. planted.sh says who must find what.
 #include "fakert.h"
 #include "launch.h"
 #include <cmath>
@@ -81,6 +81,22 @@ __global__ void last_block(float *partial, unsigned *ticket, float *result, bool
     for (unsigned i = 0; i < gridDim.x; ++i) sum += partial[i];
     *result = sum;
 }
+__global__ void last_block_by_barriers(float *partial, unsigned *ticket, float *result) {
+    __shared__ bool last;
+    partial[global_index()] = 1;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        if (last) atomicExch(ticket, 0u);
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    float sum = 0;
+    for (unsigned i = 0; i < gridDim.x; ++i) sum += partial[i * blockDim.x + threadIdx.x];
+    if (threadIdx.x == 0) *result = sum;
+}
 __global__ void add_without_atomic(float *x) {
     if (threadIdx.x == blockIdx.x) x[0] += 1;
 }
@@ -95,8 +111,10 @@ __global__ void return_before_barrier(float *x, int n) {
 }
 __global__ void shuffle_in_branch(float *x) {
     float v = 1;
-    if (threadIdx.x % 32 < 20) v = __shfl_xor_sync(~0u, v, 1);
-    else __syncwarp();
+    if (threadIdx.x % 32 < 20)
+        v = __shfl_xor_sync(~0u, v, 1);
+    else
+        __syncwarp();
     x[threadIdx.x] = v;
 }
 __global__ void mask_without_caller(float *x) { x[threadIdx.x] = __shfl_down_sync(0x0000ffffu, 1.0f, 1); }
@@ -138,7 +156,8 @@ int expect(const float *x, int floats, float value, cudaStream_t stream) {
         if (v != value) return found("wrong value");
     return 0;
 }
-template <class Kernel, class... A> void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
+template <class Kernel, class... A>
+void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
     check(gpu::launch("planted", kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
 }
 
@@ -177,12 +196,20 @@ int run(const char *name) {
         launch(missing_second_barrier, 1, 64, s, x);
         return expect(x, 64, 2, s);
     }
+    if (is("fences-and-barriers")) {
+        unsigned *ticket = nullptr;
+        check(cudaMalloc(&ticket, sizeof *ticket));
+        check(cudaMemsetAsync(ticket, 0, sizeof *ticket, s));
+        for (int round = 0; round < 2; ++round) launch(last_block_by_barriers, 4, 32, s, x, ticket, y);
+        return expect(y, 1, 4, s);
+    }
     if (is("both-fences") || is("missing-fence-before-ticket") || is("missing-fence-after-ticket")) {
         unsigned *ticket = nullptr;
         check(cudaMalloc(&ticket, sizeof *ticket));
         check(cudaMemsetAsync(ticket, 0, sizeof *ticket, s));
         for (int round = 0; round < 2; ++round)
-            launch(last_block, 4, 32, s, x, ticket, y, !is("missing-fence-before-ticket"), !is("missing-fence-after-ticket"));
+            launch(last_block, 4, 32, s, x, ticket, y, !is("missing-fence-before-ticket"),
+                   !is("missing-fence-after-ticket"));
         return expect(y, 1, 4, s);
     }
     if (is("add-without-atomic")) launch(add_without_atomic, 4, 32, s, x);

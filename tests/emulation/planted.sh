@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# usage: planted.sh PROGRAM SANITIZERS: runs every planted defect that this kind of build must find, and looks for the words
-# that say so. SANITIZERS as in b_sanitize: none, or address, undefined, thread joined by commas.
+# usage: planted.sh PROGRAM SANITIZERS: runs every planted defect that this kind of build must find, and looks for the
+# words that say so. SANITIZERS as in b_sanitize: none, or address, undefined, thread joined by commas.
 set -u
 program=$1 kinds=",$2," passed=0 failed=0
 export ASAN_OPTIONS=halt_on_error=1:detect_leaks=0:symbolize=0 UBSAN_OPTIONS=halt_on_error=1
@@ -30,7 +30,7 @@ expect() { # KINDS NAME PATTERN
     judge "$2" $good "status $status, no '$3' in: $(echo "$output" | head -n 12)"
 }
 
-for name in clean both-fences; do
+for name in clean both-fences fences-and-barriers; do
     run $name
     [ "$status" = 0 ] && good=yes || good=no
     judge $name $good "false alarm: $output"

@@ -4,13 +4,13 @@
 namespace sample {
 namespace {
 
-constexpr unsigned kThreads = 128;
+constexpr unsigned kThreads = 64;
 
 __device__ int64_t first() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ int64_t stride() { return int64_t(gridDim.x) * blockDim.x; }
 
-__global__ void __launch_bounds__(kThreads) add_kernel(const float *__restrict__ x, const float *__restrict__ y,
-                                                       float *__restrict__ sum, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    add_kernel(const float *__restrict__ x, const float *__restrict__ y, float *__restrict__ sum, int64_t n) {
     for (int64_t i = first(); i < n; i += stride()) sum[i] = x[i] + y[i];
 }
 
@@ -82,7 +82,7 @@ __global__ void increment_kernel(GRID_CONSTANT const Addresses addresses) {
     for (int64_t i = first(); i < addresses.count; i += stride()) *addresses.data[i] += 1;
 }
 
-unsigned blocks(int64_t n) { return n < 1 ? 1 : n > 8 * 128 ? 8 : unsigned((n + 127) / 128); }
+unsigned blocks(int64_t n) { return n < 1 ? 1 : n > 8 * kThreads ? 8 : unsigned((n + kThreads - 1) / kThreads); }
 
 } // namespace
 
@@ -92,8 +92,10 @@ cudaError_t add(const float *x, const float *y, float *sum, int64_t n, cudaStrea
 cudaError_t scale(float *x, float factor, int64_t n, cudaStream_t stream) {
     return gpu::launch("scale", scale_kernel, blocks(n / 4), kThreads, 0, stream, x, factor, n);
 }
-cudaError_t sum_squares(const float *x, int64_t n, double *partial, unsigned *ticket, double *result, cudaStream_t stream) {
-    return gpu::launch("sum_squares", sum_squares_kernel, blocks(n), kThreads, 0, stream, x, n, partial, ticket, result);
+cudaError_t sum_squares(const float *x, int64_t n, double *partial, unsigned *ticket, double *result,
+                        cudaStream_t stream) {
+    return gpu::launch("sum_squares", sum_squares_kernel, blocks(n), kThreads, 0, stream, x, n, partial, ticket,
+                       result);
 }
 cudaError_t sign_pack(const float *x, uint32_t *words, int64_t n, cudaStream_t stream) {
     return gpu::launch("sign_pack", sign_pack_kernel, blocks(n), kThreads, 0, stream, x, words, n);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sanitizers as the emulator sees them. It is compiled without any, and finds the one of the program by weak symbols.
+// The sanitizers as the emulator sees them. It is compiled without any, and finds the one of the program by weak
+// symbols.
 //
 // Its containers hold types of its own only: an inline function of the library that instrumented code instantiates too
 // would be merged by the linker, and one of the two kinds lost.
@@ -44,8 +45,8 @@ inline void release(void *place) {
     if (__tsan_release) __tsan_release(place);
 }
 
-/// While one lives, nothing that this thread does is an access or an order: locks, malloc() and memcpy() of the emulator
-/// itself are seen by the interceptors of the thread sanitizer.
+/// While one lives, nothing that this thread does is an access or an order: locks, malloc() and memcpy() of the
+/// emulator itself are seen by the interceptors of the thread sanitizer.
 inline void begin_quiet() {
     if (!AnnotateIgnoreSyncBegin) return;
     AnnotateIgnoreSyncBegin(__FILE__, __LINE__);

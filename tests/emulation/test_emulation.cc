@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated execution model: kernels give what they give on a device, in any order that a device may take, and what no
-// device promises is an error.
+// The emulated execution model: kernels give what they give on a device, in any order that a device may take, and what
+// no device promises is an error.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <algorithm>
@@ -17,11 +17,13 @@ using fakert::Stream;
 namespace {
 
 #ifdef EMULATION_TSAN // it is slow at making threads
-const std::vector<int64_t> kSizes{1, 33, 300};
-const std::vector<uint64_t> kSeeds{0, 7};
+const std::vector<int64_t> kSizes{33, 130};
+const std::vector<uint64_t> kSeeds{7};
+const std::vector<Mode> kModes{Mode::lazy, Mode::threads};
 #else
-const std::vector<int64_t> kSizes{1, 3, 4, 31, 32, 33, 127, 128, 129, 511, 513, 5000};
+const std::vector<int64_t> kSizes{1, 3, 4, 31, 32, 33, 63, 64, 65, 511, 513, 5000};
 const std::vector<uint64_t> kSeeds{0, 1, 7, 99};
+const std::vector<Mode> kModes{Mode::eager, Mode::lazy, Mode::random, Mode::threads};
 #endif
 
 std::vector<float> random_floats(int64_t n, unsigned seed) {
@@ -39,7 +41,7 @@ struct Order {
 };
 std::vector<Order> orders() {
     std::vector<Order> all;
-    for (const Mode mode : {Mode::eager, Mode::lazy, Mode::random, Mode::threads})
+    for (const Mode mode : kModes)
         for (const uint64_t seed : kSeeds) all.push_back({mode, seed, seed == 7 ? 2u : 1u});
     return all;
 }
@@ -100,12 +102,12 @@ TEST_P(Kernels, SumInTheLastBlockWithTheSameBitsInAnyOrder) {
         const auto x = random_floats(n, 4);
         const DeviceArray<float> dx(x);
         // As the kernel: a stride of the grid for each thread, warps by halves, warps of a block, blocks by halves.
-        const size_t blocks = std::clamp<size_t>((x.size() + 127) / 128, 1, 8);
-        std::vector<double> threads(blocks * 128, 0.0);
+        const size_t blocks = std::clamp<size_t>((x.size() + 63) / 64, 1, 8);
+        std::vector<double> threads(blocks * 64, 0.0);
         for (size_t i = 0; i < x.size(); ++i) threads[i % threads.size()] += double(x[i]) * double(x[i]);
         const auto fold = [](const double *values) {
             double warps = 0;
-            for (int warp = 0; warp < 4; ++warp) {
+            for (int warp = 0; warp < 2; ++warp) {
                 double lanes[32];
                 std::copy_n(values + warp * 32, 32, lanes);
                 for (int half = 16; half; half /= 2)
@@ -114,10 +116,11 @@ TEST_P(Kernels, SumInTheLastBlockWithTheSameBitsInAnyOrder) {
             }
             return warps;
         };
-        std::vector<double> sums(128, 0.0);
-        for (size_t block = 0; block < blocks; ++block) sums[block] = fold(&threads[block * 128]);
+        std::vector<double> sums(64, 0.0);
+        for (size_t block = 0; block < blocks; ++block) sums[block] = fold(&threads[block * 64]);
         for (int round = 0; round < 2; ++round) {
-            ASSERT_EQ(sample::sum_squares(dx.data(), n, partial.data(), ticket.data(), result.data(), stream), cudaSuccess);
+            ASSERT_EQ(sample::sum_squares(dx.data(), n, partial.data(), ticket.data(), result.data(), stream),
+                      cudaSuccess);
             EXPECT_EQ(result.get()[0], fold(sums.data())) << n;
             EXPECT_EQ(ticket.get()[0], 0u);
         }
@@ -172,8 +175,11 @@ __global__ void shuffle_kernel(double *x, int *lanes) {
     lanes[threadIdx.x] = __shfl_sync(~0u, lane, 9, 8);
     lanes[threadIdx.x + 64] = __shfl_up_sync(~0u, lane, 3u, 16);
     lanes[threadIdx.x + 128] = __shfl_down_sync(~0u, lane, 3u, 16);
-    if (lane < 4) lanes[threadIdx.x + 192] = int(__reduce_add_sync(0xfu, unsigned(lane)) + __reduce_max_sync(0xfu, unsigned(lane)));
-    else lanes[threadIdx.x + 192] = __any_sync(~0xfu, lane == 31) * 2 + __all_sync(~0xfu, lane > 4);
+    if (lane < 4)
+        lanes[threadIdx.x + 192] =
+            int(__reduce_add_sync(0xfu, unsigned(lane)) + __reduce_max_sync(0xfu, unsigned(lane)));
+    else
+        lanes[threadIdx.x + 192] = __any_sync(~0xfu, lane == 31) * 2 + __all_sync(~0xfu, lane > 4);
 }
 TEST(Warps, ShuffleWithinGroupsAndVoteByMask) {
     fakert::reset();
@@ -219,7 +225,8 @@ TEST(Grids, HaveThreeDimensions) {
 
 __global__ void atomics_kernel(int *i, unsigned *u, unsigned long long *l) {
     const int n = int(threadIdx.x);
-    atomicAdd(&i[0], -1), atomicMax(&i[1], n), atomicMin(&i[2], -n), atomicCAS(&i[3], 0, n + 1), atomicAdd(&i[4], 1 << 30);
+    atomicAdd(&i[0], -1), atomicMax(&i[1], n), atomicMin(&i[2], -n), atomicCAS(&i[3], 0, n + 1),
+        atomicAdd(&i[4], 1 << 30);
     atomicAdd(&u[0], 2u), atomicMax(&u[1], unsigned(n)), atomicOr(&u[2], 1u << n), atomicAnd(&u[3], ~(1u << n));
     atomicInc(&u[4], 9u), atomicExch(&u[5], 5u);
     atomicAdd(&l[0], 1ull << 40), atomicMax(&l[1], static_cast<unsigned long long>(n)), atomicMin(&l[2], 3ull);
@@ -240,7 +247,9 @@ TEST(Atomics, WorkOnIntegersAndWrap) {
     EXPECT_EQ(l.get(), (std::vector<unsigned long long>{32ull << 40, 31, 3}));
 }
 template <class T>
-concept CanAdd = requires(T *p, T v) { atomicAdd(p, v); };
+concept CanAdd = requires(T *p, T v) {
+    atomicAdd(p, v);
+};
 TEST(Atomics, HaveNoFloatForms) {
     static_assert(CanAdd<int> && CanAdd<unsigned> && CanAdd<unsigned long long>);
     static_assert(!CanAdd<float> && !CanAdd<double>);
@@ -248,9 +257,11 @@ TEST(Atomics, HaveNoFloatForms) {
 
 __global__ void intrinsics_kernel(unsigned *u, int *i) {
     u[0] = __float_as_uint(1.0f), u[1] = __brev(1u), u[2] = __float2uint_rn(-3.0f), u[3] = __float2uint_rn(1e20f);
-    u[4] = unsigned(__double_as_longlong(2.0) >> 32), u[5] = __float_as_uint(float(__longlong_as_double(0x3ff0000000000000)));
+    u[4] = unsigned(__double_as_longlong(2.0) >> 32),
+    u[5] = __float_as_uint(float(__longlong_as_double(0x3ff0000000000000)));
     i[0] = __popc(0xf0u), i[1] = __clz(1), i[2] = __clz(0), i[3] = __ffs(8), i[4] = __float2int_rn(2.5f);
-    i[5] = __float2int_rz(-2.5f), i[6] = __float2int_rn(NAN), i[7] = __float2int_rn(-1e20f), i[8] = __float2int_rn(1e20f);
+    i[5] = __float2int_rz(-2.5f), i[6] = __float2int_rn(NAN), i[7] = __float2int_rn(-1e20f),
+    i[8] = __float2int_rn(1e20f);
     i[9] = __clzll(1), i[10] = __float2int_rd(-0.5f), i[11] = __float2int_ru(0.5f);
 }
 TEST(Intrinsics, ConvertAndCountBits) {
@@ -285,8 +296,10 @@ __global__ void return_before_barrier_kernel(int *x) {
     x[threadIdx.x] = 1;
 }
 __global__ void half_warp_kernel(int *x) {
-    if (threadIdx.x < 16) x[threadIdx.x] = __shfl_sync(~0u, 1, 0);
-    else __syncthreads();
+    if (threadIdx.x < 16)
+        x[threadIdx.x] = __shfl_sync(~0u, 1, 0);
+    else
+        __syncthreads();
 }
 __global__ void other_collective_kernel(int *x) {
     x[threadIdx.x] = threadIdx.x < 20 ? __shfl_sync(~0u, 1, 0) : int(__ballot_sync(~0u, 1));
@@ -341,7 +354,9 @@ TEST_P(BrokenKernels, AreReportedAndStopTheDevice) {
     EXPECT_EQ(again.get(), std::vector<int>(64, 1));
 }
 
-__global__ void order_kernel(unsigned *next, unsigned *order) { order[atomicAdd(next, 1u)] = blockIdx.x * 8 + threadIdx.x; }
+__global__ void order_kernel(unsigned *next, unsigned *order) {
+    order[atomicAdd(next, 1u)] = blockIdx.x * 8 + threadIdx.x;
+}
 TEST(Seeds, PermuteBlocksAndThreadsTheSameWayEachTime) {
     fakert::reset();
     const cuemu::Options before = cuemu::options();

@@ -2,16 +2,18 @@
 // The CUDA execution model on an ordinary CPU, for tests: a kernel source that keeps to what is declared here and in
 // cuda_runtime.h compiles unchanged with a host compiler, and runs with every block, warp, barrier and collective.
 //
-// A CUDA thread is a fiber. The fibers of a block share one OS thread and are switched only where a thread has to wait, so
-// a kernel without barriers and collectives costs no switch at all.
+// A CUDA thread is a fiber. The fibers of a block share one OS thread and are switched only where a thread has to wait,
+// so a kernel without barriers and collectives costs no switch at all.
 //
 //   here      threadIdx, blockIdx, blockDim, gridDim, __shared__, dynamic shared memory (DYNAMIC_SHARED of launch.h),
 //             __syncthreads[_count|_and|_or], __syncwarp, __shfl*_sync, votes, reductions, integer atomics, fences,
 //             vector types, cached loads and stores, bit and rounding intrinsics (cuda_emu_math.h)
-//   missing   fused multiply-add and approximate intrinsics, float atomics (the engine's bits must not depend on them or
+//   missing   fused multiply-add and approximate intrinsics, float atomics (the engine's bits must not depend on them
+//   or
 //             on an order), grid-wide barriers, inline PTX, textures, clusters, __activemask
 //
-// Stricter than a device: a thread that returned never counts as arrived at a barrier; a collective must name its caller.
+// Stricter than a device: a thread that returned never counts as arrived at a barrier; a collective must name its
+// caller.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -101,6 +103,7 @@ uint64_t warp_op(Op op, uint32_t mask, uint64_t in, int argument, int width);
 int block_barrier(bool predicate, Vote vote);
 void *dynamic_shared();
 void fence();
+void note_atomic(const void *address);
 [[noreturn]] void trap(const char *why);
 
 template <class T> inline uint64_t to_bits(T value) {
@@ -126,6 +129,7 @@ template <class T> inline T shuffle(Op op, unsigned mask, T value, int argument,
 template <class T, class F> inline T modify(T *address, F next) {
     T old = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(address, &old, next(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    note_atomic(address);
     return old;
 }
 
@@ -176,38 +180,38 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
 
 inline void __trap() { cuemu::trap("__trap()"); }
 
-// The thread sanitizer takes these, and only these, as the order between blocks. "The last block finishes" therefore needs
-// both fences: data, __threadfence(), atomic | atomic, __threadfence(), data. A counter that all blocks increment has to be
-// put back by an atomic too (atomicInc() does both): their increments come after their fences.
+// The thread sanitizer orders blocks by these and atomics as the device does: "the last block finishes" needs a fence
+// before the ticket is drawn and one after it. A ticket that all blocks draw has to be put back by an atomic too
+// (atomicInc() does both): nothing orders their draws, which come after their fences, before a plain store.
 inline void __threadfence() { cuemu::fence(); }
 inline void __threadfence_block() { cuemu::fence(); }
 inline void __threadfence_system() { cuemu::fence(); }
 
 // Overloads, as nvcc has them; of the float types none.
-#define CUDA_EMU_ATOMICS(T)                                                                                              \
-    inline T atomicAdd(T *p, T v) {                                                                                      \
-        return cuemu::modify(p, [v](T old) {                                                                             \
-            __builtin_add_overflow(old, v, &old); /* wraps, signed or not */                                             \
-            return old;                                                                                                  \
-        });                                                                                                              \
-    }                                                                                                                    \
-    inline T atomicMax(T *p, T v) {                                                                                      \
-        return cuemu::modify(p, [v](T old) { return old > v ? old : v; });                                               \
-    }                                                                                                                    \
-    inline T atomicMin(T *p, T v) {                                                                                      \
-        return cuemu::modify(p, [v](T old) { return old < v ? old : v; });                                               \
-    }                                                                                                                    \
-    inline T atomicOr(T *p, T v) {                                                                                       \
-        return cuemu::modify(p, [v](T old) { return old | v; });                                                         \
-    }                                                                                                                    \
-    inline T atomicAnd(T *p, T v) {                                                                                      \
-        return cuemu::modify(p, [v](T old) { return old & v; });                                                         \
-    }                                                                                                                    \
-    inline T atomicExch(T *p, T v) {                                                                                     \
-        return cuemu::modify(p, [v](T) { return v; });                                                                   \
-    }                                                                                                                    \
-    inline T atomicCAS(T *p, T expected, T v) {                                                                          \
-        return cuemu::modify(p, [expected, v](T old) { return old == expected ? v : old; });                             \
+#define CUDA_EMU_ATOMICS(T)                                                                                            \
+    inline T atomicAdd(T *p, T v) {                                                                                    \
+        return cuemu::modify(p, [v](T old) {                                                                           \
+            __builtin_add_overflow(old, v, &old); /* wraps, signed or not */                                           \
+            return old;                                                                                                \
+        });                                                                                                            \
+    }                                                                                                                  \
+    inline T atomicMax(T *p, T v) {                                                                                    \
+        return cuemu::modify(p, [v](T old) { return old > v ? old : v; });                                             \
+    }                                                                                                                  \
+    inline T atomicMin(T *p, T v) {                                                                                    \
+        return cuemu::modify(p, [v](T old) { return old < v ? old : v; });                                             \
+    }                                                                                                                  \
+    inline T atomicOr(T *p, T v) {                                                                                     \
+        return cuemu::modify(p, [v](T old) { return old | v; });                                                       \
+    }                                                                                                                  \
+    inline T atomicAnd(T *p, T v) {                                                                                    \
+        return cuemu::modify(p, [v](T old) { return old & v; });                                                       \
+    }                                                                                                                  \
+    inline T atomicExch(T *p, T v) {                                                                                   \
+        return cuemu::modify(p, [v](T) { return v; });                                                                 \
+    }                                                                                                                  \
+    inline T atomicCAS(T *p, T expected, T v) {                                                                        \
+        return cuemu::modify(p, [expected, v](T old) { return old == expected ? v : old; });                           \
     }
 CUDA_EMU_ATOMICS(int)
 CUDA_EMU_ATOMICS(unsigned)

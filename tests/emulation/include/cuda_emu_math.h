@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Types and intrinsics of one CUDA thread: vectors, cached loads and stores, bits, conversions, rounding. Part of cuda_emu.h.
+// Types and intrinsics of one CUDA thread: vectors, cached loads and stores, bits, conversions, rounding. Part of
+// cuda_emu.h.
 #pragma once
 #include "cuda_emu.h"
 #include <limits>
 
-#define CUDA_EMU_VECTOR2(type, element)                                                                                  \
-    struct alignas(2 * sizeof(element)) type {                                                                           \
-        element x, y;                                                                                                    \
-    };                                                                                                                   \
+#define CUDA_EMU_VECTOR2(type, element)                                                                                \
+    struct alignas(2 * sizeof(element)) type {                                                                         \
+        element x, y;                                                                                                  \
+    };                                                                                                                 \
     inline type make_##type(element x, element y) { return {x, y}; }
-#define CUDA_EMU_VECTOR4(type, element)                                                                                  \
-    struct alignas(4 * sizeof(element)) type {                                                                           \
-        element x, y, z, w;                                                                                              \
-    };                                                                                                                   \
+#define CUDA_EMU_VECTOR4(type, element)                                                                                \
+    struct alignas(4 * sizeof(element)) type {                                                                         \
+        element x, y, z, w;                                                                                            \
+    };                                                                                                                 \
     inline type make_##type(element x, element y, element z, element w) { return {x, y, z, w}; }
 CUDA_EMU_VECTOR4(uchar4, unsigned char)
 CUDA_EMU_VECTOR2(ushort2, unsigned short)

@@ -24,7 +24,8 @@ struct Config {
     size_t memory = size_t(1) << 40; // of each device, bytes
     bool protect = true;             // device memory can be reached only while work of its device runs
 
-    // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are "cudaLaunchKernel".
+    // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are
+    // "cudaLaunchKernel".
     long fail_call = -1;
     const char *fail_function = nullptr;
     cudaError_t fail_with = cudaErrorMemoryAllocation;
@@ -32,7 +33,8 @@ struct Config {
     long fail_kernel = -1;
     cudaError_t fail_kernel_with = cudaErrorIllegalAddress;
 };
-/// The default, with CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED, CUEMU_DEVICES and CUEMU_PROTECT (0, 1).
+/// The default, with CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED, CUEMU_DEVICES and CUEMU_PROTECT (0,
+/// 1).
 Config config_from_environment();
 /// Forgets everything, leaks too, and begins anew. Before the first call it is config_from_environment() that holds.
 void reset(const Config &config = config_from_environment());

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// What fences and atomics order between blocks, told to the thread sanitizer. Atomics alone order nothing, as on the
+// device: a fence before the atomic of one thread gives, a fence after the atomic of another takes. A barrier carries
+// both to the other threads of the block: all may fence before it and one draw the ticket after it.
+#pragma once
+#include "sanitizer.h"
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <vector>
+
+namespace cuemu {
+
+/// Of one grid, whose blocks run one after the other under the thread sanitizer.
+class FenceOrder {
+public:
+    void begin_block(unsigned threads);
+    void barrier();
+    void fence(unsigned thread);
+    void atomic(unsigned thread, const void *address);
+
+private:
+    struct Place {
+        uint64_t booked;
+    };
+    struct Published { // by the atomics on one address
+        std::vector<Place *> places;
+    };
+    struct Seen { // by an atomic: what had been published then
+        const Published *published;
+        size_t count;
+    };
+    struct Own { // of a thread, since the last barrier
+        Place *fenced = nullptr;
+        std::vector<Seen> seen{};
+    };
+    Place *new_place();
+    static void remember(std::vector<Seen> &all, Seen seen);
+
+    std::deque<Place> places_;
+    std::map<const void *, Published> published_;
+    std::vector<Own> threads_;
+    Place *round_fenced_ = nullptr; // by any thread since the last barrier
+    std::vector<Seen> round_seen_;
+    std::vector<Place *> block_fenced_; // before the last barrier
+    std::vector<Seen> block_seen_;
+    std::vector<Place *> taken_;
+};
+
+inline FenceOrder::Place *FenceOrder::new_place() {
+    places_.push_back({0});
+    return &places_.back();
+}
+
+inline void FenceOrder::remember(std::vector<Seen> &all, Seen seen) {
+    for (Seen &known : all)
+        if (known.published == seen.published) {
+            known.count = seen.count;
+            return;
+        }
+    all.push_back(seen);
+}
+
+inline void FenceOrder::begin_block(unsigned threads) {
+    const sanitizer::Quiet quiet;
+    threads_.assign(threads, Own{});
+    round_fenced_ = nullptr;
+    round_seen_.clear();
+    block_fenced_.clear();
+    block_seen_.clear();
+}
+
+inline void FenceOrder::barrier() {
+    const sanitizer::Quiet quiet;
+    if (round_fenced_) block_fenced_.push_back(round_fenced_);
+    round_fenced_ = nullptr;
+    for (const Seen &seen : round_seen_) remember(block_seen_, seen);
+    round_seen_.clear();
+    for (Own &own : threads_) own = Own{};
+}
+
+inline void FenceOrder::fence(unsigned thread) {
+    Own &own = threads_[thread];
+    {
+        const sanitizer::Quiet quiet;
+        taken_.clear();
+        for (const auto *all : {&own.seen, &block_seen_})
+            for (const Seen &seen : *all)
+                taken_.insert(taken_.end(), seen.published->places.begin(),
+                              seen.published->places.begin() + long(seen.count));
+        own.seen.clear();
+        own.fenced = new_place();
+        if (!round_fenced_) round_fenced_ = new_place();
+    }
+    for (Place *place : taken_) sanitizer::acquire(place);
+    sanitizer::release(own.fenced);
+    sanitizer::release(round_fenced_);
+}
+
+inline void FenceOrder::atomic(unsigned thread, const void *address) {
+    const sanitizer::Quiet quiet;
+    Own &own = threads_[thread];
+    Published &published = published_[address];
+    const Seen seen{&published, published.places.size()};
+    remember(own.seen, seen);
+    remember(round_seen_, seen);
+    if (own.fenced) published.places.push_back(own.fenced);
+    published.places.insert(published.places.end(), block_fenced_.begin(), block_fenced_.end());
+}
+
+} // namespace cuemu

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+// The step as a pure function of the caller's memory, and that neither form of a step allocates once it is warm.
+#include "test_util.h"
+
+#include "test_alloc.h"
+
+using namespace test;
+
+namespace {
+
+const std::vector<int64_t> kSizes = {5000, 0, 33, 9000};
+
+/// Bytes on a 256-byte border with a guard behind them.
+class Workspace {
+public:
+    explicit Workspace(const dsopt_optimizer *opt) {
+        check(dsopt_optimizer_workspace(opt, &bytes_));
+        memory_.reset(static_cast<char *>(std::aligned_alloc(256, (bytes_ + 512) / 256 * 256)));
+        spoil(0xff);
+        std::memset(memory_.get() + bytes_, 0x5a, 64);
+    }
+    void spoil(int byte) { std::memset(memory_.get(), byte, bytes_); }
+    bool intact() const {
+        return std::all_of(memory_.get() + bytes_, memory_.get() + bytes_ + 64, [](char c) { return c == 0x5a; });
+    }
+    char *data() const { return memory_.get(); }
+    size_t bytes() const { return bytes_; }
+
+private:
+    struct Free {
+        void operator()(char *memory) const { std::free(memory); }
+    };
+    size_t bytes_ = 0;
+    std::unique_ptr<char, Free> memory_;
+};
+
+/// Everything that `apply` reads and writes, made from the list that the optimizer gives.
+struct Owned {
+    Owned(const dsopt_optimizer *opt, const std::vector<Shape> &shapes) :
+        model(shapes),
+        workspace(opt),
+        params(Model::list_of(model.params)),
+        grads(Model::list_of(model.grads)) {
+        for (int64_t i = 0; i < state_count(opt); ++i) {
+            const dsopt_state_info info = state_info(opt, i);
+            buffers.emplace_back(info.tensor.numel, info.tensor.dtype, size_of(info.tensor.dtype));
+            if (info.flags & DSOPT_STATE_FROM_PARAM)
+                for (int64_t k = 0; k < info.tensor.numel; ++k)
+                    buffers.back().set(k, model.params[size_t(info.param)].get(k));
+        }
+        state = Model::list_of(buffers);
+    }
+    dsopt_step arguments() const {
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = grads.data();
+        step.count = int64_t(grads.size());
+        step.params = params.data();
+        step.state = state.data();
+        step.state_count = int64_t(state.size());
+        step.workspace = workspace.data();
+        step.workspace_bytes = workspace.bytes();
+        return step;
+    }
+    std::string text() const {
+        std::string all = model.text();
+        for (const Buffer &buffer : buffers) all += buffer.text();
+        return all;
+    }
+    bool intact() const {
+        return model.intact() && workspace.intact() &&
+               std::all_of(buffers.begin(), buffers.end(), [](const Buffer &b) { return b.intact(); });
+    }
+    Model model;
+    Workspace workspace;
+    std::vector<Buffer> buffers;
+    std::vector<dsopt_tensor> params, grads, state;
+};
+
+/// An optimizer that knows sizes and hyper-parameters alone, as one made without a device would.
+Optimizer make_pure(const Context &context, const std::vector<Shape> &shapes, int32_t algorithm,
+                    const dsopt_optimizer_desc &desc) {
+    Optimizer opt = make_optimizer(context, desc);
+    std::vector<dsopt_param> params;
+    for (const Shape &shape : shapes) params.push_back(param_of({nullptr, shape.numel, shape.param, 0}));
+    const dsopt_group group = make_group(algorithm);
+    check(dsopt_optimizer_add_group(opt.get(), &group, params.data(), int64_t(params.size())));
+    return opt;
+}
+
+class Apply : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, Apply, testing::ValuesIn(kAlgorithms), algorithm_name);
+
+TEST_P(Apply, HasTheBitsOfStepOverTwentySteps) {
+    const Context context = make_context(context_desc(2));
+    for (const int32_t param : kDtypes) {
+        const std::vector<Shape> shapes = shapes_of(kSizes, param, param);
+        const dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS);
+        const Optimizer pure = make_pure(context, shapes, GetParam(), desc);
+        Owned owned(pure.get(), shapes);
+        const Trainer trainer(shapes, make_group(GetParam()), desc);
+        for (uint64_t t = 1; t <= 20; ++t) {
+            std::vector<float> reports[2] = {std::vector<float>(DSOPT_REPORT_FLOATS, -7),
+                                             std::vector<float>(DSOPT_REPORT_FLOATS, -8)};
+            const float lr = 0.01f / float(t), scale = t % 3 ? 1.0f : 16.0f;
+            const int32_t skip = t == 7;
+            owned.model.make_gradients(t);
+            trainer.model.make_gradients(t);
+            if (t == 11) owned.model.grads[2].set(5, NAN), trainer.model.grads[2].set(5, NAN);
+            for (int side = 0; side < 2; ++side) {
+                dsopt_step step = side == 0 ? owned.arguments() : trainer.arguments();
+                step.lr = &lr;
+                step.grad_scale = &scale;
+                step.skip = &skip;
+                step.report = reports[side].data();
+                if (side == 0) {
+                    owned.workspace.spoil(int(t * 37)); // nothing may be remembered there
+                    ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
+                } else {
+                    trainer.step(step);
+                }
+            }
+            ASSERT_EQ(0, std::memcmp(reports[0].data(), reports[1].data(), sizeof(float) * DSOPT_REPORT_FLOATS)) << t;
+        }
+        EXPECT_TRUE(same(owned.text(), trainer.text()));
+        EXPECT_TRUE(owned.intact());
+        EXPECT_EQ(steps(trainer.opt.get())[0], 18);
+    }
+}
+
+TEST_P(Apply, RemembersNothing) {
+    const Context context = make_context();
+    const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_BF16, DSOPT_F32);
+    const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(1.0));
+    const Owned owned(pure.get(), shapes);
+    const dsopt_step step = owned.arguments();
+    for (int i = 0; i < 3; ++i) ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
+    EXPECT_EQ(report_of(pure.get()).calls, 0);
+    EXPECT_TRUE(std::isnan(report_of(pure.get()).grad_norm));
+    for (int64_t i = 0; i < state_count(pure.get()); ++i) EXPECT_EQ(state_info(pure.get(), i).tensor.data, nullptr);
+    EXPECT_EQ(owned.buffers.back().as<int32_t>()[0], 3); // the counters are the caller's
+}
+
+TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
+    const Context context = make_context(context_desc(3));
+    const std::vector<Shape> shapes = shapes_of(kSizes);
+    const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc());
+    const Owned owned(pure.get(), shapes);
+    const Trainer trainer(shapes, make_group(GetParam()));
+    std::vector<Buffer> outs[2];
+    for (auto &list : outs)
+        for (const int64_t numel : kSizes) list.emplace_back(numel, DSOPT_F32);
+    const std::vector<dsopt_tensor> lists[2] = {Model::list_of(outs[0]), Model::list_of(outs[1])};
+    for (const uint32_t flags :
+         {0u, uint32_t(DSOPT_STEP_OUT_ONLY), uint32_t(DSOPT_STEP_DELTA | DSOPT_STEP_ZERO_GRADS)}) {
+        dsopt_step step = owned.arguments(), other = trainer.arguments();
+        step.out = lists[0].data();
+        other.out = lists[1].data();
+        step.flags = other.flags = flags;
+        ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
+        trainer.step(other);
+        for (size_t i = 0; i < kSizes.size(); ++i) {
+            EXPECT_TRUE(same(outs[0][i].text(), outs[1][i].text()));
+            EXPECT_TRUE(same(owned.model.grads[i].text(), trainer.model.grads[i].text()));
+        }
+        EXPECT_TRUE(same(owned.text(), trainer.text()));
+    }
+}
+
+TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
+    const Context context = make_context(context_desc(2));
+    const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097}, DSOPT_BF16, DSOPT_BF16);
+    const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
+    const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
+    trainer.train(1, 20);
+    constexpr int kThreads = 3;
+    std::vector<Owned> owned;
+    for (int i = 0; i < kThreads; ++i) owned.emplace_back(pure.get(), shapes);
+    std::atomic<int> failed{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i)
+        threads.emplace_back([&, i] {
+            for (uint64_t t = 1; t <= 20; ++t) {
+                owned[size_t(i)].model.make_gradients(t);
+                const dsopt_step step = owned[size_t(i)].arguments();
+                size_t bytes = 0;
+                DSOPT_NEW(dsopt_state_info, info);
+                failed += dsopt_optimizer_apply(pure.get(), &step) != DSOPT_OK;
+                failed += dsopt_optimizer_workspace(pure.get(), &bytes) != DSOPT_OK;
+                failed += dsopt_optimizer_state(pure.get(), 0, &info) != DSOPT_OK;
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    EXPECT_EQ(failed, 0);
+    for (const Owned &one : owned) EXPECT_TRUE(same(one.text(), trainer.text()));
+}
+
+TEST_P(Apply, WorkspaceChangesWithGroupsAlone) {
+    Trainer trainer(shapes_of({100, 200}), optimizer_desc());
+    trainer.add(make_group(GetParam()), 1);
+    const auto bytes = [&] {
+        size_t bytes = 0;
+        check(dsopt_optimizer_workspace(trainer.opt.get(), &bytes));
+        return bytes;
+    };
+    const size_t before = bytes();
+    trainer.step(1);
+    check(dsopt_optimizer_set(trainer.opt.get(), 0, DSOPT_LR, 0.5));
+    check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 0.5));
+    EXPECT_EQ(bytes(), before);
+    EXPECT_EQ(report_of(trainer.opt.get()).workspace_bytes, int64_t(before));
+    trainer.add(make_group(DSOPT_ADAMW), 1);
+    EXPECT_GT(bytes(), before);
+}
+
+// --------------------------------------------------------------------------------------------------- no allocation
+struct Count {
+    int64_t news, hooks;
+};
+template <class F> Count allocations(const HookWatch &hook, F &&call) {
+    NewWatch::calls = 0;
+    const int64_t before = hook.calls;
+    dsopt_status status;
+    {
+        const Armed armed;
+        status = call();
+    }
+    EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
+    return {NewWatch::calls, hook.calls - before};
+}
+
+/// A context with its allocator watched, and a pool that does not allocate either.
+Context watched_context(HookWatch &hook, int32_t threads) {
+    dsopt_context_desc desc = context_desc(threads);
+    hook.attach(desc);
+    desc.parallel_for = run_in_order;
+    return make_context(desc);
+}
+
+TEST(Allocations, AreSeenAtAll) { // that the replaced operators are the ones that the library calls
+    HookWatch hook;
+    const Context context = watched_context(hook, 1);
+    dsopt_optimizer *made = nullptr;
+    const Count count = allocations(hook, [&] { return dsopt_optimizer_create(context.get(), nullptr, &made); });
+    const Optimizer opt(made);
+    EXPECT_GT(count.news, 0);
+    EXPECT_EQ(count.hooks, 0);
+}
+
+TEST_P(Apply, NeverAllocates) {
+    HookWatch hook;
+    const Context context = watched_context(hook, 4);
+    const std::vector<Shape> shapes = shapes_of({100000, 0, 33, 9000}, DSOPT_BF16, DSOPT_F16);
+    const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
+    const Owned owned(pure.get(), shapes);
+    dsopt_step step = owned.arguments();
+    std::vector<float> report(DSOPT_REPORT_FLOATS);
+    step.report = report.data();
+    step.out = owned.params.data();
+    for (int i = 0; i < 3; ++i) {
+        const Count count = allocations(hook, [&] { return dsopt_optimizer_apply(pure.get(), &step); });
+        EXPECT_EQ(count.news, 0);
+        EXPECT_EQ(count.hooks, 0);
+    }
+    EXPECT_EQ(hook.calls, 0);
+}
+
+TEST_P(Apply, AndAWarmStepDoesNotEither) {
+    HookWatch hook;
+    {
+        dsopt_context_desc desc = context_desc(4);
+        hook.attach(desc);
+        desc.parallel_for = run_in_order;
+        Trainer trainer(shapes_of({100000, 0, 33, 9000}, DSOPT_BF16, DSOPT_F16),
+                        optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
+        trainer.add(make_group(GetParam()), 3);
+        dsopt_step step = trainer.arguments();
+        const auto warm = [&] {
+            for (int i = 0; i < 3; ++i) {
+                const Count count = allocations(hook, [&] { return trainer.try_step(step); });
+                EXPECT_EQ(count.news, 0);
+                EXPECT_EQ(count.hooks, 0);
+            }
+        };
+        Count count = allocations(hook, [&] { return trainer.try_step(step); });
+        EXPECT_GT(count.news + count.hooks, 0);
+        warm();
+        // Whatever else a call brings does not matter either; the first with a partial state list may make room for it.
+        std::vector<dsopt_tensor> params = Model::list_of(trainer.model.params), state;
+        for (int64_t i = 0; i < state_count(trainer.opt.get()); ++i) {
+            state.push_back(state_info(trainer.opt.get(), i).tensor);
+            if (i % 2) state.back().data = nullptr;
+        }
+        step.params = params.data();
+        step.out = params.data();
+        step.flags = DSOPT_STEP_ZERO_GRADS;
+        warm();
+        step.state = state.data();
+        step.state_count = int64_t(state.size());
+        (void)allocations(hook, [&] { return trainer.try_step(step); });
+        warm();
+        // A new group needs memory once.
+        trainer.add(make_group(DSOPT_ADAMW), 1);
+        step = trainer.arguments();
+        count = allocations(hook, [&] { return trainer.try_step(step); });
+        EXPECT_GT(count.hooks, 0);
+        warm();
+        check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, 0.5));
+        warm();
+        count = allocations(hook, [&] {
+            DSOPT_NEW(dsopt_report, report);
+            return dsopt_optimizer_report(trainer.opt.get(), &report);
+        });
+        EXPECT_EQ(count.news + count.hooks, 0);
+        EXPECT_GT(hook.live, 0);
+        // A refused call does not allocate its text.
+        step.count = 1;
+        NewWatch::calls = 0;
+        {
+            const Armed armed;
+            EXPECT_NE(trainer.try_step(step), DSOPT_OK);
+        }
+        EXPECT_EQ(NewWatch::calls, 0);
+    }
+    EXPECT_EQ(hook.live, 0);
+    EXPECT_EQ(hook.live_bytes, 0);
+    EXPECT_EQ(hook.wrong, 0);
+}
+
+} // namespace

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads, life of handles, fork, the log, texts of errors.
+#include "test_util.h"
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <sys/wait.h>
+#include <unistd.h>
+
+using namespace test;
+
+namespace {
+
+/// A pool that stops inside a step until it is let go.
+struct Gate {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool inside = false, open = false;
+    static void run(void *user, int64_t n, Body body, void *arg) {
+        auto *self = static_cast<Gate *>(user);
+        std::unique_lock lock(self->mutex);
+        self->inside = true;
+        self->changed.notify_all();
+        self->changed.wait(lock, [&] { return self->open; });
+        lock.unlock();
+        run_in_order(nullptr, n, body, arg);
+    }
+    void wait_until_inside() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return inside; });
+    }
+    void let_go() {
+        const std::lock_guard lock(mutex);
+        open = true;
+        changed.notify_all();
+    }
+};
+
+/// Every call that needs the optimizer for itself.
+std::vector<std::pair<std::string, dsopt_status>> exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
+    std::vector<std::pair<std::string, dsopt_status>> results;
+    std::vector<float> values(40000);
+    const dsopt_group group = make_group(DSOPT_ADAM);
+    DSOPT_NEW(dsopt_report, report);
+    DSOPT_NEW(dsopt_io, io);
+    io.write = [](void *, const void *, size_t) { return 0; };
+    io.read = [](void *, uint64_t, void *, size_t) { return 0; };
+    results.emplace_back("step", dsopt_optimizer_step(opt, &step));
+    results.emplace_back("add_group", dsopt_optimizer_add_group(opt, &group, nullptr, 0));
+    results.emplace_back("set", dsopt_optimizer_set(opt, 0, DSOPT_LR, 5));
+    results.emplace_back("export", dsopt_optimizer_export(opt, 0, values.data(), 160000));
+    results.emplace_back("import", dsopt_optimizer_import(opt, 0, values.data(), 160000));
+    results.emplace_back("bind", dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, nullptr, 0));
+    results.emplace_back("reset", dsopt_optimizer_reset(opt, DSOPT_RESET_COUNTERS, nullptr));
+    results.emplace_back("accumulate", dsopt_optimizer_accumulate(opt, nullptr, 0, nullptr));
+    results.emplace_back("report", dsopt_optimizer_report(opt, &report));
+    results.emplace_back("save", dsopt_optimizer_save(opt, nullptr, &io));
+    results.emplace_back("load", dsopt_optimizer_load(opt, nullptr, &io));
+    return results;
+}
+
+TEST(Busy, IsWhatASecondThreadGets) {
+    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2)),
+        plain(shapes_of({40000}), make_group(DSOPT_ADAMW));
+    Gate gate;
+    dsopt_step step = trainer.arguments(), other = step;
+    step.parallel_for = Gate::run;
+    step.parallel_user = &gate;
+    dsopt_status first = DSOPT_ERR_INTERNAL;
+    std::thread thread([&] { first = trainer.try_step(step); });
+    gate.wait_until_inside();
+    for (const auto &[name, status] : exclusive_calls(trainer.opt.get(), other)) {
+        EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
+        EXPECT_NE(std::strstr(dsopt_last_error(), "another thread"), nullptr);
+    }
+    DSOPT_NEW(dsopt_state_info, info); // readers may come
+    size_t bytes = 0;
+    EXPECT_OK(dsopt_optimizer_state(trainer.opt.get(), 0, &info));
+    EXPECT_OK(dsopt_optimizer_workspace(trainer.opt.get(), &bytes));
+    gate.let_go();
+    thread.join();
+    EXPECT_EQ(first, DSOPT_OK);
+    plain.step(plain.arguments());
+    EXPECT_TRUE(same(trainer.text(), plain.text()));
+    EXPECT_EQ(get(trainer.opt.get(), 0, DSOPT_LR), 1e-3);
+}
+
+TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
+    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2));
+    struct Inside {
+        const Trainer *trainer;
+        std::vector<std::pair<std::string, dsopt_status>> results;
+    } inside{&trainer, {}};
+    dsopt_step step = trainer.arguments();
+    step.parallel_user = &inside;
+    step.parallel_for = [](void *user, int64_t n, Body body, void *arg) {
+        auto *self = static_cast<Inside *>(user);
+        self->results = exclusive_calls(self->trainer->opt.get(), self->trainer->arguments());
+        run_in_order(nullptr, n, body, arg);
+    };
+    ASSERT_OK(trainer.try_step(step));
+    EXPECT_EQ(inside.results.size(), 11u);
+    for (const auto &[name, status] : inside.results) EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
+    inside.results.clear();
+    DSOPT_NEW(dsopt_io, io);
+    io.user = &inside;
+    io.write = [](void *user, const void *, size_t) {
+        auto *self = static_cast<Inside *>(user);
+        self->results.emplace_back("step", self->trainer->try_step(self->trainer->arguments()));
+        return 0;
+    };
+    ASSERT_OK(dsopt_optimizer_save(trainer.opt.get(), nullptr, &io));
+    EXPECT_FALSE(inside.results.empty());
+    for (const auto &[name, status] : inside.results) EXPECT_EQ(status, DSOPT_ERR_BUSY);
+}
+
+TEST(Busy, StepsOfManyThreadsAreTakenWholeOrNotAtAll) {
+    const Trainer trainer(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0)),
+        plain(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0));
+    std::atomic<int64_t> taken{0}, busy{0}, other{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+        threads.emplace_back([&] {
+            const dsopt_step step = trainer.arguments();
+            for (int k = 0; k < 200; ++k) {
+                const dsopt_status status = trainer.try_step(step);
+                ++(status == DSOPT_OK ? taken : status == DSOPT_ERR_BUSY ? busy : other);
+                if (status != DSOPT_OK && std::string(dsopt_last_error()).empty()) ++other;
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    EXPECT_EQ(other, 0);
+    EXPECT_EQ(taken + busy, 800);
+    EXPECT_GE(taken, 200);
+    EXPECT_EQ(report_of(trainer.opt.get()).calls, taken);
+    for (int64_t i = 0; i < taken; ++i) plain.step(plain.arguments());
+    EXPECT_TRUE(same(trainer.text(), plain.text()));
+}
+
+TEST(Threads, OneContextServesManyOptimizersAtOnce) {
+    const Context context = make_context(context_desc(2));
+    const Trainer plain(shapes_of({20000, 7}, DSOPT_BF16, DSOPT_BF16), make_group(DSOPT_LAMB), optimizer_desc(0.5));
+    plain.train(1, 5);
+    std::vector<std::string> texts(4);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+        threads.emplace_back([&, i] {
+            const Model model(shapes_of({20000, 7}, DSOPT_BF16, DSOPT_BF16));
+            const Optimizer opt = make_optimizer(context, optimizer_desc(0.5));
+            const dsopt_group group = make_group(DSOPT_LAMB);
+            const auto list = model.registered();
+            check(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 2));
+            std::vector<dsopt_tensor> grads = Model::list_of(model.grads);
+            for (uint64_t t = 1; t <= 5; ++t) {
+                model.make_gradients(t);
+                DSOPT_NEW(dsopt_step, step);
+                step.grads = grads.data();
+                step.count = 2;
+                check(dsopt_optimizer_step(opt.get(), &step));
+            }
+            check(dsopt_zero_grad(context.get(), grads.data(), 2, DSOPT_ZERO_FILL, nullptr));
+            texts[size_t(i)] = model.text() + state_text(opt.get());
+        });
+    for (std::thread &thread : threads) thread.join();
+    for (const std::string &text : texts) EXPECT_TRUE(same(text, plain.text()));
+}
+
+TEST(Threads, ContextsAndOptimizersComeAndGoInAllOfThem) {
+    std::atomic<int> failed{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+        threads.emplace_back([&] {
+            for (int k = 0; k < 50; ++k) {
+                dsopt_context *context = nullptr;
+                dsopt_optimizer *opt = nullptr;
+                failed += dsopt_context_create(nullptr, &context) != DSOPT_OK;
+                failed += dsopt_optimizer_create(context, nullptr, &opt) != DSOPT_OK;
+                failed += dsopt_build_info() == nullptr;
+                dsopt_context_destroy(context);
+                dsopt_optimizer_destroy(opt);
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    EXPECT_EQ(failed, 0);
+}
+
+TEST(LastError, BelongsToTheThread) {
+    EXPECT_NE(dsopt_optimizer_count(nullptr, nullptr, nullptr), DSOPT_OK);
+    const std::string here = dsopt_last_error();
+    EXPECT_NE(here, "");
+    std::string before, after;
+    std::thread([&] {
+        before = dsopt_last_error();
+        dsopt_group group{};
+        (void)(dsopt_group_init(&group, sizeof group, 1234) == DSOPT_OK);
+        after = dsopt_last_error();
+    }).join();
+    EXPECT_EQ(before, "");
+    EXPECT_NE(after.find("1234"), std::string::npos);
+    EXPECT_EQ(dsopt_last_error(), here);
+    const Context context = make_context(); // success leaves it
+    EXPECT_EQ(dsopt_last_error(), here);
+}
+
+// ------------------------------------------------------------------------------------------------------------- handles
+TEST(Handles, AnOptimizerOutlivesTheHandleOfItsContext) {
+    struct Hooks {
+        int allocated = 0, released = 0;
+    } hooks;
+    dsopt_context_desc desc = context_desc();
+    desc.user = &hooks;
+    desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) {
+        ++static_cast<Hooks *>(user)->allocated;
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    };
+    desc.release = [](void *user, void *memory, size_t, void *) {
+        ++static_cast<Hooks *>(user)->released;
+        std::free(memory);
+    };
+    Trainer trainer(shapes_of({100, 200}, DSOPT_BF16), optimizer_desc(1.0), desc);
+    trainer.add(make_group(DSOPT_ADAMW), 1);
+    trainer.context.reset();
+    trainer.step(1);
+    trainer.add(make_group(DSOPT_LAMB), 1);
+    trainer.train(2, 3);
+    EXPECT_EQ(report_of(trainer.opt.get()).calls, 3);
+    DSOPT_NEW(dsopt_io, io);
+    io.write = [](void *, const void *, size_t) { return 0; };
+    EXPECT_OK(dsopt_optimizer_save(trainer.opt.get(), nullptr, &io));
+    EXPECT_GT(hooks.allocated, 0);
+    EXPECT_LT(hooks.released, hooks.allocated);
+    trainer.opt.reset();
+    EXPECT_EQ(hooks.released, hooks.allocated);
+}
+
+TEST(Handles, AnyOrderOfDestroyingManyIsFine) {
+    for (int order = 0; order < 6; ++order) {
+        const Model model(shapes_of({10, 20}));
+        Context context = make_context();
+        Optimizer a = make_optimizer(context), b = make_optimizer(context);
+        const dsopt_group group = make_group(DSOPT_ADAM);
+        const auto list = model.registered();
+        check(dsopt_optimizer_add_group(a.get(), &group, list.data(), 1));
+        check(dsopt_optimizer_add_group(b.get(), &group, list.data() + 1, 1));
+        (void)state_text(a.get());
+        const std::function<void()> ends[] = {[&] { context.reset(); }, [&] { a.reset(); }, [&] { b.reset(); }};
+        const int orders[6][3] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
+        for (const int i : orders[order]) ends[i]();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- fork
+TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
+    Trainer trainer(shapes_of({100}, DSOPT_BF16), make_group(DSOPT_ADAMW));
+    trainer.step(1);
+    const std::string before = trainer.text();
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) { // no assertions here: the exit code tells which check failed
+        int failed = 0, n = 0;
+        const auto expect = [&](bool good) {
+            ++n;
+            if (!good && failed == 0) failed = n;
+        };
+        dsopt_optimizer *const opt = trainer.opt.get();
+        for (const auto &[name, status] : exclusive_calls(opt, trainer.arguments())) expect(status == DSOPT_ERR_FORKED);
+        int64_t count = -7;
+        double value = -7;
+        size_t bytes = 77;
+        DSOPT_NEW(dsopt_state_info, info);
+        const dsopt_step step = trainer.arguments();
+        dsopt_optimizer *made = nullptr;
+        expect(dsopt_optimizer_count(opt, &count, nullptr) == DSOPT_ERR_FORKED && count == -7);
+        expect(dsopt_optimizer_get(opt, 0, DSOPT_LR, &value) == DSOPT_ERR_FORKED && value == -7);
+        expect(dsopt_optimizer_state_count(opt, &count) == DSOPT_ERR_FORKED);
+        expect(dsopt_optimizer_state(opt, 0, &info) == DSOPT_ERR_FORKED);
+        expect(dsopt_optimizer_workspace(opt, &bytes) == DSOPT_ERR_FORKED && bytes == 77);
+        expect(dsopt_optimizer_apply(opt, &step) == DSOPT_ERR_FORKED);
+        expect(dsopt_optimizer_create(trainer.context.get(), nullptr, &made) == DSOPT_ERR_FORKED && made == nullptr);
+        expect(dsopt_zero_grad(trainer.context.get(), nullptr, 0, DSOPT_ZERO_FILL, nullptr) == DSOPT_ERR_FORKED);
+        expect(std::strstr(dsopt_last_error(), "fork") != nullptr);
+        // What the child makes for itself works.
+        {
+            const Trainer fresh(shapes_of({100}, DSOPT_BF16), make_group(DSOPT_ADAMW));
+            fresh.step(1);
+            expect(fresh.text() == before);
+        }
+        trainer.opt.reset();
+        trainer.context.reset();
+        ::_exit(failed);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0) << "check of that number in the child";
+    EXPECT_TRUE(same(trainer.text(), before)); // the parent goes on
+    trainer.step(2);
+}
+
+// ----------------------------------------------------------------------------------------------------------------- log
+struct Log {
+    std::vector<std::pair<int32_t, std::string>> lines;
+    dsopt_context_desc desc(int32_t level) {
+        dsopt_context_desc desc = context_desc();
+        desc.log_level = level;
+        desc.user = this;
+        desc.log = [](void *user, int32_t level, const char *text) {
+            static_cast<Log *>(user)->lines.emplace_back(level, text);
+        };
+        return desc;
+    }
+};
+
+TEST(LogHook, GetsWhatTheLevelLetsThrough) {
+    for (const int32_t level : {DSOPT_LOG_ERROR, DSOPT_LOG_WARN, DSOPT_LOG_INFO, DSOPT_LOG_TRACE}) {
+        Log log;
+        const Context context = make_context(log.desc(level));
+        EXPECT_EQ(log.lines.empty(), level < DSOPT_LOG_INFO);
+        for (const auto &[line_level, text] : log.lines) {
+            EXPECT_LE(line_level, level);
+            EXPECT_FALSE(text.empty());
+        }
+    }
+}
+
+TEST(LogHook, LevelZeroAsksTheEnvironment) {
+    for (const auto &[value, lines] : {std::pair{"info", true},
+                                       {"trace", true},
+                                       {"warn", false},
+                                       {"error", false},
+                                       {"nonsense", false},
+                                       {"", false}}) {
+        setenv("DSOPT_LOG", value, 1);
+        Log log;
+        const Context context = make_context(log.desc(0));
+        EXPECT_EQ(!log.lines.empty(), lines) << value;
+    }
+    unsetenv("DSOPT_LOG");
+    Log log;
+    const Context context = make_context(log.desc(0));
+    EXPECT_TRUE(log.lines.empty());
+}
+
+TEST(LogHook, SaysWhichInstructionSetIsUsed) {
+    for (const char *isa : {"generic", "no such thing"}) {
+        setenv("DSOPT_ISA", isa, 1);
+        Log log;
+        const Context context = make_context(log.desc(DSOPT_LOG_INFO));
+        ASSERT_FALSE(log.lines.empty());
+        EXPECT_NE(log.lines[0].second.find("generic"), std::string::npos) << log.lines[0].second;
+    }
+    unsetenv("DSOPT_ISA");
+}
+
+// --------------------------------------------------------------------------------------------------------------- texts
+TEST(Texts, EveryStatusHasAName) {
+    const std::pair<dsopt_status, const char *> names[] = {{DSOPT_OK, "DSOPT_OK"},
+                                                           {DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT"},
+                                                           {DSOPT_ERR_SHAPE, "DSOPT_ERR_SHAPE"},
+                                                           {DSOPT_ERR_DTYPE, "DSOPT_ERR_DTYPE"},
+                                                           {DSOPT_ERR_ALIGNMENT, "DSOPT_ERR_ALIGNMENT"},
+                                                           {DSOPT_ERR_OVERLAP, "DSOPT_ERR_OVERLAP"},
+                                                           {DSOPT_ERR_DEVICE, "DSOPT_ERR_DEVICE"},
+                                                           {DSOPT_ERR_WORKSPACE, "DSOPT_ERR_WORKSPACE"},
+                                                           {DSOPT_ERR_VERSION, "DSOPT_ERR_VERSION"},
+                                                           {DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED"},
+                                                           {DSOPT_ERR_STATE, "DSOPT_ERR_STATE"},
+                                                           {DSOPT_ERR_BUSY, "DSOPT_ERR_BUSY"},
+                                                           {DSOPT_ERR_FORKED, "DSOPT_ERR_FORKED"},
+                                                           {DSOPT_ERR_SKIPS, "DSOPT_ERR_SKIPS"},
+                                                           {DSOPT_ERR_NOMEM, "DSOPT_ERR_NOMEM"},
+                                                           {DSOPT_ERR_MISSING, "DSOPT_ERR_MISSING"},
+                                                           {DSOPT_ERR_IO, "DSOPT_ERR_IO"},
+                                                           {DSOPT_ERR_INTERNAL, "DSOPT_ERR_INTERNAL"},
+                                                           {DSOPT_ERR_BACKEND, "DSOPT_ERR_BACKEND"},
+                                                           {DSOPT_ERR_COMM, "DSOPT_ERR_COMM"},
+                                                           {DSOPT_ERR_TIMEOUT, "DSOPT_ERR_TIMEOUT"},
+                                                           {DSOPT_ERR_ABORTED, "DSOPT_ERR_ABORTED"},
+                                                           {DSOPT_ERR_FORMAT, "DSOPT_ERR_FORMAT"},
+                                                           {DSOPT_ERR_CHECKSUM, "DSOPT_ERR_CHECKSUM"},
+                                                           {DSOPT_ERR_MISMATCH, "DSOPT_ERR_MISMATCH"}};
+    for (const auto &[status, name] : names) EXPECT_STREQ(dsopt_status_name(status), name);
+    for (const dsopt_status status : {-1, 1, 9, 9999, INT32_MAX, INT32_MIN})
+        EXPECT_STREQ(dsopt_status_name(status), "unknown status");
+}
+
+TEST(Texts, VersionAndBuildInfo) {
+    EXPECT_EQ(dsopt_version(), DSOPT_VERSION_MAJOR * 10000 + DSOPT_VERSION_MINOR * 100 + DSOPT_VERSION_PATCH);
+    EXPECT_EQ(dsopt_abi_version(), DSOPT_ABI_VERSION);
+    const std::string info = dsopt_build_info();
+    EXPECT_EQ(info.front(), '{');
+    EXPECT_EQ(info.back(), '}');
+    for (const char *key : {"version", "abi", "compiler", "backends", "comms", "isa"})
+        EXPECT_NE(info.find('"' + std::string(key) + '"'), std::string::npos) << key;
+    EXPECT_EQ(dsopt_build_info(), dsopt_build_info());
+}
+
+} // namespace
