@@ -184,7 +184,7 @@ DSOPT_HD void fold_updates(const StepPlan &plan, Outcome &outcome) {
     double weights = 0, updates = 0;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present) continue;
+        if (!job.present || job.numel == 0) continue;
         double factor = 1; // LAMB sums its update before the factor that makes a change of it
         if (is_lamb(plan.groups[job.group].rule)) factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
         weights += fold_leaves(plan.sums_a, job);
