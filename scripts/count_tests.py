@@ -58,7 +58,7 @@ def cases_of(test, gtests):
 
 def what_it_said(test):
     lines = ((test["stdout"] or "") + test.get("stderr", "")).splitlines()
-    return "\n".join([line for line in lines if not line.startswith(NOISE)][-TAIL:])
+    return "\n".join([line for line in lines if line and not line.startswith(NOISE)][-TAIL:])
 
 
 def main():

@@ -287,6 +287,13 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuInCompatMode) {
         }
 }
 
+/// Thousands of blocks of device memory: protecting each one around each call would take minutes.
+void allow_many_blocks() {
+    fakert::Config config = fakert::config_from_environment();
+    config.protect = false;
+    fakert::reset(config);
+}
+
 std::vector<std::string> launches(Side &side) {
     fakert::mark();
     EXPECT_EQ(side.step(), DSOPT_OK) << dsopt_last_error();
@@ -294,6 +301,7 @@ std::vector<std::string> launches(Side &side) {
 }
 
 TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
+    allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 5);
     s.desc.max_norm = 1;
@@ -311,7 +319,8 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
 }
 
 TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfTensors) {
-    for (const size_t count : {size_t(1), size_t(100), size_t(20000)}) {
+    allow_many_blocks();
+    for (const size_t count : {size_t(1), size_t(100), size_t(5000)}) {
         Setting s;
         s.sizes.assign(count, 3);
         {
@@ -329,6 +338,7 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
 }
 
 TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
+    allow_many_blocks();
     Setting s;
     s.sizes.assign(2000, 4);
     Side side(true, s);
@@ -440,6 +450,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
 }
 
 TEST_F(Cuda, RefusesACaptureBeforeTheFirstStepAndManyChangedPointersInOne) {
+    allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 4);
     Side side(true, s);
