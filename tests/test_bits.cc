@@ -85,14 +85,14 @@ INSTANTIATE_TEST_SUITE_P(, Cut, testing::Values(0, 1, 2), [](const auto &info) {
 TEST_P(Cut, ThreadsInstructionSetsChunksAndPoolsGiveTheSameBits) {
     Random random(1);
     const int32_t dtypes[] = {DSOPT_F16, DSOPT_BF16, DSOPT_F32};
-    const std::vector<size_t> sizes = {1, 40961, 0, 4095, 4096, 4097, 33, 70000, 1025, 8192, 12289, 50000};
+    const std::vector<size_t> sizes = {1, 20481, 0, 4095, 4096, 4097, 33, 30000, 1025, 8192, 12289, 16385};
     std::vector<Array> weights;
     for (const size_t size : sizes) weights.emplace_back(dtypes[weights.size() % 3], random.floats(size));
     std::vector<std::vector<Array>> grads(4);
     for (size_t step = 0; step < grads.size(); ++step)
         for (const size_t size : sizes)
             grads[step].emplace_back(dtypes[(grads[step].size() + step) % 3], random.floats(size, -90, 90));
-    grads[2][7].set(69999, kInf); // one skipped step among them
+    grads[2][7].set(29999, kInf); // one skipped step among them
     dsopt_optimizer_desc desc = empty();
     desc.compat = GetParam() == 0 ? DSOPT_STANDARD : DSOPT_COMPAT_DEEPSPEED;
     desc.masters = GetParam() == 1 ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
@@ -197,7 +197,7 @@ struct Training {
         desc.max_norm = 0.5;
         Random random(3);
         std::vector<Array> weights;
-        for (const size_t n : {size_t(100), size_t(6000), size_t(1)}) weights.emplace_back(DSOPT_F16, random.floats(n));
+        for (const size_t n : {size_t(100), size_t(1500), size_t(1)}) weights.emplace_back(DSOPT_F16, random.floats(n));
         return Trainer(ctx, desc, group_of(algorithm, 0.02), weights);
     }
     Training(int threads, int32_t algorithm, const dsopt_optimizer_desc &desc) :
@@ -205,7 +205,7 @@ struct Training {
         scaler(make_scaler(ctx, 4096, 4)),
         trainer(make(ctx, scaler, algorithm, desc)) {
         Random random(4);
-        for (const size_t n : {size_t(100), size_t(6000), size_t(1)}) targets.emplace_back(DSOPT_F32, random.floats(n));
+        for (const size_t n : {size_t(100), size_t(1500), size_t(1)}) targets.emplace_back(DSOPT_F32, random.floats(n));
     }
     void steps(int count) {
         for (int step = 0; step < count; ++step) {
@@ -237,7 +237,7 @@ TEST_P(Resumed, RunWithDynamicScalingGoesOnWithTheSameBits) {
         straight.steps(total);
         EXPECT_NE(straight.log.find('X'), std::string::npos) << "no overflow happened";
         EXPECT_GT(straight.trainer.report().calls, straight.trainer.report().skipped * 2);
-        for (const int middle : {0, 1, 23, 24, 25, 59}) {
+        for (const int middle : {0, 1, 23, 24, 59}) {
             Training first(3, GetParam(), desc), second(1, GetParam(), desc);
             first.steps(middle);
             ASSERT_TRUE(ok(dsopt_optimizer_save(first.trainer.opt(), path.c_str(), nullptr)));

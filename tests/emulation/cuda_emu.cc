@@ -286,14 +286,14 @@ void thread_main() {
             run_as(w, following);
             continue;
         }
-        switch_fiber(fiber, w.scheduler, true);
+        switch_fiber(fiber, w.scheduler);
     }
 }
 
 Fiber *take_fiber(Worker &w) {
     if (w.spare.empty()) {
         sanitizer::Quiet quiet;
-        w.spare.push_back(new_fiber(size_t(sanitizer::asan() ? 512 : 128) << 10)); // kernels take up to 32 KiB by value
+        w.spare.push_back(new_fiber(size_t(sanitizer::asan() ? 256 : 128) << 10)); // kernels take up to 32 KiB by value
         w.all.push_back(w.spare.back());
     }
     Fiber *const fiber = w.spare.back();

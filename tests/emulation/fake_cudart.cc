@@ -100,6 +100,7 @@ Config config_from_environment() {
     Config config;
     config.seed = from_environment("CUEMU_STREAM_SEED", config.seed);
     config.devices = int(from_environment("CUEMU_DEVICES", uint64_t(config.devices)));
+    config.multiprocessors = int(from_environment("CUEMU_MULTIPROCESSORS", uint64_t(config.multiprocessors)));
     config.protect = from_environment("CUEMU_PROTECT", 1) != 0;
     const char *const mode = std::getenv("CUEMU_MODE");
     const char *const names[] = {"eager", "lazy", "random", "threads"};

@@ -78,8 +78,8 @@ void forget_frames(Fiber &fiber) {
     if (sanitizer::asan()) __asan_unpoison_memory_region(fiber.stack + kGuard, fiber.size - kGuard);
 }
 
-void switch_fiber(Fiber &from, Fiber &to, bool last) {
-    if (sanitizer::asan()) __sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack, to.size);
+void switch_fiber(Fiber &from, Fiber &to) {
+    if (sanitizer::asan()) __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.size);
     if (to.tsan) __tsan_switch_to_fiber(to.tsan, sanitizer::kNoOrder);
 #ifdef CUDA_EMU_UCONTEXT
     swapcontext(&from.context, &to.context);
@@ -95,7 +95,7 @@ void entered(Fiber &self, Fiber &from) {
     if (!sanitizer::asan()) return;
     const void *bottom = nullptr;
     size_t size = 0;
-    __sanitizer_finish_switch_fiber(self.fake_stack, &bottom, &size); // one that a given-up thread left is used again
+    __sanitizer_finish_switch_fiber(self.fake_stack, &bottom, &size); // that of the thread before is used again
     self.fake_stack = nullptr;
     if (from.stack) return;
     from.stack = const_cast<char *>(static_cast<const char *>(bottom));

@@ -29,8 +29,7 @@ void delete_fiber(Fiber *fiber);
 void prepare(Fiber &fiber, void (*main)(), void *tsan);
 /// After a fiber was given up in the middle: the marks that its frames left on the stack.
 void forget_frames(Fiber &fiber);
-/// `last`: `from` ends with this.
-void switch_fiber(Fiber &from, Fiber &to, bool last = false);
+void switch_fiber(Fiber &from, Fiber &to);
 /// First thing in `main`: where it came from is learned from the address sanitizer.
 void entered(Fiber &self, Fiber &from);
 

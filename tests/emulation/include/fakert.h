@@ -33,8 +33,8 @@ struct Config {
     long fail_kernel = -1;
     cudaError_t fail_kernel_with = cudaErrorIllegalAddress;
 };
-/// The default, with CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED, CUEMU_DEVICES and CUEMU_PROTECT (0,
-/// 1).
+/// The default with what the environment says: CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED,
+/// CUEMU_DEVICES, CUEMU_MULTIPROCESSORS, CUEMU_PROTECT (0, 1).
 Config config_from_environment();
 /// Forgets everything, leaks too, and begins anew. Before the first call it is config_from_environment() that holds.
 void reset(const Config &config = config_from_environment());
