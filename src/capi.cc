@@ -88,6 +88,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
 /// Checks of a list that stands alone; tensors are called by their place in it.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", static_cast<long long>(count));
+    if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", static_cast<long long>(count));
     if (count > 0) not_null(list, role);
     for (int64_t i = 0; i < count; ++i) {
         char name[24];

@@ -125,7 +125,8 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     check_group(group);
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
     if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
-    if (int64_t(params_.size()) + count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "more than 2^31 parameters");
+    if (count > INT32_MAX - int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
 
     // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
     std::vector<dsopt_group> new_groups = groups_;
@@ -178,6 +179,9 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         add("exp_avg_sq", moments, 0);
         if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add("grad_accum", DSOPT_F32, 0);
         leaf += leaves_of(param.numel);
+        // Each size is legal; their sums must be, too, in bytes of all state and workspace.
+        if (leaf > (int64_t(1) << 44))
+            throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements", param.name.c_str());
         new_params.push_back(std::move(param));
     }
     std::vector<Interval> intervals;
@@ -288,6 +292,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     }
     if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
     for (size_t i = first; i < last; ++i) check_group(changed_group(groups_[i], key, value));
@@ -384,17 +389,24 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
                 initialize(entry, own ? memory_of(entry) : params[entry.param].data, entry.data, stream);
             counters = counters || entry.per_param;
         }
+        std::vector<dsopt_tensor> list = list_of(allocated);
+        const bool initial_step = counters && wrapper() != Wrapper::none && !masters_follow;
+        if (initial_step) ensure_workspace(stream);
+        memory_.reserve(memory_.size() + 1);
+        // From here on nothing can fail for want of memory: either all of it was there or nothing has changed.
         memory_.push_back(std::move(arena));
         state_.swap(allocated);
-        state_list_.clear();
-        if (counters && wrapper() != Wrapper::none && !masters_follow) take_initial_step(stream);
-    }
-    if (state_list_.size() != state_.size()) {
-        std::vector<dsopt_tensor> list;
-        list.reserve(state_.size());
-        for (const StateEntry &entry : state_) list.push_back(entry.tensor());
         state_list_.swap(list);
+        if (initial_step) take_initial_step(stream);
     }
+    if (state_list_.size() != state_.size()) state_list_ = list_of(state_);
+}
+
+std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &state) {
+    std::vector<dsopt_tensor> list;
+    list.reserve(state.size());
+    for (const StateEntry &entry : state) list.push_back(entry.tensor());
+    return list;
 }
 
 void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool required) const {
@@ -485,6 +497,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
         check_float_tensor(grads[i], label);
         check_numel(grads[i], params_[i].numel, label);
     }
+    call_list_.reserve(state_.size());
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i) call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];

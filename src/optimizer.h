@@ -167,6 +167,7 @@ private:
     Layout layout() const;
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
+    static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
     const dsopt_tensor *find_state(const dsopt_tensor *state, const char *name) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
     const char *owner_of(const StateEntry &entry) const;

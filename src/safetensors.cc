@@ -256,7 +256,7 @@ private:
     void create() {
         const mode_t mode = old_mode_ < 0 ? 0666 : mode_t(old_mode_ | 0600);
         for (int attempt = 0; attempt < 1000; ++attempt) {
-            const std::string name =
+            std::string name =
                 prefix_ + std::to_string(::getpid()) + "-" + std::to_string(temporary_counter++) + ".tmp";
             Fd file(::openat(directory_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
             if (!file && (errno == EEXIST || errno == EINTR)) continue;
@@ -267,7 +267,7 @@ private:
             if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;
             if (::fstat(file.get(), &now) == 0 && now.st_nlink == 0) continue;
             file_ = std::move(file);
-            temporary_ = name;
+            temporary_ = std::move(name); // a copy could fail, and leave the file behind
             return;
         }
         fail(EEXIST);

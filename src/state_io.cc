@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "state_io.h"
+#include "parallel.h"
 #include "safetensors.h"
 #include <algorithm>
 #include <charconv>
@@ -159,6 +160,12 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
     for (const Param &param : params)
         if (places[param.name] >= 0)
             throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        const auto here = std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
+        if (sizes[i] != here)
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint has %lld parameters, here it has %lld", i,
+                        static_cast<long long>(sizes[i]), static_cast<long long>(here));
+    }
     return order;
 }
 
@@ -278,6 +285,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
 } // namespace
 
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const DefaultFloatEnvironment environment; // numbers as text are rounded too
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const bool with_params = io.flags & DSOPT_IO_PARAMS;
@@ -338,6 +346,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 }
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const DefaultFloatEnvironment environment; // numbers as text are rounded too
     constexpr uint32_t known =
         DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER | DSOPT_IO_PARAMS;
     check_io(path, io, io.read != nullptr, known);
@@ -405,12 +414,14 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     for (const Transfer &transfer : transfers) wanted[transfer.index] = true;
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
+    // Made before anything changes: what follows the tensors must not fail.
+    std::vector<dsopt_group> new_groups = no_hyper ? optimizer.groups() : std::move(groups);
     if (optimizer.context().backend().is_host()) load_in_host_memory(optimizer, file, transfers, order, no_masters);
     else load_through_pieces(optimizer, file, transfers, order, no_masters);
     if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (scaler != nullptr && !no_hyper) scaler->restore(rules);
     if (!no_state) optimizer.set_accumulated(accumulated);
-    optimizer.restore(no_hyper ? optimizer.groups() : std::move(groups), no_hyper ? optimizer.desc().max_norm : max_norm,
+    optimizer.restore(std::move(new_groups), no_hyper ? optimizer.desc().max_norm : max_norm,
                       no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
 }
 

@@ -270,12 +270,9 @@ void Optimizer::check_pointers(const StepPlan &plan) const {
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1 and
 /// decay is applied to the masters, not to the parameters.
 void Optimizer::take_initial_step(void *stream) {
-    ensure_workspace(stream);
-    std::vector<dsopt_tensor> state;
-    for (const StateEntry &entry : state_) state.push_back(entry.tensor());
     dsopt_step step{};
     step.stream = stream;
-    run({step, nullptr, nullptr, 0, context_->parallel(), true}, state.data(), workspace_.data(), nullptr);
+    run({step, nullptr, nullptr, 0, context_->parallel(), true}, state_list_.data(), workspace_.data(), nullptr);
 }
 
 void Optimizer::step(const dsopt_step &step) {
@@ -329,6 +326,7 @@ void Optimizer::ensure_workspace(void *stream) {
     const Backend &backend = context_->backend();
     if (workspace_.data() == nullptr) workspace_ = Memory(context_, std::max<size_t>(workspace_bytes(), 64), stream);
     if (!cache_) cache_ = backend.make_cache();
+    call_list_.reserve(state_.size());
     if (outcome_memory_.data() != nullptr) return;
     Memory outcome(context_, sizeof(Outcome), stream);
     if (!backend.is_host()) mirror_ = backend.host_buffer(sizeof(Outcome));

@@ -9,7 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Until `rank` threads or so are likely to be blocked. What follows holds without it too, but is then another case.
+/// Until other threads are likely to be blocked. What follows holds all the same if they are not.
 void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 
 class LocalComm : public testing::Test {
@@ -62,7 +62,7 @@ TEST_F(LocalComm, CreatingTimesOutWhenARankDoesNotComeAndTheIdCanBeUsedAgain) {
 }
 
 TEST_F(LocalComm, CallTimesOutWhenARankDoesNotComeAndTheCommIsLost) {
-    const std::vector<Comm> comms = group(3, 60);
+    const std::vector<Comm> comms = group(3, 300);
     run_ranks(2, [&](int rank) { EXPECT_TRUE(fails(meet(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
     EXPECT_TRUE(fails(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late one learns it too";
     for (const Comm &comm : comms) {
@@ -156,12 +156,11 @@ TEST_F(LocalComm, DifferentSizesAreNamed) {
     });
 }
 
-TEST_F(LocalComm, RanksThatDoNotFitTogetherAreRefused) {
-    std::thread waiting([&] { EXPECT_TRUE(fails(create(0, 2, 400), DSOPT_ERR_TIMEOUT)); });
-    give_time();
+TEST_F(LocalComm, RanksThatDoNotFitTogetherAreRefusedAndDisturbNobody) {
+    const std::vector<Comm> comms = group(2);
     EXPECT_TRUE(fails(create(0, 2, 50), DSOPT_ERR_ARGUMENT, "rank 0")) << "the rank exists";
     EXPECT_TRUE(fails(create(1, 3, 50), DSOPT_ERR_COMM, "3")) << "another number of ranks";
-    waiting.join();
+    run_ranks(2, [&](int rank) { EXPECT_TRUE(ok(meet(ctx, comms[size_t(rank)]))); });
 }
 
 TEST_F(LocalComm, CountsCallsAndBytes) {
@@ -323,6 +322,22 @@ TEST(TableComm, AbortIsPassedOn) {
     const Comm without = table_comm(ctx, bare);
     dsopt_comm_abort(without.get());
     EXPECT_TRUE(fails(meet(ctx, without), DSOPT_ERR_ABORTED));
+}
+
+TEST(TableComm, CallThatAnAbortEndsSaysAborted) {
+    // The provider gets out of a blocked call with whatever code it has for that.
+    static dsopt_comm *running;
+    const Context ctx = make_context(1);
+    Fake fake;
+    dsopt_comm_table table = fake.table();
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) {
+        dsopt_comm_abort(running);
+        return 5;
+    };
+    const Comm comm = table_comm(ctx, table);
+    running = comm.get();
+    EXPECT_TRUE(fails(meet(ctx, comm), DSOPT_ERR_ABORTED));
+    EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
 }
 
 TEST(TableComm, IsDestroyedOnceAndAfterTheOptimizerThatUsesIt) {

@@ -67,6 +67,20 @@ TEST(Norm, IsTheExactOneOfMixedListsInTheDocumentedOrder) {
     }
 }
 
+TEST(Norm, KeepsItsOrderInEveryTail) {
+    // Numbers of all sizes, whose sum depends on the order.
+    for (const char *isa : kIsas) {
+        const Context ctx = make_context(1, isa);
+        Random random(17);
+        for (size_t size = 1; size < 140; ++size) {
+            std::vector<float> values(size);
+            for (float &value : values) value = float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12)));
+            const std::vector<Array> list = {Array(DSOPT_F32, values)};
+            ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(ordered_squares(list))) << isa << ", " << size;
+        }
+    }
+}
+
 TEST(Norm, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
     Random random(11);
     std::vector<Array> list = mixed_list(random);

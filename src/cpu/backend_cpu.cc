@@ -87,17 +87,19 @@ private:
 class ListCut {
 public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        list_(list), ruler_(size_t(count) + 1),
+        list_(list), long_ruler_(count < kShort ? 0 : size_t(count) + 1),
         cut_(
-            count, ruler_.data(), kLeaf, parallel, [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
+            count, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel, [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
             [&](int64_t i) { return list[i].data != nullptr ? list[i].numel : 0; }) {}
     template <class Visit> void run(const Visit &visit) const {
         cut_.run([&](int64_t i) { return list_[i].data != nullptr ? list_[i].numel : 0; }, visit);
     }
 
 private:
+    static constexpr int64_t kShort = 32; // such a list needs no memory, so what works on it cannot fail for want of any
     const dsopt_tensor *list_;
-    std::vector<int64_t> ruler_;
+    int64_t short_ruler_[kShort];
+    std::vector<int64_t> long_ruler_;
     Cut cut_;
 };
 
