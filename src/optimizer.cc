@@ -351,6 +351,7 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
+    if (!state_.empty() && state_list_.size() == state_.size()) return; // made when everything had memory, dropped on any change
     constexpr size_t line = 64;
     const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
     const auto is_flat = [&](const StateEntry &entry) {
@@ -399,7 +400,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         state_list_.swap(list);
         if (initial_step) take_initial_step(stream);
     }
-    if (state_list_.size() != state_.size()) state_list_ = list_of(state_);
+    else state_list_ = list_of(state_);
 }
 
 std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &state) {
