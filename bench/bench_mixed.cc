@@ -25,8 +25,14 @@ struct Fixture {
     int64_t numel;
     List grads16, params16, masters, exp_avg, exp_avg_sq, grads32, flat32;
     explicit Fixture(const std::string &name) :
-        sizes(bench::shapes(name)), numel(bench::total(sizes)), grads16(sizes, DSOPT_F16), params16(sizes, DSOPT_F16),
-        masters(sizes, DSOPT_F32), exp_avg(sizes, DSOPT_F32), exp_avg_sq(sizes, DSOPT_F32), grads32(sizes, DSOPT_F32),
+        sizes(bench::shapes(name)),
+        numel(bench::total(sizes)),
+        grads16(sizes, DSOPT_F16),
+        params16(sizes, DSOPT_F16),
+        masters(sizes, DSOPT_F32),
+        exp_avg(sizes, DSOPT_F32),
+        exp_avg_sq(sizes, DSOPT_F32),
+        grads32(sizes, DSOPT_F32),
         flat32(sizes, DSOPT_F32) {
         for (size_t i = 0; i < sizes.size(); ++i)
             for (int64_t k = 0; k < sizes[i]; ++k) {
@@ -79,7 +85,9 @@ struct Engine {
             DSOPT_NEW(dsopt_state_info, info);
             check(dsopt_optimizer_state(optimizer, i, &info));
             if (info.param >= 0) { // the probe and the peers work on the same memory
-                List &list = !std::strcmp(info.name, "master") ? f.masters : !std::strcmp(info.name, "exp_avg") ? f.exp_avg : f.exp_avg_sq;
+                List &list = !std::strcmp(info.name, "master")    ? f.masters
+                             : !std::strcmp(info.name, "exp_avg") ? f.exp_avg
+                                                                  : f.exp_avg_sq;
                 info.tensor.data = list.tensors[size_t(info.param)].data;
             }
             state.push_back(info.tensor);
@@ -95,8 +103,8 @@ struct Engine {
 
 void done(benchmark::State &state, const Fixture &f, int bytes) {
     state.SetBytesProcessed(state.iterations() * f.numel * bytes);
-    state.counters["ns/el"] =
-        benchmark::Counter(double(f.numel), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert) ;
+    state.counters["ns/el"] = benchmark::Counter(double(f.numel), benchmark::Counter::kIsIterationInvariantRate |
+                                                                      benchmark::Counter::kInvert);
 }
 
 void run_step(benchmark::State &state, Fixture &f, bool mixed, int32_t dtype) {
@@ -116,7 +124,9 @@ void run_step(benchmark::State &state, Fixture &f, bool mixed, int32_t dtype) {
     for (auto _ : state) check(dsopt_optimizer_step(engine.optimizer, &step));
     done(state, f, mixed ? 30 : 28);
 }
-void BM_Mixed(benchmark::State &state, const std::string &list, int32_t dtype) { run_step(state, Fixture::of(list), true, dtype); }
+void BM_Mixed(benchmark::State &state, const std::string &list, int32_t dtype) {
+    run_step(state, Fixture::of(list), true, dtype);
+}
 void BM_Fp32(benchmark::State &state, const std::string &list) { run_step(state, Fixture::of(list), false, DSOPT_F32); }
 
 /// The whole list as one stretch a thread: fewer borders than the engine has, the same bytes.
@@ -161,7 +171,8 @@ void BM_Probe30(benchmark::State &state, const std::string &list) {
             int64_t k = b;
 #if defined(__AVX512F__)
             // Non-temporal stores on the one array that is only written, as the fastest variant has them.
-            for (; k < e && reinterpret_cast<uintptr_t>(c + k) % 64 != 0; ++k) p[k] += 1, m[k] += 1, v[k] += 1, c[k] = g[k];
+            for (; k < e && reinterpret_cast<uintptr_t>(c + k) % 64 != 0; ++k)
+                p[k] += 1, m[k] += 1, v[k] += 1, c[k] = g[k];
             for (; k + 32 <= e; k += 32) {
                 const __m512i x = _mm512_loadu_si512(g + k);
                 for (int h = 0; h < 32; h += 16) {
@@ -193,8 +204,8 @@ float half(uint16_t h) { return float(h) * 1e-8f; }
 uint16_t to_half(float x) { return uint16_t(x * 1e8f); }
 #endif
 
-/// FP16_Optimizer.step: overflow check through an fp32 copy and its sum (10 bytes), cast (6), flatten (8), norm (4), unscale (8),
-/// AdamW (28), copy back (6).
+/// FP16_Optimizer.step: overflow check through an fp32 copy and its sum (10 bytes), cast (6), flatten (8), norm (4),
+/// unscale (8), AdamW (28), copy back (6).
 void BM_SevenPass(benchmark::State &state, const std::string &list) {
     Fixture &f = Fixture::of(list);
     const auto g16 = [&](size_t i) { return static_cast<const uint16_t *>(f.grads16.tensors[i].data); };
@@ -236,7 +247,8 @@ void BM_SevenPass(benchmark::State &state, const std::string &list) {
         });
         on_all(f, [&](size_t i, int64_t b, int64_t e) {
             const float *__restrict g = f32(f.flat32, i);
-            float *__restrict p = f32(f.masters, i), *__restrict m = f32(f.exp_avg, i), *__restrict v = f32(f.exp_avg_sq, i);
+            float *__restrict p = f32(f.masters, i), *__restrict m = f32(f.exp_avg, i),
+                              *__restrict v = f32(f.exp_avg_sq, i);
             for (int64_t k = b; k < e; ++k) {
                 m[k] = 0.9f * m[k] + 0.1f * g[k];
                 v[k] = 0.999f * v[k] + 0.001f * (g[k] * g[k]);
@@ -260,7 +272,9 @@ int main(int argc, char **argv) {
     if (argc > 1) lists.assign(argv + 1, argv + argc);
     for (const std::string &list : lists) {
         const auto add = [&](const std::string &name, auto function, auto... rest) {
-            benchmark::RegisterBenchmark((name + "/" + list).c_str(), function, list, rest...)->UseRealTime()->Unit(benchmark::kMillisecond);
+            benchmark::RegisterBenchmark((name + "/" + list).c_str(), function, list, rest...)
+                ->UseRealTime()
+                ->Unit(benchmark::kMillisecond);
         };
         add("BM_Probe30", BM_Probe30);
         add("BM_Mixed/f16", BM_Mixed, DSOPT_F16);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank order, and
-// nobody leaves before all have read. So every rank computes the same bits.
+// Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
+// order, and nobody leaves before all have read. So every rank computes the same bits.
 #include "comm.h"
 #include <algorithm>
 #include <chrono>
@@ -92,7 +92,8 @@ private:
             return DSOPT_OK;
         }
         const auto over = [&] { return round_ != round || failed_ != DSOPT_OK || gone_ >= 0; };
-        if (timeout_ms < 0) changed_.wait(lock, over);
+        if (timeout_ms < 0)
+            changed_.wait(lock, over);
         else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), over))
             fail(DSOPT_ERR_TIMEOUT, "not all ranks came within " + std::to_string(timeout_ms) + " ms");
         if (round_ != round) return DSOPT_OK; // all came, whatever happened since
@@ -100,8 +101,8 @@ private:
         return failed_;
     }
 
-    /// The memory that a rank shows is gone when it returns, so nobody returns while another one reads: not after an abort or
-    /// a time-out either. All ranks are here, and reading does not block, so this wait is short.
+    /// The memory that a rank shows is gone when it returns, so nobody returns while another one reads: not after an
+    /// abort or a time-out either. All ranks are here, and reading does not block, so this wait is short.
     void depart() {
         std::unique_lock lock(mutex_);
         const int64_t round = round_;
@@ -153,7 +154,8 @@ template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t coun
     std::copy(first, first + count, result);
     for (size_t rank = 1; rank < offers.size(); ++rank) {
         const T *next = static_cast<const T *>(offers[rank].data);
-        for (int64_t i = 0; i < count; ++i) result[i] = op == DSOPT_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
+        for (int64_t i = 0; i < count; ++i)
+            result[i] = op == DSOPT_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
     }
 }
 
@@ -171,11 +173,14 @@ struct Endpoint {
         const size_t bytes = size_t(count) * dtype_size(dtype);
         if (dtype != DSOPT_F32 && dtype != DSOPT_F64 && dtype != DSOPT_I32) return DSOPT_ERR_DTYPE;
         me.result.resize(bytes);
-        const int status =
-            me.meeting->collect(me.rank, {Offer::reduce, dtype, op, count, send}, me.timeout_ms, [&](const auto &offers) {
-                if (dtype == DSOPT_F32) reduce_as(offers, count, op, reinterpret_cast<float *>(me.result.data()));
-                else if (dtype == DSOPT_F64) reduce_as(offers, count, op, reinterpret_cast<double *>(me.result.data()));
-                else reduce_as(offers, count, op, reinterpret_cast<int32_t *>(me.result.data()));
+        const int status = me.meeting->collect(
+            me.rank, {Offer::reduce, dtype, op, count, send}, me.timeout_ms, [&](const auto &offers) {
+                if (dtype == DSOPT_F32)
+                    reduce_as(offers, count, op, reinterpret_cast<float *>(me.result.data()));
+                else if (dtype == DSOPT_F64)
+                    reduce_as(offers, count, op, reinterpret_cast<double *>(me.result.data()));
+                else
+                    reduce_as(offers, count, op, reinterpret_cast<int32_t *>(me.result.data()));
             });
         if (status == DSOPT_OK) std::memcpy(recv, me.result.data(), bytes);
         return status;
@@ -203,9 +208,11 @@ struct Endpoint {
     static int broadcast(void *self, void *buffer, int64_t bytes, int32_t root, void *) {
         Endpoint &me = of(self);
         if (root < 0 || root >= me.meeting->ranks()) return DSOPT_ERR_ARGUMENT;
-        return me.meeting->collect(me.rank, {Offer::cast, 0, root, bytes, buffer}, me.timeout_ms, [&](const auto &offers) {
-            if (me.rank != root) std::memcpy(buffer, offers[size_t(root)].data, size_t(bytes));
-        });
+        return me.meeting->collect(me.rank, {Offer::cast, 0, root, bytes, buffer}, me.timeout_ms,
+                                   [&](const auto &offers) {
+                                       if (me.rank != root)
+                                           std::memcpy(buffer, offers[size_t(root)].data, size_t(bytes));
+                                   });
     }
     static int barrier(void *self) {
         Endpoint &me = of(self);
@@ -233,7 +240,8 @@ void make_local_id(void *id) {
 
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     if (desc.id == nullptr || desc.id_bytes != kLocalIdBytes)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, a LOCAL one %zu", desc.id_bytes, kLocalIdBytes);
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, a LOCAL one %zu", desc.id_bytes,
+                    kLocalIdBytes);
     if (desc.ranks < 1 || desc.ranks > 4096 || desc.rank < 0 || desc.rank >= desc.ranks)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
     if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);

@@ -16,12 +16,14 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t rounded(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-__global__ void __launch_bounds__(kThreads) map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
         for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].numel); leaf += kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
-__global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state, float *scale, const int32_t *overflow) {
+__global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state, float *scale,
+                                     const int32_t *overflow) {
     scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
     *scale = scale_in_use(*state);
 }
@@ -56,7 +58,7 @@ public:
     void *table = nullptr;      // in the workspace, or in one of `own`
     std::vector<char> contents; // of `table`; empty = unknown
     const void *workspace = nullptr;
-    bool captured = false;      // a graph reads `table`: it must stay as it is
+    bool captured = false; // a graph reads `table`: it must stay as it is
     std::vector<DeviceMemory> own;
     std::unique_ptr<Event> marks[4]; // of the phases
     bool timed = false;
@@ -167,7 +169,9 @@ public:
         if (attributes.type == cudaMemoryTypeUnregistered) return false;
         return attributes.type != cudaMemoryTypeDevice || attributes.device == device_;
     }
-    size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const override { return Extra(tensors, groups, leaves).bytes; }
+    size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const override {
+        return Extra(tensors, groups, leaves).bytes;
+    }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
     HostBuffer host_buffer(size_t bytes) const override {
         const OnDevice on(device_);
@@ -207,17 +211,20 @@ public:
             return ::gpu::launch("clamp", clamp_kernel, blocks, kThreads, 0, on, device, limit);
         });
     }
-    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm, dsopt_norm_result *result,
-              const Parallel &, void *stream) const override;
+    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+              dsopt_norm_result *result, const Parallel &, void *stream) const override;
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
         const OnDevice on(device_);
-        check(::gpu::launch("update_scaler", update_scaler_kernel, 1, 1, 0, as_stream(stream), rules, state, scale, overflow),
+        check(::gpu::launch("update_scaler", update_scaler_kernel, 1, 1, 0, as_stream(stream), rules, state, scale,
+                            overflow),
               "update_scaler");
     }
 
     // These serve calls in which the host asks, and may wait: after everything on the device, on a stream of their own.
-    void copy(void *to, const void *from, size_t bytes, void *) const override { wait_copy(to, from, bytes, cudaMemcpyDeviceToDevice); }
+    void copy(void *to, const void *from, size_t bytes, void *) const override {
+        wait_copy(to, from, bytes, cudaMemcpyDeviceToDevice);
+    }
     void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
         wait_copy(host, from, bytes, cudaMemcpyDeviceToHost);
     }
@@ -244,7 +251,9 @@ private:
     }
 
     void *bring_table(const StepPlan &plan, const Extra &extra, cudaStream_t stream) const;
-    template <class Launch> void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream, const Launch &launch) const;
+    template <class Launch>
+    void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,
+                  const Launch &launch) const;
 
     int device_;
     unsigned blocks_ = 1;
@@ -252,8 +261,8 @@ private:
     mutable PinnedPool pool_;
 };
 
-/// Jobs and hyper-parameters where kernels read them. Lists that stay bound cost nothing, up to kWords changed words a launch of a
-/// small kernel, more than that one upload.
+/// Jobs and hyper-parameters where kernels read them. Lists that stay bound cost nothing, up to kWords changed words a
+/// launch of a small kernel, more than that one upload.
 void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStream_t stream) const {
     char *workspace = static_cast<char *>(plan.extra);
     const size_t bytes = Extra::table_bytes(plan.count, plan.group_count);
@@ -274,14 +283,17 @@ void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStr
     const bool known = cache != nullptr && cache->contents.size() == bytes;
     if (known)
         for (size_t word = 0; word < bytes / 8 && changed.size() <= kWords; ++word)
-            if (std::memcmp(image + word * 8, cache->contents.data() + word * 8, 8) != 0) changed.push_back(uint32_t(word));
+            if (std::memcmp(image + word * 8, cache->contents.data() + word * 8, 8) != 0)
+                changed.push_back(uint32_t(word));
     if (known && changed.empty()) {
         cache->captured = cache->captured || in_capture;
         return table;
     }
     if (cache != nullptr && cache->captured) {
         // A graph reads the table as it was captured. It keeps it, and plain steps go on with another one.
-        if (in_capture) throw Error(DSOPT_ERR_STATE, "the lists changed since an earlier capture: take one plain step before capturing again");
+        if (in_capture)
+            throw Error(DSOPT_ERR_STATE,
+                        "the lists changed since an earlier capture: take one plain step before capturing again");
         cache->own.push_back(device_memory(bytes));
         table = cache->own.back().get();
         cache->contents.clear();
@@ -293,14 +305,16 @@ void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStr
             patch.places[i] = changed[i];
             std::memcpy(&patch.words[i], image + size_t(changed[i]) * 8, 8);
         }
-        check(::gpu::launch("patch", patch_kernel, 1, kThreads, 0, stream, static_cast<uint64_t *>(table), patch), "patch");
+        check(::gpu::launch("patch", patch_kernel, 1, kThreads, 0, stream, static_cast<uint64_t *>(table), patch),
+              "patch");
     } else {
         upload(table, image, bytes, pool_, stream);
     }
     if (fresh) {
         check(cudaMemsetAsync(workspace + extra.control, 0, extra.bytes - extra.control, stream), "cudaMemsetAsync");
-        check(::gpu::launch("map", map_kernel, blocks_for(plan.count), kThreads, 0, stream, static_cast<const TensorJob *>(table), map,
-                          plan.count), "map");
+        check(::gpu::launch("map", map_kernel, blocks_for(plan.count), kThreads, 0, stream,
+                            static_cast<const TensorJob *>(table), map, plan.count),
+              "map");
     }
     if (cache != nullptr) {
         cache->contents.assign(image, image + bytes);
@@ -313,19 +327,22 @@ void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStr
 void CudaBackend::step(const StepPlan &plan) const {
     const OnDevice on(device_);
     const auto stream = as_stream(plan.stream);
-    const int64_t leaves = plan.count == 0 ? 0 : plan.jobs[plan.count - 1].first_leaf + leaves_of(plan.jobs[plan.count - 1].numel);
+    const int64_t leaves =
+        plan.count == 0 ? 0 : plan.jobs[plan.count - 1].first_leaf + leaves_of(plan.jobs[plan.count - 1].numel);
     const Extra parts(plan.count, plan.group_count, leaves);
     char *workspace = static_cast<char *>(plan.extra);
     bool narrow = false, counted = false; // 16-bit arrays; the original's way of counting
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        narrow = narrow || job.grad_type != Dtype::f32 || job.weight_type != Dtype::f32 || job.state_type != Dtype::f32 ||
-                 (job.copy != nullptr && job.copy_type != Dtype::f32) || (job.out != nullptr && job.out_type != Dtype::f32);
+        narrow = narrow || job.grad_type != Dtype::f32 || job.weight_type != Dtype::f32 ||
+                 job.state_type != Dtype::f32 || (job.copy != nullptr && job.copy_type != Dtype::f32) ||
+                 (job.out != nullptr && job.out_type != Dtype::f32);
     }
     for (int64_t g = 0; g < plan.group_count; ++g)
         counted = counted || (plan.groups[g].compat && !is_lamb(plan.groups[g].rule) && plan.wrapper == Wrapper::none);
     // 2^31 leaves are 2^43 elements: more than any device holds.
-    if (leaves > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31", static_cast<long long>(leaves));
+    if (leaves > INT32_MAX)
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31", static_cast<long long>(leaves));
     void *table = bring_table(plan, parts, stream);
 
     DevicePlan d{.plan = plan,
@@ -334,13 +351,16 @@ void CudaBackend::step(const StepPlan &plan) const {
                  .tensor_squares = reinterpret_cast<double *>(workspace + parts.squares),
                  .tensor_bad = reinterpret_cast<int64_t *>(workspace + parts.bad),
                  .control = reinterpret_cast<Control *>(workspace + parts.control),
-                 .outcome = plan.outcome != nullptr ? plan.outcome : reinterpret_cast<Outcome *>(workspace + parts.outcome),
+                 .outcome =
+                     plan.outcome != nullptr ? plan.outcome : reinterpret_cast<Outcome *>(workspace + parts.outcome),
                  .decided = false,
                  .counted = counted};
     d.plan.jobs = static_cast<TensorJob *>(table);
-    d.plan.groups = reinterpret_cast<const Hyper *>(static_cast<char *>(table) + rounded(size_t(plan.count) * sizeof(TensorJob)));
+    d.plan.groups =
+        reinterpret_cast<const Hyper *>(static_cast<char *>(table) + rounded(size_t(plan.count) * sizeof(TensorJob)));
     const bool peers = has_peers(plan.comms);
-    d.decided = plan.read_gradients || plan.grad_norms != nullptr || plan.grad_scale != nullptr || plan.scaler != nullptr || peers || counted;
+    d.decided = plan.read_gradients || plan.grad_norms != nullptr || plan.grad_scale != nullptr ||
+                plan.scaler != nullptr || peers || counted;
 
     Cache *cache = static_cast<Cache *>(plan.cache);
     const bool timing = plan.timing && cache != nullptr && !capturing(stream);
@@ -354,7 +374,9 @@ void CudaBackend::step(const StepPlan &plan) const {
     if (plan.read_gradients) {
         DevicePlan first = d;
         first.decided = d.decided && !peers;
-        check(::gpu::launch("inspect", inspect_kernel, blocks_for((leaves + kWarps - 1) / kWarps), kThreads, 0, stream, first), "inspect");
+        check(::gpu::launch("inspect", inspect_kernel, blocks_for((leaves + kWarps - 1) / kWarps), kThreads, 0, stream,
+                            first),
+              "inspect");
     }
     if (peers) {
         if (capturing(stream)) throw Error(DSOPT_ERR_STATE, "this comm goes through the host and cannot be captured");
@@ -363,10 +385,12 @@ void CudaBackend::step(const StepPlan &plan) const {
         const size_t cells = size_t(NormTable::size(plan.group_count, plan.classes()));
         std::vector<double> host(cells + size_t(plan.group_count) + 2);
         check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-        check(cudaMemcpyAsync(host.data(), plan.norms, cells * sizeof(double), cudaMemcpyDeviceToHost, stream), "norms");
+        check(cudaMemcpyAsync(host.data(), plan.norms, cells * sizeof(double), cudaMemcpyDeviceToHost, stream),
+              "norms");
         check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
         reduce_norms(plan, NormTable{host.data(), plan.group_count, plan.classes()}, host.data() + cells);
-        check(cudaMemcpyAsync(plan.norms, host.data(), cells * sizeof(double), cudaMemcpyHostToDevice, stream), "norms");
+        check(cudaMemcpyAsync(plan.norms, host.data(), cells * sizeof(double), cudaMemcpyHostToDevice, stream),
+              "norms");
         check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
         check(::gpu::launch("decide", decide_kernel, 1, kThreads, 0, stream, d, false), "decide");
     } else if (d.decided && !plan.read_gradients) {
@@ -375,11 +399,17 @@ void CudaBackend::step(const StepPlan &plan) const {
     mark(1);
     const unsigned blocks = blocks_for(leaves);
     const size_t rooms = plan.has_lamb || plan.report_norms ? 2 * kLeaf * sizeof(float) : 0;
-    if (narrow) check(::gpu::launch("update8", update_kernel<8>, blocks, kThreads, rooms, stream, d), "update");
-    else check(::gpu::launch("update4", update_kernel<4>, blocks, kThreads, rooms, stream, d), "update");
+    if (narrow)
+        check(::gpu::launch("update8", update_kernel<8>, blocks, kThreads, rooms, stream, d), "update");
+    else
+        check(::gpu::launch("update4", update_kernel<4>, blocks, kThreads, rooms, stream, d), "update");
     if (plan.has_lamb) {
-        if (narrow) check(::gpu::launch("lamb_weights8", lamb_weights_kernel<8>, blocks, kThreads, 0, stream, d), "lamb_weights");
-        else check(::gpu::launch("lamb_weights4", lamb_weights_kernel<4>, blocks, kThreads, 0, stream, d), "lamb_weights");
+        if (narrow)
+            check(::gpu::launch("lamb_weights8", lamb_weights_kernel<8>, blocks, kThreads, 0, stream, d),
+                  "lamb_weights");
+        else
+            check(::gpu::launch("lamb_weights4", lamb_weights_kernel<4>, blocks, kThreads, 0, stream, d),
+                  "lamb_weights");
     }
     mark(2);
     if (plan.mirror != nullptr)
@@ -401,7 +431,8 @@ void CudaBackend::phase_times(StepCache *state, double *ms) const {
 
 /// A list that nobody keeps: its table lives as long as the launch.
 template <class Launch>
-void CudaBackend::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *where, const Launch &launch) const {
+void CudaBackend::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *where,
+                           const Launch &launch) const {
     const OnDevice on(device_);
     const auto stream = as_stream(where);
     std::vector<dsopt_tensor> xs, ys;
@@ -413,7 +444,8 @@ void CudaBackend::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t
         first.push_back(first.back() + leaves_of(x[i].numel));
     }
     if (xs.empty()) return;
-    std::vector<char> image(rounded(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) + rounded(first.size() * 8));
+    std::vector<char> image(rounded(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) +
+                            rounded(first.size() * 8));
     const size_t ys_at = rounded(xs.size() * sizeof(dsopt_tensor)), first_at = ys_at * (y != nullptr ? 2 : 1);
     std::memcpy(image.data(), xs.data(), xs.size() * sizeof(dsopt_tensor));
     if (y != nullptr) std::memcpy(image.data() + ys_at, ys.data(), ys.size() * sizeof(dsopt_tensor));
@@ -443,7 +475,8 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
     for (int64_t i = 0; i < count; ++i)
         if (list[i].data != nullptr && list[i].numel != 0) leaves += leaves_of(list[i].numel), place.push_back(i);
     const bool peers = comm != nullptr && comm->ranks() > 1;
-    const size_t squares = 0, bad = rounded(size_t(leaves) * 8), largest = bad * 2, ticket = largest + rounded(size_t(leaves) * 4);
+    const size_t squares = 0, bad = rounded(size_t(leaves) * 8), largest = bad * 2,
+                 ticket = largest + rounded(size_t(leaves) * 4);
     void *memory = nullptr;
     check(cudaMallocAsync(&memory, ticket + kLine, stream), "cudaMallocAsync");
     char *base = static_cast<char *>(memory);
@@ -454,7 +487,8 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
         // An empty list has a norm too, so there is always a launch.
         check(::gpu::launch("no_norm", no_norm_kernel, 1, 1, 0, stream, result), "norm");
         run_list(list, nullptr, count, where, [&](const DeviceList &device, unsigned blocks, cudaStream_t stream_) {
-            return ::gpu::launch("norm", norm_kernel, blocks, kThreads, 0, stream_, device, parts, kind, peers, max_norm, result);
+            return ::gpu::launch("norm", norm_kernel, blocks, kThreads, 0, stream_, device, parts, kind, peers,
+                                 max_norm, result);
         });
     } catch (...) {
         (void)cudaFreeAsync(memory, stream);

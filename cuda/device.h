@@ -13,7 +13,8 @@ namespace dsopt::gpu {
 inline void check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
     (void)cudaGetLastError(); // it has been told; it must not show up again in the caller's own calls
-    throw Error(error == cudaErrorMemoryAllocation ? DSOPT_ERR_NOMEM : DSOPT_ERR_BACKEND, "%s: %s", what, cudaGetErrorString(error));
+    throw Error(error == cudaErrorMemoryAllocation ? DSOPT_ERR_NOMEM : DSOPT_ERR_BACKEND, "%s: %s", what,
+                cudaGetErrorString(error));
 }
 
 /// Makes a device current and gives the caller's back.

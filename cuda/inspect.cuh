@@ -34,7 +34,8 @@ __device__ __forceinline__ double leaf_squares(const void *data, Dtype type, int
     return fold_lanes(sum);
 }
 
-/// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are some.
+/// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are
+/// some.
 __device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t begin, int n) {
     unsigned bad = 0, nans = 0;
     for (int i = threadIdx.x % 32; i < n; i += 32) {
@@ -49,8 +50,8 @@ __device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t b
     return int64_t(bad) + (int64_t(nans) << 32);
 }
 
-/// The same result as fold_gradients() on one thread, with tensors side by side: a thread adds up the leaves of a tensor in
-/// order, and a thread a cell of the table adds up tensors in list order.
+/// The same result as fold_gradients() on one thread, with tensors side by side: a thread adds up the leaves of a
+/// tensor in order, and a thread a cell of the table adds up tensors in list order.
 __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table) {
     const StepPlan &plan = d.plan;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
@@ -76,7 +77,8 @@ __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table
         double sum = 0;
         for (int64_t i = 0; i < plan.count; ++i) {
             const TensorJob &job = plan.jobs[i];
-            if (job.present && job.grad != nullptr && job.in_norm && job.expert == type && (row == table.groups || job.group == row))
+            if (job.present && job.grad != nullptr && job.in_norm && job.expert == type &&
+                (row == table.groups || job.group == row))
                 sum += d.tensor_squares[i];
         }
         table.at[cell] = sum;

@@ -18,8 +18,10 @@ __device__ __forceinline__ int64_t find_tensor(const DeviceList &list, int64_t l
     int64_t low = 0, high = list.count;
     while (high - low > 1) {
         const int64_t middle = (low + high) / 2;
-        if (list.first_leaf[middle] <= leaf) low = middle;
-        else high = middle;
+        if (list.first_leaf[middle] <= leaf)
+            low = middle;
+        else
+            high = middle;
     }
     return low;
 }
@@ -36,8 +38,10 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const DeviceList list) {
     for_leaves(list, [&](int64_t i, int64_t begin, int n) {
         const dsopt_tensor &x = list.x[i];
         const bool vector = aligned16(x.data);
-        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) store(Pack<8>{}, x.data, Dtype(x.dtype), begin + k, vector);
-        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads) store_one(0, x.data, Dtype(x.dtype), begin + k);
+        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8)
+            store(Pack<8>{}, x.data, Dtype(x.dtype), begin + k, vector);
+        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads)
+            store_one(0, x.data, Dtype(x.dtype), begin + k);
     });
 }
 
@@ -104,7 +108,8 @@ struct NormParts {
 };
 
 __global__ void __launch_bounds__(kThreads)
-norm_kernel(const DeviceList list, const NormParts parts, const int32_t kind, const bool raw, const double max_norm, dsopt_norm_result *result) {
+    norm_kernel(const DeviceList list, const NormParts parts, const int32_t kind, const bool raw, const double max_norm,
+                dsopt_norm_result *result) {
     __shared__ float room[kWarps][kStage];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
     for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
@@ -148,8 +153,10 @@ norm_kernel(const DeviceList list, const NormParts parts, const int32_t kind, co
         total += sum;
     }
     const double value = kind == DSOPT_NORM_MAX ? double(float_of(most)) : total;
-    if (raw) r.norm = value; // ranks add theirs before the root is taken
-    else finish_norm(r, kind, value, max_norm);
+    if (raw)
+        r.norm = value; // ranks add theirs before the root is taken
+    else
+        finish_norm(r, kind, value, max_norm);
     *result = r;
 }
 

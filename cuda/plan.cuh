@@ -24,9 +24,9 @@ struct DevicePlan {
     double *tensor_squares; // one a tensor
     int64_t *tensor_bad;    // one a tensor, as StepPlan::bad
     Control *control;
-    Outcome *outcome;       // where kernels write it, also when nobody asks
-    bool decided;           // a kernel before the update has decided; else the update finds its own few scalars
-    bool counted;           // counters and scalars are already advanced (compat mode)
+    Outcome *outcome; // where kernels write it, also when nobody asks
+    bool decided;     // a kernel before the update has decided; else the update finds its own few scalars
+    bool counted;     // counters and scalars are already advanced (compat mode)
 };
 
 /// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight.
@@ -43,8 +43,8 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     return last;
 }
 
-/// Sum of squares of one leaf in shared memory by one warp, in the order that is part of the result: lane l takes elements l,
-/// l + 32, ... one after the other, and five folds add the upper half of the lanes to the lower one.
+/// Sum of squares of one leaf in shared memory by one warp, in the order that is part of the result: lane l takes
+/// elements l, l + 32, ... one after the other, and five folds add the upper half of the lanes to the lower one.
 __device__ __forceinline__ double add_squares(const float *x, int n, double sum) {
     for (int i = threadIdx.x % 32; i < n; i += 32) sum += double(x[i]) * double(x[i]);
     return sum;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. LAMB takes a second sweep for the
-// weights, once the trust ratios are known.
+// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. LAMB takes a second sweep
+// for the weights, once the trust ratios are known.
 #pragma once
 #include "plan.cuh"
 #include "rules/lamb.h"
@@ -31,7 +31,9 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int cou
     if (s.step == step && s.group == job.group) return;
     const Hyper &hyper = plan.groups[job.group];
     const double lr = plan.lr != nullptr ? double(plan.lr[job.group]) : hyper.lr;
-    const double divisor = d.decided ? plan.divisors[job.group] : plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    const double divisor = d.decided                    ? plan.divisors[job.group]
+                           : plan.grad_scale != nullptr ? double(*plan.grad_scale)
+                                                        : 1.0;
     s.scalars = make_scalars(hyper, lr, step, divisor, plan.max_value);
     s.step = step;
     s.group = job.group;
@@ -67,7 +69,8 @@ template <int V> __device__ __forceinline__ void zero_gradient(const TensorJob &
 
 /// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
 template <int V>
-__device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &job, const SharedScalars &s, Pack<V> &p, const Pack<V> &old, int64_t i) {
+__device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &job, const SharedScalars &s, Pack<V> &p,
+                                        const Pack<V> &old, int64_t i) {
     if (job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
 #pragma unroll
@@ -88,7 +91,8 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &j
 }
 
 template <int V>
-__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
+                                            const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i);
     Pack<V> p = load_weight<V>(job, i);
     Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
@@ -96,10 +100,14 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
     const Pack<V> old = p;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        if (rule == Rule::adamw) Adam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::adam) Adam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::legacy) LegacyAdam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        if (rule == Rule::adamw)
+            Adam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else if (rule == Rule::adam)
+            Adam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else if (rule == Rule::legacy)
+            LegacyAdam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        else
+            LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
     }
     store(m, job.m, job.state_type, i, aligned16(job.m));
     store(v, job.v, job.state_type, i, aligned16(job.v));
@@ -114,7 +122,8 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
 }
 
 template <int V>
-__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i,
+                                                  int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i), p = load_weight<V>(job, i);
     Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
     Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
@@ -130,15 +139,18 @@ __device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rul
 }
 
 template <int V>
-__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i) {
+__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
+                                                  const SharedScalars &s, int64_t i) {
     Pack<V> p = load_weight<V>(job, i);
     const Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
     const Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
     const Pack<V> old = p;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        if (rule == Rule::lamb) LambWeights<false>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
-        else LambWeights<true>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+        if (rule == Rule::lamb)
+            LambWeights<false>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+        else
+            LambWeights<true>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
     }
     publish(plan, job, s, p, old, i);
 }
@@ -158,8 +170,10 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
 
 /// body(V, i, place): packs of V elements while they last, then single ones.
 template <int V, class Body> __device__ __forceinline__ void for_packs(int64_t begin, int n, const Body &body) {
-    for (int place = int(threadIdx.x) * V; place + V <= n; place += kThreads * V) body(std::integral_constant<int, V>{}, begin + place, place);
-    for (int place = n / V * V + int(threadIdx.x); place < n; place += kThreads) body(std::integral_constant<int, 1>{}, begin + place, place);
+    for (int place = int(threadIdx.x) * V; place + V <= n; place += kThreads * V)
+        body(std::integral_constant<int, V>{}, begin + place, place);
+    for (int place = n / V * V + int(threadIdx.x); place < n; place += kThreads)
+        body(std::integral_constant<int, 1>{}, begin + place, place);
 }
 
 /// Both sums of a leaf, by two warps.
@@ -202,7 +216,8 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         if (skipped(d) || !job.present) { // asked anew each time: one register less in the loop
-            for_packs<V>(begin, n, [&](auto width, int64_t i, int) { unchanged_pack<decltype(width)::value>(plan, job, i); });
+            for_packs<V>(begin, n,
+                         [&](auto width, int64_t i, int) { unchanged_pack<decltype(width)::value>(plan, job, i); });
             continue;
         }
         __syncthreads();
@@ -228,7 +243,8 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         const TensorJob &job = plan.jobs[i];
         const Hyper &hyper = plan.groups[job.group];
         if (job.present && is_lamb(hyper.rule))
-            plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job), hyper.min_trust, hyper.max_trust);
+            plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job),
+                                              hyper.min_trust, hyper.max_trust);
     }
 }
 
@@ -250,7 +266,9 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
             if (leaf == job.first_leaf) plan.scalars[tensor] = s.scalars; // fold_updates() wants the factor
         }
         __syncthreads();
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) { lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i); });
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+            lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i);
+        });
     }
     if (last_block(&d.control->ticket[2])) finish(d, skip);
 }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing a few neighbouring elements of any float dtype as fp32: 16 bytes at a time where the address allows it.
+// Reading and writing a few neighbouring elements of any float dtype as fp32: 16 bytes at a time where the address
+// allows it.
 #pragma once
 #include "dtype.h"
 #include "launch.h"
 
 namespace dsopt::gpu {
 
-template <int V> struct Pack {
-    float at[V];
-};
+template <int V> struct Pack { float at[V]; };
 
-/// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the faster
-/// instructions.
+/// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
+/// faster instructions.
 template <class T> __device__ __forceinline__ T *global(T *pointer) {
 #if defined(__CUDA_ARCH__)
     __builtin_assume(__isGlobal(pointer));
@@ -19,8 +18,8 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
     return pointer;
 }
 
-/// A 16-byte store that stays one: the compiler would find that the branch for unaligned arrays stores the same values, merge the
-/// two, and keep the narrow one.
+/// A 16-byte store that stays one: the compiler would find that the branch for unaligned arrays stores the same values,
+/// merge the two, and keep the narrow one.
 template <class T> __device__ __forceinline__ void store16(T *to, const T &value) {
 #if defined(__CUDA_ARCH__)
     __stwb(to, value);
@@ -64,13 +63,15 @@ template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype
     return x;
 }
 
-template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i, bool vector) {
+template <int V>
+__device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i, bool vector) {
     if (type == Dtype::f32) {
         float *to = global(static_cast<float *>(data) + i);
         if (V % 4 == 0 && vector) {
 #pragma unroll
             for (int k = 0; k + 3 < V; k += 4)
-                store16(reinterpret_cast<float4 *>(to + k), make_float4(x.at[k], x.at[k + 1], x.at[k + 2], x.at[k + 3]));
+                store16(reinterpret_cast<float4 *>(to + k),
+                        make_float4(x.at[k], x.at[k + 1], x.at[k + 2], x.at[k + 3]));
         } else {
 #pragma unroll
             for (int k = 0; k < V; ++k) to[k] = x.at[k];

@@ -17,27 +17,30 @@
  *
  * Two ways to step, one argument struct:
  *   dsopt_optimizer_step   the optimizer remembers parameters, state and counters. One thread at a time.
- *   dsopt_optimizer_apply  the optimizer is a constant; everything that changes is in the caller's tensors. Any number of threads.
+ *   dsopt_optimizer_apply  the optimizer is a constant; everything that changes is in the caller's tensors. Any number
+ * of threads.
  *
  * Rules that hold for every function here:
- *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend and memory of the
- *    context's device on CUDA. `stream` is a cudaStream_t of that device, NULL the legacy default stream; the CPU backend ignores it and has
- *    finished when a call returns.
- *  - Structs that begin with `size`: set every byte to zero, set `size`, then set what you need; 0 and NULL mean "the default" in
- *    every field except those of dsopt_group, which dsopt_group_init fills. DSOPT_NEW(type, name) does it in C and C++. A struct
- *    shorter than in version 0.1 is refused, and so are bytes behind the last field known to this library that are not zero
- *    (DSOPT_ERR_VERSION). A NULL desc is an all-zero desc. Structs without `size` travel in arrays and never change.
- *  - Handles are released, not freed: an object lives on while another one was made from it, so handles may be destroyed in any
- *    order (finalizers of garbage-collected languages do). destroy(NULL) does nothing.
- *  - Pointers in arguments are borrowed for the call; tensor memory until the stream has passed it. Exceptions are said where they are.
- *  - Outputs come last and are untouched on failure. A failed call changes nothing. An option that would have no effect is refused
- *    (DSOPT_ERR_UNSUPPORTED), never ignored. Reserved fields must be 0.
+ *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend and
+ * memory of the context's device on CUDA. `stream` is a cudaStream_t of that device, NULL the legacy default stream;
+ * the CPU backend ignores it and has finished when a call returns.
+ *  - Structs that begin with `size`: set every byte to zero, set `size`, then set what you need; 0 and NULL mean "the
+ * default" in every field except those of dsopt_group, which dsopt_group_init fills. DSOPT_NEW(type, name) does it in C
+ * and C++. A struct shorter than in version 0.1 is refused, and so are bytes behind the last field known to this
+ * library that are not zero (DSOPT_ERR_VERSION). A NULL desc is an all-zero desc. Structs without `size` travel in
+ * arrays and never change.
+ *  - Handles are released, not freed: an object lives on while another one was made from it, so handles may be
+ * destroyed in any order (finalizers of garbage-collected languages do). destroy(NULL) does nothing.
+ *  - Pointers in arguments are borrowed for the call; tensor memory until the stream has passed it. Exceptions are said
+ * where they are.
+ *  - Outputs come last and are untouched on failure. A failed call changes nothing. An option that would have no effect
+ * is refused (DSOPT_ERR_UNSUPPORTED), never ignored. Reserved fields must be 0.
  *  - Every status function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _INTERNAL.
- *  - Thread-safety, unless said otherwise: free on distinct objects; one thread at a time on one object (another one gets
- *    DSOPT_ERR_BUSY from dsopt_optimizer_* calls); a context serves all threads.
- *  - Results: an element-wise step gives the same bits on every backend, instruction set, thread count, order and packing of the
- *    lists; norms give the same bits for any thread count and instruction set. Denormals are kept. Arithmetic is fp32, multiply and
- *    add rounded separately, whatever the storage type.
+ *  - Thread-safety, unless said otherwise: free on distinct objects; one thread at a time on one object (another one
+ * gets DSOPT_ERR_BUSY from dsopt_optimizer_* calls); a context serves all threads.
+ *  - Results: an element-wise step gives the same bits on every backend, instruction set, thread count, order and
+ * packing of the lists; norms give the same bits for any thread count and instruction set. Denormals are kept.
+ * Arithmetic is fp32, multiply and add rounded separately, whatever the storage type.
  *  - Since: 0.1 for everything that does not say otherwise.
  */
 #include <stddef.h>
@@ -47,13 +50,14 @@
 extern "C" {
 #endif
 
-/* ---------------------------------------------------------------------------------------------- visibility and version */
+/* ---------------------------------------------------------------------------------------------- visibility and version
+ */
 #if defined(__GNUC__)
-#  define DSOPT_API __attribute__((visibility("default")))
-#  define DSOPT_CHECK __attribute__((warn_unused_result))
+#define DSOPT_API __attribute__((visibility("default")))
+#define DSOPT_CHECK __attribute__((warn_unused_result))
 #else
-#  define DSOPT_API
-#  define DSOPT_CHECK
+#define DSOPT_API
+#define DSOPT_CHECK
 #endif
 
 #define DSOPT_VERSION_MAJOR 0
@@ -61,11 +65,14 @@ extern "C" {
 #define DSOPT_VERSION_PATCH 0
 #define DSOPT_ABI_VERSION 0
 
-/** A zeroed struct with its size set: `DSOPT_NEW(dsopt_step, s);` declares `dsopt_step s`. Other languages zero and set `size`. */
+/** A zeroed struct with its size set: `DSOPT_NEW(dsopt_step, s);` declares `dsopt_step s`. Other languages zero and set
+ * `size`. */
 #ifdef __cplusplus
-#  define DSOPT_NEW(type, name) type name = type(); name.size = sizeof(type)
+#define DSOPT_NEW(type, name)                                                                                          \
+    type name = type();                                                                                                \
+    name.size = sizeof(type)
 #else
-#  define DSOPT_NEW(type, name) type name = {.size = sizeof(type)}
+#define DSOPT_NEW(type, name) type name = {.size = sizeof(type)}
 #endif
 
 /** Version of the loaded library, major * 10000 + minor * 100 + patch. Never fails. Thread-safety: any. */
@@ -75,106 +82,120 @@ DSOPT_API int32_t dsopt_version(void);
 DSOPT_API int32_t dsopt_abi_version(void);
 
 /**
- * What the loaded file is, as a JSON object: version, abi, compiler, "backends" and "comms" built in and usable here, "isa" (the
- * CPU instruction set that will be used), checkpoint format. Static storage. Thread-safety: any.
+ * What the loaded file is, as a JSON object: version, abi, compiler, "backends" and "comms" built in and usable here,
+ * "isa" (the CPU instruction set that will be used), checkpoint format. Static storage. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);
 
-/* ------------------------------------------------------------------------------------------------------------- status */
+/* ------------------------------------------------------------------------------------------------------------- status
+ */
 typedef int32_t dsopt_status;
 enum {
     DSOPT_OK = 0,
     /* the call is wrong */
-    DSOPT_ERR_ARGUMENT = 10,    /**< null, negative, out of range, not finite; the text names argument, field or tensor */
-    DSOPT_ERR_SHAPE = 11,       /**< count or numel is not what was registered, or numel * size overflows */
-    DSOPT_ERR_DTYPE = 12,       /**< not a dtype of this build, or not for this list */
-    DSOPT_ERR_ALIGNMENT = 13,   /**< pointer not aligned to its element */
-    DSOPT_ERR_OVERLAP = 14,     /**< two tensors share bytes */
-    DSOPT_ERR_DEVICE = 15,      /**< memory of another device, with DSOPT_CONTEXT_CHECK_POINTERS */
-    DSOPT_ERR_WORKSPACE = 16,   /**< workspace missing or too small; the text says how many bytes */
-    DSOPT_ERR_VERSION = 17,     /**< struct shorter than version 0.1, or fields that this library does not know are not zero */
+    DSOPT_ERR_ARGUMENT = 10,  /**< null, negative, out of range, not finite; the text names argument, field or tensor */
+    DSOPT_ERR_SHAPE = 11,     /**< count or numel is not what was registered, or numel * size overflows */
+    DSOPT_ERR_DTYPE = 12,     /**< not a dtype of this build, or not for this list */
+    DSOPT_ERR_ALIGNMENT = 13, /**< pointer not aligned to its element */
+    DSOPT_ERR_OVERLAP = 14,   /**< two tensors share bytes */
+    DSOPT_ERR_DEVICE = 15,    /**< memory of another device, with DSOPT_CONTEXT_CHECK_POINTERS */
+    DSOPT_ERR_WORKSPACE = 16, /**< workspace missing or too small; the text says how many bytes */
+    DSOPT_ERR_VERSION =
+        17, /**< struct shorter than version 0.1, or fields that this library does not know are not zero */
     DSOPT_ERR_UNSUPPORTED = 18, /**< valid elsewhere, not in this combination or build; the text names the option */
     DSOPT_ERR_STATE = 19,       /**< wrong moment: no groups yet, parameters not bound */
     DSOPT_ERR_BUSY = 20,        /**< the object is in use by another thread */
     DSOPT_ERR_FORKED = 21,      /**< made before fork(): in the child only destroy works */
     DSOPT_ERR_SKIPS = 22,       /**< the skip budget is used up: that many steps in a row were skipped */
     /* the system is at fault */
-    DSOPT_ERR_NOMEM = 30,       /**< out of host or backend memory */
-    DSOPT_ERR_MISSING = 31,     /**< a driver or library that the call needs is not on this machine */
-    DSOPT_ERR_IO = 32,          /**< open, read, write, flush or rename failed; the text has the system's reason */
-    DSOPT_ERR_INTERNAL = 33,    /**< a defect of dsopt */
-    DSOPT_ERR_BACKEND = 34,     /**< the device or its driver failed; the text has its reason */
+    DSOPT_ERR_NOMEM = 30,    /**< out of host or backend memory */
+    DSOPT_ERR_MISSING = 31,  /**< a driver or library that the call needs is not on this machine */
+    DSOPT_ERR_IO = 32,       /**< open, read, write, flush or rename failed; the text has the system's reason */
+    DSOPT_ERR_INTERNAL = 33, /**< a defect of dsopt */
+    DSOPT_ERR_BACKEND = 34,  /**< the device or its driver failed; the text has its reason */
     /* communication; sticky for the comm */
-    DSOPT_ERR_COMM = 50,        /**< a collective failed; the text has the provider's reason */
-    DSOPT_ERR_TIMEOUT = 51,     /**< a peer did not come within the comm's time-out */
-    DSOPT_ERR_ABORTED = 52,     /**< dsopt_comm_abort was called */
+    DSOPT_ERR_COMM = 50,    /**< a collective failed; the text has the provider's reason */
+    DSOPT_ERR_TIMEOUT = 51, /**< a peer did not come within the comm's time-out */
+    DSOPT_ERR_ABORTED = 52, /**< dsopt_comm_abort was called */
     /* files */
-    DSOPT_ERR_FORMAT = 70,      /**< not a dsopt checkpoint, or a damaged header */
-    DSOPT_ERR_CHECKSUM = 71,    /**< tensor data do not match their checksum */
-    DSOPT_ERR_MISMATCH = 72     /**< another algorithm, other names, dtypes or sizes than this optimizer's */
+    DSOPT_ERR_FORMAT = 70,   /**< not a dsopt checkpoint, or a damaged header */
+    DSOPT_ERR_CHECKSUM = 71, /**< tensor data do not match their checksum */
+    DSOPT_ERR_MISMATCH = 72  /**< another algorithm, other names, dtypes or sizes than this optimizer's */
 };
 
 /** Name of a status, "DSOPT_ERR_SHAPE"; "unknown status" for others. Static storage. Thread-safety: any. */
 DSOPT_API const char *dsopt_status_name(dsopt_status status);
 
-/** Text of the last failure in the calling thread, "" if there was none; valid until its next failing dsopt call. Never NULL. */
+/** Text of the last failure in the calling thread, "" if there was none; valid until its next failing dsopt call. Never
+ * NULL. */
 DSOPT_API const char *dsopt_last_error(void);
 
-/* ------------------------------------------------------------------------------------------------- dtypes and tensors */
+/* ------------------------------------------------------------------------------------------------- dtypes and tensors
+ */
 enum { DSOPT_F32 = 1, DSOPT_F16 = 2, DSOPT_BF16 = 3, DSOPT_I32 = 4, DSOPT_U8 = 5, DSOPT_I64 = 6, DSOPT_F64 = 7 };
 
-/** A dense array. `numel` 0 with NULL data is legal everywhere. In a gradient list NULL data means "no gradient this time". */
+/** A dense array. `numel` 0 with NULL data is legal everywhere. In a gradient list NULL data means "no gradient this
+ * time". */
 typedef struct dsopt_tensor {
-    void *data;       /**< aligned to its element */
+    void *data; /**< aligned to its element */
     int64_t numel;
     int32_t dtype;    /**< DSOPT_F32 ... */
     int32_t reserved; /**< 0 */
 } dsopt_tensor;
 
-/* ------------------------------------------------------------------------------------------------------------ context */
+/* ------------------------------------------------------------------------------------------------------------ context
+ */
 typedef struct dsopt_context dsopt_context;
 
 enum { DSOPT_CPU = 0, DSOPT_CUDA = 1 };
 enum { DSOPT_LOG_ERROR = 1, DSOPT_LOG_WARN = 2, DSOPT_LOG_INFO = 3, DSOPT_LOG_TRACE = 4 };
 
 enum {
-    DSOPT_CONTEXT_CHECK_POINTERS = 1 /**< CUDA: every step asks the driver where each pointer belongs, and memory of another device, or of
-                                          the host only, is DSOPT_ERR_DEVICE. For debugging: it costs a driver call a pointer */
+    DSOPT_CONTEXT_CHECK_POINTERS =
+        1 /**< CUDA: every step asks the driver where each pointer belongs, and memory of another device, or of
+               the host only, is DSOPT_ERR_DEVICE. For debugging: it costs a driver call a pointer */
 };
 
 /** Runs `body(arg, i)` for every i in [0, n), in any order and on any thread, and returns when all are done. */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
-/** All optional. The hooks are called from any thread that is inside a dsopt call with this context or with an object made from it. */
+/** All optional. The hooks are called from any thread that is inside a dsopt call with this context or with an object
+ * made from it. */
 typedef struct dsopt_context_desc {
     size_t size;
     int32_t backend;   /**< DSOPT_CPU or DSOPT_CUDA */
     int32_t device;    /**< CUDA ordinal; 0 on the CPU */
     int32_t threads;   /**< into how many parts a step is cut, and how many workers run them; 0 = as many as cores */
-    int32_t log_level; /**< highest level passed to `log`; 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn */
-    void *(*allocate)(void *user, size_t bytes, size_t alignment, void *stream); /**< backend memory; NULL return = out of memory */
-    void (*release)(void *user, void *memory, size_t bytes, void *stream);       /**< given together with `allocate` */
-    dsopt_parallel_for parallel_for; /**< thread pool of the caller in place of OpenMP; dsopt_step can bring another one */
+    int32_t log_level; /**< highest level passed to `log`; 0 = the environment's DSOPT_LOG (error, warn, info, trace),
+                          else warn */
+    void *(*allocate)(void *user, size_t bytes, size_t alignment,
+                      void *stream); /**< backend memory; NULL return = out of memory */
+    void (*release)(void *user, void *memory, size_t bytes, void *stream); /**< given together with `allocate` */
+    dsopt_parallel_for
+        parallel_for; /**< thread pool of the caller in place of OpenMP; dsopt_step can bring another one */
     void (*log)(void *user, int32_t level, const char *text); /**< NULL: nothing is ever printed */
-    void *user;        /**< first argument of the four hooks */
-    int64_t chunk;     /**< smallest piece of work in elements, a multiple of 4096 (the leaf of all reductions); 0 = 4096 */
-    uint32_t flags;    /**< DSOPT_CONTEXT_... */
+    void *user;                                               /**< first argument of the four hooks */
+    int64_t chunk; /**< smallest piece of work in elements, a multiple of 4096 (the leaf of all reductions); 0 = 4096 */
+    uint32_t flags; /**< DSOPT_CONTEXT_... */
     uint32_t reserved;
 } dsopt_context_desc;
 
 /**
- * @param[in]  desc  NULL = CPU with all defaults. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the instruction set.
+ * @param[in]  desc  NULL = CPU with all defaults. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the
+ * instruction set.
  * @param[out] ctx   the new context; release with dsopt_context_destroy.
- * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: backend not built in; DSOPT_ERR_MISSING: no driver or device. Thread-safety: any.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: backend not built in; DSOPT_ERR_MISSING: no driver or device. Thread-safety:
+ * any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context **ctx);
 /** Release the handle. Never blocks. */
 DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 
-/* --------------------------------------------------------------------------------------------------------------- comm */
+/* --------------------------------------------------------------------------------------------------------------- comm
+ */
 /*
- * Ranks that agree on norms and on skipped steps. Every rank makes the same calls in the same order. A comm is used by one thread at a
- * time, but dsopt_comm_query and dsopt_comm_abort may be called from any thread at any time.
+ * Ranks that agree on norms and on skipped steps. Every rank makes the same calls in the same order. A comm is used by
+ * one thread at a time, but dsopt_comm_query and dsopt_comm_abort may be called from any thread at any time.
  */
 typedef struct dsopt_comm dsopt_comm;
 
@@ -185,30 +206,34 @@ enum {
 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
 
-/** Collectives of the caller (MPI, Gloo, ...). Functions return 0 or their own error code, block until done, and take host memory. */
+/** Collectives of the caller (MPI, Gloo, ...). Functions return 0 or their own error code, block until done, and take
+ * host memory. */
 typedef struct dsopt_comm_table {
     size_t size;
-    void *self;     /**< first argument of every function; must live until `destroy` */
+    void *self; /**< first argument of every function; must live until `destroy` */
     int32_t rank;
     int32_t ranks;
-    int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream); /**< F32, F64,
-                         I32; SUM, MAX; send may be recv; every rank must get the same bits */
+    int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                      void *stream);                                                                   /**< F32, F64,
+       I32; SUM, MAX; send may be recv; every rank must get the same bits */
     int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
     int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
     int (*broadcast)(void *self, void *buffer, int64_t bytes, int32_t root, void *stream);             /**< optional */
-    int (*barrier)(void *self);                            /**< optional */
-    int (*error)(void *self, char *text, size_t capacity); /**< optional: state of the communicator, any thread; 0 = fine */
-    void (*abort)(void *self);                             /**< optional: make blocked calls return, any thread */
-    void (*destroy)(void *self);                           /**< optional: last call */
+    int (*barrier)(void *self);                                                                        /**< optional */
+    int (*error)(void *self, char *text,
+                 size_t capacity); /**< optional: state of the communicator, any thread; 0 = fine */
+    void (*abort)(void *self);     /**< optional: make blocked calls return, any thread */
+    void (*destroy)(void *self);   /**< optional: last call */
 } dsopt_comm_table;
 
 typedef struct dsopt_comm_desc {
     size_t size;
-    int32_t kind;       /**< DSOPT_COMM_...; SELF needs nothing else */
-    int32_t rank;       /**< with `id`: this rank */
-    int32_t ranks;      /**< with `id`: number of ranks */
-    int32_t timeout_ms; /**< longest wait in any call; 0 = 600000; -1 = none. TABLE: the functions' own affair, must be 0 */
-    const void *id;     /**< LOCAL: bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
+    int32_t kind;  /**< DSOPT_COMM_...; SELF needs nothing else */
+    int32_t rank;  /**< with `id`: this rank */
+    int32_t ranks; /**< with `id`: number of ranks */
+    int32_t
+        timeout_ms; /**< longest wait in any call; 0 = 600000; -1 = none. TABLE: the functions' own affair, must be 0 */
+    const void *id; /**< LOCAL: bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
     size_t id_bytes;
     const dsopt_comm_table *table; /**< TABLE: copied */
 } dsopt_comm_desc;
@@ -216,10 +241,11 @@ typedef struct dsopt_comm_desc {
 typedef struct dsopt_comm_info {
     size_t size;
     int32_t rank, ranks;
-    dsopt_status status;    /**< DSOPT_OK, or the first failure of this comm */
+    dsopt_status status; /**< DSOPT_OK, or the first failure of this comm */
     int32_t reserved;
-    int64_t calls;          /**< collectives since creation */
-    int64_t bytes_sent;     /**< payload put on the wire by this rank since creation; an all-reduce counts 2 (ranks - 1) / ranks of it */
+    int64_t calls;      /**< collectives since creation */
+    int64_t bytes_sent; /**< payload put on the wire by this rank since creation; an all-reduce counts 2 (ranks - 1) /
+                           ranks of it */
     int64_t bytes_received;
 } dsopt_comm_info;
 
@@ -231,16 +257,20 @@ typedef struct dsopt_comm_info {
  * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob; DSOPT_ERR_SHAPE: capacity. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
-/** Make a comm; collective where `id` is given. @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm);
+/** Make a comm; collective where `id` is given. @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came;
+ * DSOPT_ERR_COMM. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
+                                                     dsopt_comm **comm);
 /** Rank, size, health and counters, without waiting; `info->size` must be set. Thread-safety: any. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info);
-/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Thread-safety: any. */
+/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Thread-safety:
+ * any. */
 DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
 /** Release the handle. Never blocks. */
 DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
 
-/* -------------------------------------------------------------------------------------------------------- loss scaler */
+/* -------------------------------------------------------------------------------------------------------- loss scaler
+ */
 typedef struct dsopt_scaler dsopt_scaler;
 
 /** Where zero fields of dsopt_scaler_desc come from. */
@@ -251,13 +281,15 @@ enum {
     DSOPT_SCALER_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
 };
 enum {
-    DSOPT_SCALER_STATIC = 1,            /**< never changes by itself; overflow skips the step all the same */
-    DSOPT_SCALER_REFILL = 2,            /**< consecutive hysteresis: every good step refills the budget */
-    DSOPT_SCALER_FAIL_AT_MIN = 4,       /**< overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else */
-    DSOPT_SCALER_KEEP_AT_MIN = 8,       /**< takes FAIL_AT_MIN out of the DYNAMIC profile */
-    DSOPT_SCALER_SHARED = 16,           /**< steps only record overflow; dsopt_scaler_update makes the transition, once an iteration.
-                                             Needed for a second optimizer (else DSOPT_ERR_STATE when that is created) */
-    DSOPT_SCALER_GROWTH_AT_WINDOW = 32  /**< grow in the step that makes `window` good ones (2023 form), not in the one after it */
+    DSOPT_SCALER_STATIC = 1, /**< never changes by itself; overflow skips the step all the same */
+    DSOPT_SCALER_REFILL = 2, /**< consecutive hysteresis: every good step refills the budget */
+    DSOPT_SCALER_FAIL_AT_MIN =
+        4, /**< overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else */
+    DSOPT_SCALER_KEEP_AT_MIN = 8, /**< takes FAIL_AT_MIN out of the DYNAMIC profile */
+    DSOPT_SCALER_SHARED = 16,     /**< steps only record overflow; dsopt_scaler_update makes the transition, once an
+                                     iteration.     Needed for a second optimizer (else DSOPT_ERR_STATE when that is created) */
+    DSOPT_SCALER_GROWTH_AT_WINDOW =
+        32 /**< grow in the step that makes `window` good ones (2023 form), not in the one after it */
 };
 typedef struct dsopt_scaler_desc {
     size_t size;
@@ -284,36 +316,45 @@ typedef struct dsopt_scaler_info {
 enum { DSOPT_SCALE_VALUE = 0, DSOPT_SCALE_OVERRIDE = 1, DSOPT_SCALE_CLEAR_OVERRIDE = 2 };
 
 /**
- * The machine (updates i, last overflow l): on overflow, with the budget of `hysteresis` at 1, scale = max(scale / factor, min); else
- * one less in the budget; l = i. On a good step with k = i - l - 1 > 0 and k a multiple of `window`: scale = min(scale * factor, max) and
- * a full budget. Then i + 1. (DeepSpeed's loss_scaler.py.)
+ * The machine (updates i, last overflow l): on overflow, with the budget of `hysteresis` at 1, scale = max(scale /
+ * factor, min); else one less in the budget; l = i. On a good step with k = i - l - 1 > 0 and k a multiple of `window`:
+ * scale = min(scale * factor, max) and a full budget. Then i + 1. (DeepSpeed's loss_scaler.py.)
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc,
+                                                       dsopt_scaler **scaler);
 /** Release the handle; optimizers that it is attached to keep the scaler alive. */
 DSOPT_API void dsopt_scaler_destroy(dsopt_scaler *scaler);
-/** One float in backend memory, fixed for the scaler's life: the loss, or its gradient, is multiplied by it. NULL only for NULL. */
+/** One float in backend memory, fixed for the scaler's life: the loss, or its gradient, is multiplied by it. NULL only
+ * for NULL. */
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 /** Stream-ordered: set the value, set an override (used by backward and unscaling; the machine pauses), or clear it. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
 /**
- * One transition. With DSOPT_SCALER_SHARED once an iteration, after the last step; else for a scaler used without an optimizer.
+ * One transition. With DSOPT_SCALER_SHARED once an iteration, after the last step; else for a scaler used without an
+ * optimizer.
  * @param[in] overflow  an int32 in backend memory, nonzero = overflow; NULL = what the attached optimizers recorded.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
 /** Current values; `info->size` must be set. Waits for the work that was enqueued with this scaler. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info);
-/** Multiply a loss (one F32, F16 or BF16 in backend memory) by the scale, in place and in stream order: the backward helper. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream);
+/** Multiply a loss (one F32, F16 or BF16 in backend memory) by the scale, in place and in stream order: the backward
+ * helper. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss,
+                                                           void *stream);
 
-/* ---------------------------------------------------------------------------------------------- groups and parameters */
-/** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 - beta2^t. */
+/* ---------------------------------------------------------------------------------------------- groups and parameters
+ */
+/** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 -
+ * beta2^t. */
 enum {
     DSOPT_ADAM = 2,  /**< Kingma and Ba 2015, decay as L2: g += wd p; m, v; p -= lr (m/c1) / (sqrt(v/c2) + eps) */
     DSOPT_ADAMW = 3, /**< Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p) */
-    DSOPT_LAMB = 4,  /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with one
-                          trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
-    DSOPT_ADAM_LEGACY = 7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
+    DSOPT_LAMB =
+        4, /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with
+              one trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
+    DSOPT_ADAM_LEGACY =
+        7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
 };
 enum {
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
@@ -323,25 +364,26 @@ enum {
 };
 
 /**
- * Algorithm and hyper-parameters of some parameters. Filled by dsopt_group_init; fields that the algorithm does not use are 0 there
- * and must stay 0. Groups of one optimizer may differ in algorithm.
+ * Algorithm and hyper-parameters of some parameters. Filled by dsopt_group_init; fields that the algorithm does not use
+ * are 0 there and must stay 0. Groups of one optimizer may differ in algorithm.
  */
 typedef struct dsopt_group {
     size_t size;
     int32_t algorithm;
-    uint32_t flags;              /**< DSOPT_GROUP_... */
-    double lr;                   /**< finite, >= 0 */
-    double beta1, beta2;         /**< in [0, 1) */
-    double eps;                  /**< finite, >= 0 */
-    double weight_decay;         /**< finite, >= 0 */
-    double max_norm;             /**< clip by the L2 norm of this group's gradients alone; 0 = off. See also dsopt_optimizer_desc */
+    uint32_t flags;      /**< DSOPT_GROUP_... */
+    double lr;           /**< finite, >= 0 */
+    double beta1, beta2; /**< in [0, 1) */
+    double eps;          /**< finite, >= 0 */
+    double weight_decay; /**< finite, >= 0 */
+    double max_norm; /**< clip by the L2 norm of this group's gradients alone; 0 = off. See also dsopt_optimizer_desc */
     double min_trust, max_trust; /**< LAMB: bounds of the trust ratio, 0 <= min <= max */
 } dsopt_group;
 
 /** What the global norm makes of a parameter's gradient. */
 enum {
-    DSOPT_PARAM_MODEL_PARALLEL = 1, /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
-    DSOPT_PARAM_REPLICATED = 2      /**< exists on another pipeline stage too, which counts it: left out of norms here */
+    DSOPT_PARAM_MODEL_PARALLEL =
+        1,                     /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
+    DSOPT_PARAM_REPLICATED = 2 /**< exists on another pipeline stage too, which counts it: left out of norms here */
 };
 
 /** One parameter as registered. No `size`: it travels in arrays. */
@@ -351,111 +393,136 @@ typedef struct dsopt_param {
     const int64_t *dims; /**< copied; optional, for checkpoints; the product must be numel */
     int32_t ndim;        /**< 0 = flat; at most 8 */
     uint32_t flags;      /**< DSOPT_PARAM_... */
-    int64_t offset;      /**< where this piece begins if it is a slice of a tensor of that name: stochastic rounding follows it */
-    int32_t expert;      /**< 0 = dense; k = its ranks in expert comm k - 1 hold different experts, whose squares add up */
-    int32_t reserved;    /**< 0 */
+    int64_t offset; /**< where this piece begins if it is a slice of a tensor of that name: stochastic rounding follows
+                       it */
+    int32_t expert; /**< 0 = dense; k = its ranks in expert comm k - 1 hold different experts, whose squares add up */
+    int32_t reserved; /**< 0 */
 } dsopt_param;
 
 /**
- * Every default of an algorithm, as the original documents them (lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, trust 0.01 to 10).
+ * Every default of an algorithm, as the original documents them (lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay,
+ * trust 0.01 to 10).
  * @param[in] size  sizeof(dsopt_group) of the caller's header.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown algorithm. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm);
 
-/* ---------------------------------------------------------------------------------------------------------- optimizer */
+/* ---------------------------------------------------------------------------------------------------------- optimizer
+ */
 typedef struct dsopt_optimizer dsopt_optimizer;
 
 enum { DSOPT_STANDARD = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
 enum { DSOPT_NONFINITE_AUTO = 0, DSOPT_NONFINITE_SKIP = 1, DSOPT_NONFINITE_APPLY = 2 };
 enum {
-    DSOPT_OPTIMIZER_NO_MASTER = 1,           /**< 16-bit parameters without an fp32 master */
-    DSOPT_OPTIMIZER_REPORT_NORMS = 2,        /**< weight and update norm in the report (no further pass over memory) */
-    DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING = 4, /**< with NO_MASTER: BF16 parameters are rounded up or down at random, in proportion. The
-                                                  random number follows from seed, name, step and element alone: any sharding gives the same */
-    DSOPT_OPTIMIZER_ACCUMULATE = 8,          /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
-    DSOPT_OPTIMIZER_TIMING = 16              /**< times per phase in the report */
+    DSOPT_OPTIMIZER_NO_MASTER = 1,    /**< 16-bit parameters without an fp32 master */
+    DSOPT_OPTIMIZER_REPORT_NORMS = 2, /**< weight and update norm in the report (no further pass over memory) */
+    DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING =
+        4, /**< with NO_MASTER: BF16 parameters are rounded up or down at random, in proportion. The
+                random number follows from seed, name, step and element alone: any sharding gives the same */
+    DSOPT_OPTIMIZER_ACCUMULATE = 8, /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
+    DSOPT_OPTIMIZER_TIMING = 16     /**< times per phase in the report */
 };
 enum {
     DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
-    DSOPT_MASTERS_FLAT = 1        /**< the masters of a group lie one behind the other without gaps; compat mode: FP16_Optimizer */
+    DSOPT_MASTERS_FLAT =
+        1 /**< the masters of a group lie one behind the other without gaps; compat mode: FP16_Optimizer */
 };
 
 typedef struct dsopt_optimizer_desc {
     size_t size;
-    int32_t compat;    /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without masters
-                            that is FusedAdam and FusedLamb: betas and 1 - beta in fp32, Adam's steps counted by one counter a group,
-                            moments in the parameter's dtype. With masters it is the fp16 wrapper that `masters` names: the first use of
-                            the state takes a step on zero gradients, absent gradients are zeros, the scale moves before gradients are
-                            divided by it, a norm that is not finite in fp32 counts as 1, experts count by their weights (FLAT) or not
-                            at all, and non-finite gradients without a scaler are applied (FLAT) */
-    uint32_t flags;    /**< DSOPT_OPTIMIZER_... */
-    int32_t nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for scaling or clipping anyway, else
-                            apply; SKIP: always look (one more read of the gradients); APPLY: let them through */
-    int32_t masters;   /**< DSOPT_MASTERS_... */
-    double max_norm;   /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a group has its
-                            own max_norm too, the larger of the two divisors holds */
-    double max_value;  /**< clip every element of the unscaled gradient to [-max_value, max_value], after the norm; 0 = off */
-    dsopt_scaler *scaler; /**< kept; NULL = no loss scaling */
-    dsopt_comm *data;  /**< kept: data-parallel ranks, which agree on skipping; NULL = one */
-    dsopt_comm *model; /**< kept: model-parallel ranks, which add up norms and agree on skipping; NULL = one */
+    int32_t compat; /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without
+                       masters that is FusedAdam and FusedLamb: betas and 1 - beta in fp32, Adam's steps counted by one
+                       counter a group, moments in the parameter's dtype. With masters it is the fp16 wrapper that
+                       `masters` names: the first use of the state takes a step on zero gradients, absent gradients are
+                       zeros, the scale moves before gradients are divided by it, a norm that is not finite in fp32
+                       counts as 1, experts count by their weights (FLAT) or not at all, and non-finite gradients
+                       without a scaler are applied (FLAT) */
+    uint32_t flags; /**< DSOPT_OPTIMIZER_... */
+    int32_t
+        nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for scaling or clipping
+                      anyway, else apply; SKIP: always look (one more read of the gradients); APPLY: let them through */
+    int32_t masters;  /**< DSOPT_MASTERS_... */
+    double max_norm;  /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a
+                         group has its  own max_norm too, the larger of the two divisors holds */
+    double max_value; /**< clip every element of the unscaled gradient to [-max_value, max_value], after the norm; 0 =
+                         off */
+    dsopt_scaler *scaler;       /**< kept; NULL = no loss scaling */
+    dsopt_comm *data;           /**< kept: data-parallel ranks, which agree on skipping; NULL = one */
+    dsopt_comm *model;          /**< kept: model-parallel ranks, which add up norms and agree on skipping; NULL = one */
     dsopt_comm *const *experts; /**< kept: expert_count comms of expert-parallel ranks */
     int32_t expert_count;
-    int32_t skip_budget; /**< after this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS; 0 = never */
-    uint64_t seed;     /**< of STOCHASTIC_ROUNDING */
+    int32_t skip_budget; /**< after this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS; 0 =
+                            never */
+    uint64_t seed;       /**< of STOCHASTIC_ROUNDING */
 } dsopt_optimizer_desc;
 
 /**
  * An optimizer without parameters yet.
  * @param[in] desc  NULL = standard mode, no scaling, no clipping, fp32 masters for 16-bit parameters.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect; DSOPT_ERR_STATE: the
- *         scaler has an optimizer already and is not SHARED. Thread-safety: any.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect;
+ * DSOPT_ERR_STATE: the scaler has an optimizer already and is not SHARED. Thread-safety: any.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc, dsopt_optimizer **opt);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc,
+                                                          dsopt_optimizer **opt);
 /** Release the handle and, when nothing else uses them, the state tensors that the engine owns. */
 DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
 
 /**
- * Append a group. Its parameters follow those of earlier groups: every list of this API has that one flat order. May be called between
- * steps: existing state is kept, the lists of later calls are longer, and a state list bound before must be bound anew.
- * @param[in] params  copied, names too; tensor memory is borrowed until the optimizer is destroyed or bound to other memory.
+ * Append a group. Its parameters follow those of earlier groups: every list of this API has that one flat order. May be
+ * called between steps: existing state is kept, the lists of later calls are longer, and a state list bound before must
+ * be bound anew.
+ * @param[in] params  copied, names too; tensor memory is borrowed until the optimizer is destroyed or bound to other
+ * memory.
  * @param[in] count   0 is legal.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows; _ALIGNMENT;
- *         _OVERLAP: with each other or with earlier ones; _UNSUPPORTED: an option that this algorithm does not have.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
+ * _ALIGNMENT; _OVERLAP: with each other or with earlier ones; _UNSUPPORTED: an option that this algorithm does not
+ * have.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params, int64_t count);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
+                                                             const dsopt_param *params, int64_t count);
 
 enum { DSOPT_ALL_GROUPS = -1 };
 enum {
-    DSOPT_LR = 1, DSOPT_BETA1 = 2, DSOPT_BETA2 = 3, DSOPT_EPS = 4, DSOPT_WEIGHT_DECAY = 5, DSOPT_GROUP_MAX_NORM = 6,
-    DSOPT_MIN_TRUST = 7, DSOPT_MAX_TRUST = 8,
+    DSOPT_LR = 1,
+    DSOPT_BETA1 = 2,
+    DSOPT_BETA2 = 3,
+    DSOPT_EPS = 4,
+    DSOPT_WEIGHT_DECAY = 5,
+    DSOPT_GROUP_MAX_NORM = 6,
+    DSOPT_MIN_TRUST = 7,
+    DSOPT_MAX_TRUST = 8,
     DSOPT_BIAS_CORRECTION = 9,  /**< 0 or 1 */
     DSOPT_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
     DSOPT_ALGORITHM = 11,       /**< read only */
     /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
     DSOPT_MAX_NORM = 32,
     DSOPT_MAX_VALUE = 34,
-    DSOPT_SKIP_BUDGET = 35,     /**< setting it also forgives the skips so far */
-    DSOPT_CALLS = 33            /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
+    DSOPT_SKIP_BUDGET = 35, /**< setting it also forgives the skips so far */
+    DSOPT_CALLS =
+        33 /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
 };
 /**
  * Change a hyper-parameter from the next step on. With DSOPT_ALL_GROUPS every group, or none on failure.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm has none such.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm
+ * has none such.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
 /** Read one; DSOPT_ALL_GROUPS reads group 0. @return as dsopt_optimizer_set; DSOPT_ERR_STATE: no groups. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key, double *value);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key,
+                                                       double *value);
 /** Number of groups and of parameters; either output may be NULL. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params);
 
-/* ------------------------------------------------------------------------------------------------------ state tensors */
+/* ------------------------------------------------------------------------------------------------------ state tensors
+ */
 /*
- * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter (master,
- * exp_avg, exp_avg_sq, grad_accum), then of the optimizer (with a scaler loss_scale: F32, one, and scaler: I32, 12 words; trust_ratio where
- * a group is LAMB: F32, one a parameter; step: I32, one a parameter). Each is there only where it is used. loss_scale and scaler are the
- * attached scaler's own memory. Names, sizes and order are known from the groups, before the first step and without memory: a framework can allocate the list, keep
- * it in its own checkpoints, and pass it to apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments have
- * the parameter's dtype.
+ * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter
+ * (master, exp_avg, exp_avg_sq, grad_accum), then of the optimizer (with a scaler loss_scale: F32, one, and scaler:
+ * I32, 12 words; trust_ratio where a group is LAMB: F32, one a parameter; step: I32, one a parameter). Each is there
+ * only where it is used. loss_scale and scaler are the attached scaler's own memory. Names, sizes and order are known
+ * from the groups, before the first step and without memory: a framework can allocate the list, keep it in its own
+ * checkpoints, and pass it to apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments
+ * have the parameter's dtype.
  */
 enum {
     DSOPT_STATE_FROM_PARAM = 1 /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
@@ -466,116 +533,141 @@ typedef struct dsopt_state_info {
     int64_t param;       /**< parameter index; -1: of the whole optimizer */
     dsopt_tensor tensor; /**< dtype and numel; data: where it is now, NULL while not allocated or bound */
     double fill;
-    uint32_t flags;      /**< DSOPT_STATE_... */
+    uint32_t flags; /**< DSOPT_STATE_... */
     uint32_t reserved;
 } dsopt_state_info;
 
 /** Length of the list. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state_count(const dsopt_optimizer *opt, int64_t *count);
-/** One entry; `info->size` must be set. @return DSOPT_OK; DSOPT_ERR_ARGUMENT: index. Thread-safety: any number of readers. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, dsopt_state_info *info);
+/** One entry; `info->size` must be set. @return DSOPT_OK; DSOPT_ERR_ARGUMENT: index. Thread-safety: any number of
+ * readers. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index,
+                                                         dsopt_state_info *info);
 /**
- * Copy one entry to host memory of exactly numel * size bytes. Before the first step this allocates and gives the starting values.
+ * Copy one entry to host memory of exactly numel * size bytes. Before the first step this allocates and gives the
+ * starting values.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
+                                                          size_t bytes);
 /** The reverse. @return as dsopt_optimizer_export. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
+                                                          size_t bytes);
 
 enum { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2 };
 /**
- * Say where parameters or state are from now on; dtype and numel as registered. State entries with NULL data stay with the engine.
- * Contents are neither copied nor changed: bound state must hold its values (`fill`, or a saved state). Borrowed until bound anew.
+ * Say where parameters or state are from now on; dtype and numel as registered. State entries with NULL data stay with
+ * the engine. Contents are neither copied nor changed: bound state must hold its values (`fill`, or a saved state).
+ * Borrowed until bound anew.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
+                                                        int64_t count);
 
 enum {
     DSOPT_RESET_MASTERS = 1, /**< from the parameters, after new weights were loaded (refresh_fp32_params) */
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
-    DSOPT_RESET_GRADS = 8    /**< accumulators */
+    DSOPT_RESET_GRADS = 8 /**< accumulators */
 };
-/** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_STATE. */
+/** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT;
+ * DSOPT_ERR_STATE. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream);
 
-/* --------------------------------------------------------------------------------------------------------------- step */
+/* --------------------------------------------------------------------------------------------------------------- step
+ */
 enum {
     DSOPT_STEP_ZERO_GRADS = 1, /**< set gradients to zero in the same pass, also when the step is skipped */
-    DSOPT_STEP_OUT_ONLY = 2,   /**< do not write params: the new values go to `out` alone, which must then name every parameter */
-    DSOPT_STEP_ACCUMULATED = 8, /**< gradients are those of dsopt_optimizer_accumulate; `grads` is NULL; accumulators are zeroed */
-    DSOPT_STEP_DELTA = 4       /**< as OUT_ONLY, and `out` gets new - old, zeros when skipped. Refused for parameters with a master */
+    DSOPT_STEP_OUT_ONLY =
+        2, /**< do not write params: the new values go to `out` alone, which must then name every parameter */
+    DSOPT_STEP_ACCUMULATED =
+        8, /**< gradients are those of dsopt_optimizer_accumulate; `grads` is NULL; accumulators are zeroed */
+    DSOPT_STEP_DELTA =
+        4 /**< as OUT_ONLY, and `out` gets new - old, zeros when skipped. Refused for parameters with a master */
 };
 enum { DSOPT_REPORT_FLOATS = 16 };
-/** Places in dsopt_step.report; the others are 0. Norms are of unscaled gradients before clipping, NaN if not computed. */
+/** Places in dsopt_step.report; the others are 0. Norms are of unscaled gradients before clipping, NaN if not computed.
+ */
 enum {
-    DSOPT_R_SKIPPED = 0,     /**< 1 if this step was skipped */
+    DSOPT_R_SKIPPED = 0, /**< 1 if this step was skipped */
     DSOPT_R_GRAD_NORM = 1,
-    DSOPT_R_WEIGHT_NORM = 2, /**< before the step, with REPORT_NORMS */
-    DSOPT_R_UPDATE_NORM = 3, /**< |new - old|, with REPORT_NORMS */
-    DSOPT_R_NONFINITE = 4,   /**< number of Inf and NaN elements found, 0 if not looked for */
-    DSOPT_R_FIRST_BAD = 5,   /**< index of the first parameter with one, -1 = none */
-    DSOPT_R_DIVISOR = 6,     /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by themselves; 0 if skipped */
-    DSOPT_R_SCALE_USED = 7,  /**< loss scale that the gradients carried, 1 without */
-    DSOPT_R_SCALE_NEXT = 8,  /**< loss scale for the next backward pass */
-    DSOPT_R_EXPERT_NORM = 9, /**< the experts' part of the norm, over all their ranks */
+    DSOPT_R_WEIGHT_NORM = 2,    /**< before the step, with REPORT_NORMS */
+    DSOPT_R_UPDATE_NORM = 3,    /**< |new - old|, with REPORT_NORMS */
+    DSOPT_R_NONFINITE = 4,      /**< number of Inf and NaN elements found, 0 if not looked for */
+    DSOPT_R_FIRST_BAD = 5,      /**< index of the first parameter with one, -1 = none */
+    DSOPT_R_DIVISOR = 6,        /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by
+                                   themselves; 0 if skipped */
+    DSOPT_R_SCALE_USED = 7,     /**< loss scale that the gradients carried, 1 without */
+    DSOPT_R_SCALE_NEXT = 8,     /**< loss scale for the next backward pass */
+    DSOPT_R_EXPERT_NORM = 9,    /**< the experts' part of the norm, over all their ranks */
     DSOPT_R_SKIPPED_IN_ROW = 10 /**< by the scaler's count, 0 without */
 };
 
 /** Arguments of one step. Only `grads` and `count` are always needed. Lists have `count` = all parameters, in order. */
 typedef struct dsopt_step {
     size_t size;
-    const dsopt_tensor *grads;  /**< F32, F16 or BF16, free per tensor; data NULL = no gradient: the tensor and its counter are left alone */
+    const dsopt_tensor *grads; /**< F32, F16 or BF16, free per tensor; data NULL = no gradient: the tensor and its
+                                  counter are left alone */
     int64_t count;
     const dsopt_tensor *params; /**< NULL = where they are bound. In `apply`: required */
-    const dsopt_tensor *out;    /**< optional: new weights rounded to the entry's dtype; data NULL = not wanted. Also written when the step
-                                     is skipped or the gradient absent (then the unchanged weight). May be the parameter's memory */
-    const dsopt_tensor *state;  /**< NULL = where it is bound. In `apply`: required, all entries in list order, data never NULL */
+    const dsopt_tensor
+        *out; /**< optional: new weights rounded to the entry's dtype; data NULL = not wanted. Also written when the
+                 step is skipped or the gradient absent (then the unchanged weight). May be the parameter's memory */
+    const dsopt_tensor
+        *state; /**< NULL = where it is bound. In `apply`: required, all entries in list order, data never NULL */
     int64_t state_count;
     /* In backend memory, read when the stream gets there; NULL = the value set on the host. */
-    const float *lr;            /**< one per group */
-    const float *grad_scale;    /**< gradients are this much too large, beside the attached scaler's scale, and get divided by both: the
-                                     number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
-    const int32_t *skip;        /**< nonzero = write nothing but out, report and zeroed gradients; counters stay */
-    const float *grad_norms;    /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the norm;
-                                     negative or not finite = overflow, the step is skipped unless the policy is APPLY */
-    float *report;              /**< out, DSOPT_REPORT_FLOATS floats */
-    void *workspace;            /**< `apply`: backend memory, 256-byte aligned; `step`: NULL, the engine has its own */
+    const float *lr; /**< one per group */
+    const float
+        *grad_scale;     /**< gradients are this much too large, beside the attached scaler's scale, and get divided by
+                            both: the     number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
+    const int32_t *skip; /**< nonzero = write nothing but out, report and zeroed gradients; counters stay */
+    const float
+        *grad_norms; /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the
+                        norm; negative or not finite = overflow, the step is skipped unless the policy is APPLY */
+    float *report;   /**< out, DSOPT_REPORT_FLOATS floats */
+    void *workspace; /**< `apply`: backend memory, 256-byte aligned; `step`: NULL, the engine has its own */
     size_t workspace_bytes;
     void *stream;
     dsopt_parallel_for parallel_for; /**< thread pool of this call (CPU backend) */
     void *parallel_user;
-    uint32_t flags;             /**< DSOPT_STEP_... */
+    uint32_t flags; /**< DSOPT_STEP_... */
     uint32_t reserved;
 } dsopt_step;
 
 /**
- * Update every parameter that has a gradient, once. Checks the lists, then enqueues on `stream` and returns before the device is done.
- * All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be skipped (non-finite gradients here or
- * on another rank, norm not finite, `skip`) parameters, state and counters stay; `out`, `report`, ZERO_GRADS and the scaler still happen. The first call allocates, later
- * ones do not. Gradients that overlap each other or parameters are not looked for here.
- * CUDA: launches are the same from step to step and capturable in a CUDA graph once one plain step has been taken. A graph keeps lists
- * and host-side values (lr set with dsopt_optimizer_set, max_norm) as they were at its capture; device scalars are read at every replay. While
- * a stream is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the counters of
- * dsopt_report come from the device, and `calls` counts calls of this function, not replays.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound for a parameter, or
- *         a capture as above; _SKIPS; _BACKEND; _COMM, _TIMEOUT, _ABORTED: parameters and state are unchanged, the comms are lost.
+ * Update every parameter that has a gradient, once. Checks the lists, then enqueues on `stream` and returns before the
+ * device is done. All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be
+ * skipped (non-finite gradients here or on another rank, norm not finite, `skip`) parameters, state and counters stay;
+ * `out`, `report`, ZERO_GRADS and the scaler still happen. The first call allocates, later ones do not. Gradients that
+ * overlap each other or parameters are not looked for here. CUDA: launches are the same from step to step and
+ * capturable in a CUDA graph once one plain step has been taken. A graph keeps lists and host-side values (lr set with
+ * dsopt_optimizer_set, max_norm) as they were at its capture; device scalars are read at every replay. While a stream
+ * is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the
+ * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
+ * for a parameter, or a capture as above; _SKIPS; _BACKEND; _COMM, _TIMEOUT, _ABORTED: parameters and state are
+ * unchanged, the comms are lost.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * The same as a pure function: reads and writes only what `step` names. Nothing is remembered, allocated or synchronised.
- * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads at once, on memory that differs.
+ * The same as a pure function: reads and writes only what `step` names. Nothing is remembered, allocated or
+ * synchronised.
+ * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads at once, on memory that
+ * differs.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The step with DSOPT_STEP_ACCUMULATED uses and zeroes them; a parameter
- * that got nothing since the last such step has no gradient then. Not taken back if that step is skipped.
+ * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The step with DSOPT_STEP_ACCUMULATED uses and
+ * zeroes them; a parameter that got nothing since the last such step has no gradient then. Not taken back if that step
+ * is skipped.
  * @param[in] grads  F32, F16 or BF16; data NULL = nothing to add. count = all parameters.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; DSOPT_ERR_UNSUPPORTED: not made with DSOPT_OPTIMIZER_ACCUMULATE.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads,
+                                                              int64_t count, void *stream);
 
 /** Bytes of workspace that `apply` needs. Changes only with add_group. Thread-safety: any number of readers. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
@@ -590,24 +682,26 @@ enum {
 };
 typedef struct dsopt_report {
     size_t size;
-    int64_t calls, skipped, skipped_in_row; /**< of dsopt_optimizer_step */
-    int64_t nonfinite;         /**< Inf and NaN elements found in the last call, on this rank */
-    int64_t first_bad;         /**< first parameter with one in the last call, -1 = none */
-    const char *first_bad_name; /**< its name, owned by the optimizer; NULL = none */
-    int32_t last_skipped;      /**< 1 if the last call was skipped */
-    int32_t kind;              /**< what was found in the first bad tensor: 0 nothing, 1 Inf, 2 NaN */
-    double loss_scale;         /**< for the next backward pass; 1 without scaler */
-    double scale_used;         /**< that the gradients of the last call carried */
+    int64_t calls, skipped, skipped_in_row;     /**< of dsopt_optimizer_step */
+    int64_t nonfinite;                          /**< Inf and NaN elements found in the last call, on this rank */
+    int64_t first_bad;                          /**< first parameter with one in the last call, -1 = none */
+    const char *first_bad_name;                 /**< its name, owned by the optimizer; NULL = none */
+    int32_t last_skipped;                       /**< 1 if the last call was skipped */
+    int32_t kind;                               /**< what was found in the first bad tensor: 0 nothing, 1 Inf, 2 NaN */
+    double loss_scale;                          /**< for the next backward pass; 1 without scaler */
+    double scale_used;                          /**< that the gradients of the last call carried */
     double grad_norm, weight_norm, update_norm; /**< of the last call, as DSOPT_R_...; NaN if not computed */
-    double dense_norm, expert_norm; /**< parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2 */
-    double divisor;            /**< as DSOPT_R_DIVISOR */
-    double ms[8];              /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
+    double dense_norm, expert_norm;             /**< parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2 */
+    double divisor;                             /**< as DSOPT_R_DIVISOR */
+    double ms[8]; /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
     int64_t state_bytes, workspace_bytes;
 } dsopt_report;
-/** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits. */
+/** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report);
 
-/* ------------------------------------------------------------------------------------------------------ save and load */
+/* ------------------------------------------------------------------------------------------------------ save and load
+ */
 enum {
     DSOPT_IO_NO_STATE = 1,   /**< load: leave moments and counters */
     DSOPT_IO_NO_MASTERS = 2, /**< load: leave saved masters out and make them from the parameters */
@@ -626,9 +720,11 @@ typedef struct dsopt_io {
     uint64_t total;                                                     /**< load: length of what `read` reads */
 } dsopt_io;
 /**
- * Write a checkpoint: safetensors, one tensor "<param>.<state>" a state entry ("optimizer.<state>" for those of the whole optimizer;
- * "<param>.param" with DSOPT_IO_PARAMS), algorithm, hyper-parameters and an XXH3-128 checksum a tensor in the metadata. To a file: under a
- * temporary name, flushed, renamed, directory flushed, so that a crash leaves the old file or the new one.
+ * Write a checkpoint: safetensors, one tensor "<param>.<state>" a state entry ("optimizer.<state>" for those of the
+ * whole optimizer;
+ * "<param>.param" with DSOPT_IO_PARAMS), algorithm, hyper-parameters and an XXH3-128 checksum a tensor in the metadata.
+ * To a file: under a temporary name, flushed, renamed, directory flushed, so that a crash leaves the old file or the
+ * new one.
  * @param[in] path  NULL = to `io->write`. @param[in] io  NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups.
  */
@@ -639,21 +735,25 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
-/* ---------------------------------------------------------------------------------------- lists without an optimizer */
+/* ---------------------------------------------------------------------------------------- lists without an optimizer
+ */
 enum {
     DSOPT_ZERO_FILL = 0, /**< every element becomes zero, in stream order */
-    DSOPT_ZERO_NONE = 1  /**< memory is not touched: `data` of every entry becomes NULL, "no gradient" for the next step */
+    DSOPT_ZERO_NONE =
+        1 /**< memory is not touched: `data` of every entry becomes NULL, "no gradient" for the next step */
 };
 /**
  * Zero-grad of a list. Entries without data are passed over.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on lists that differ.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how,
+                                                   void *stream);
 
 enum { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1 };
 /** What dsopt_tensors_norm finds, in backend memory. */
 typedef struct dsopt_norm_result {
-    double norm;       /**< L2: squares and sums in double, leaves of 4,096 in order; MAX: largest magnitude, NaN if there is one */
+    double norm; /**< L2: squares and sums in double, leaves of 4,096 in order; MAX: largest magnitude, NaN if there is
+                    one */
     float coefficient; /**< what to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0 */
     int32_t reserved;
     int64_t nonfinite; /**< number of Inf and NaN elements */
@@ -665,17 +765,20 @@ typedef struct dsopt_norm_result {
  * @param[out] result  backend memory, in stream order.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on lists that differ.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm, double max_norm,
-                                                      dsopt_comm *comm, dsopt_norm_result *result, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
+                                                      int32_t norm, double max_norm, dsopt_comm *comm,
+                                                      dsopt_norm_result *result, void *stream);
 /**
- * y = a * x + b * y, element-wise, between any two of the float dtypes, in fp32: clip (x = y, a = coefficient, b = 0), scale, convert (b = 0),
- * accumulate 16-bit gradients into fp32 (b = 1). y is not read when b = 0.
- * @param[in] a  in backend memory; NULL = 1. @param[in] x, y  `count` entries each, the same numel; equal or disjoint memory.
+ * y = a * x + b * y, element-wise, between any two of the float dtypes, in fp32: clip (x = y, a = coefficient, b = 0),
+ * scale, convert (b = 0), accumulate 16-bit gradients into fp32 (b = 1). y is not read when b = 0.
+ * @param[in] a  in backend memory; NULL = 1. @param[in] x, y  `count` entries each, the same numel; equal or disjoint
+ * memory.
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y,
-                                                       int64_t count, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x,
+                                                       float b, const dsopt_tensor *y, int64_t count, void *stream);
 /** Clip every element to [-limit, limit]; NaN stays. @param[in] limit  > 0. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
+                                                       double limit, void *stream);
 
 #ifdef __cplusplus
 }

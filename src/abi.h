@@ -48,8 +48,8 @@ template <class T> void check_size(size_t size, const char *type) {
         throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.1 has %zu bytes", type, size, FirstSize<T>::value);
 }
 
-/// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that this
-/// library lacks must be.
+/// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that
+/// this library lacks must be.
 template <class T> T read_struct(const T *user, const char *type) {
     T known{};
     if (user == nullptr) {

@@ -9,12 +9,13 @@ namespace dsopt {
 /// Host memory that the device can copy to and from while the host goes on.
 using HostBuffer = std::shared_ptr<void>;
 
-/// Backend memory as the host reads it, piece by piece. Where there is a copy to make, the next piece is on its way while the
-/// caller works on this one.
+/// Backend memory as the host reads it, piece by piece. Where there is a copy to make, the next piece is on its way
+/// while the caller works on this one.
 class HostReader {
 public:
     virtual ~HostReader() = default;
-    /// [from, from + bytes) of an array that goes on for `rest` bytes after it. Valid until the next call. `bytes` is at most 4 MiB.
+    /// [from, from + bytes) of an array that goes on for `rest` bytes after it. Valid until the next call. `bytes` is
+    /// at most 4 MiB.
     virtual const void *view(const void *from, size_t bytes, size_t rest) = 0;
 };
 /// The other direction: the caller fills buffers that are copied while it fills the next one.
@@ -59,7 +60,8 @@ public:
     /// y = a x + b y in fp32; `a` in backend memory, NULL = 1.
     virtual void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
                        const Parallel &parallel, void *stream) const = 0;
-    virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const = 0;
+    virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel,
+                       void *stream) const = 0;
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// One transition, with what is at `overflow` or, if NULL, what steps recorded.

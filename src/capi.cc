@@ -106,7 +106,8 @@ const Context &context_of(const dsopt_context *ctx) {
 std::string make_build_info() {
     char text[512];
     std::snprintf(text, sizeof text,
-                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": \"%s\", \"comms\": [\"self\", \"local\", \"table\"], "
+                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
+                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"], "
                   "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(), cpu_isa_name(),
@@ -153,7 +154,8 @@ dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
         not_null(bytes, "bytes");
         if (kind != DSOPT_COMM_LOCAL) throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
         if (id != nullptr) {
-            if (*bytes < kLocalIdBytes) throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", kLocalIdBytes, *bytes);
+            if (*bytes < kLocalIdBytes)
+                throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", kLocalIdBytes, *bytes);
             make_local_id(id);
         }
         *bytes = kLocalIdBytes;
@@ -256,7 +258,8 @@ dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, 
 
 // ------------------------------------------------------------------------------------------------------------- state
 dsopt_status dsopt_optimizer_state_count(const dsopt_optimizer *opt, int64_t *count) {
-    return with(opt, [&](const Optimizer &optimizer) { *not_null(count, "count") = int64_t(optimizer.state().size()); });
+    return with(opt,
+                [&](const Optimizer &optimizer) { *not_null(count, "count") = int64_t(optimizer.state().size()); });
 }
 dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, dsopt_state_info *info) {
     return with(opt, [&](const Optimizer &optimizer) {
@@ -283,9 +286,12 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
 }
 dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
     return with(opt, [&](Optimizer &optimizer) {
-        if (what == DSOPT_BIND_PARAMS) optimizer.bind_params(list, count);
-        else if (what == DSOPT_BIND_STATE) optimizer.bind_state(list, count);
-        else throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_bind: what is %d", what);
+        if (what == DSOPT_BIND_PARAMS)
+            optimizer.bind_params(list, count);
+        else if (what == DSOPT_BIND_STATE)
+            optimizer.bind_state(list, count);
+        else
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_bind: what is %d", what);
     });
 }
 dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream) {
@@ -294,14 +300,11 @@ dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *st
 
 // -------------------------------------------------------------------------------------------------------------- step
 dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) {
-    return with(opt, [&](Optimizer &optimizer) {
-        optimizer.step(read_struct(not_null(step, "step"), "dsopt_step"));
-    });
+    return with(opt, [&](Optimizer &optimizer) { optimizer.step(read_struct(not_null(step, "step"), "dsopt_step")); });
 }
 dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
-    return with(opt, [&](const Optimizer &optimizer) {
-        optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step"));
-    });
+    return with(
+        opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
 }
 dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
     return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });
@@ -328,16 +331,18 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
         if (how != DSOPT_ZERO_FILL && how != DSOPT_ZERO_NONE)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
         check_list(grads, count, "gradient");
-        if (how == DSOPT_ZERO_FILL) context.backend().zero(grads, count, context.parallel(), stream);
+        if (how == DSOPT_ZERO_FILL)
+            context.backend().zero(grads, count, context.parallel(), stream);
         else
             for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
     });
 }
-dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm, double max_norm,
-                                dsopt_comm *comm, dsopt_norm_result *result, void *stream) {
+dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,
+                                double max_norm, dsopt_comm *comm, dsopt_norm_result *result, void *stream) {
     return fence([&] {
         const Context &context = context_of(ctx);
-        if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX) throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
+        if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX)
+            throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
         if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
         not_null(result, "result");
         check_list(list, count, "tensor");
@@ -345,8 +350,8 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
                                context.parallel(), stream);
     });
 }
-dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y,
-                                 int64_t count, void *stream) {
+dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,
+                                 const dsopt_tensor *y, int64_t count, void *stream) {
     return fence([&] {
         const Context &context = context_of(ctx);
         check_list(x, count, "x");
@@ -358,7 +363,8 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
         context.backend().axpby(a, x, b, y, count, context.parallel(), stream);
     });
 }
-dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit, void *stream) {
+dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,
+                                 void *stream) {
     return fence([&] {
         const Context &context = context_of(ctx);
         if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);

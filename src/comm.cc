@@ -6,7 +6,9 @@
 namespace dsopt {
 
 Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, bool returns_status) :
-    context_(std::move(context)), table_(table), returns_status_(returns_status) {}
+    context_(std::move(context)),
+    table_(table),
+    returns_status_(returns_status) {}
 
 Comm::~Comm() {
     if (table_.destroy != nullptr) table_.destroy(table_.self);
@@ -74,14 +76,16 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message)
         table.reasons() = message[table.groups + 1];
     }
     if (plan.comms.model != nullptr)
-        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM, plan.stream);
+        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM,
+                                     plan.stream);
     // The original trusts data-parallel ranks to have the same averaged gradients.
     if (plan.comms.data != nullptr && plan.wrapper == Wrapper::none)
         plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
 }
 
 bool has_peers(const CommSet &comms) {
-    bool peers = (comms.data != nullptr && comms.data->ranks() > 1) || (comms.model != nullptr && comms.model->ranks() > 1);
+    bool peers =
+        (comms.data != nullptr && comms.data->ranks() > 1) || (comms.model != nullptr && comms.model->ranks() > 1);
     for (int32_t k = 0; k < comms.expert_count; ++k) peers = peers || comms.experts[k]->ranks() > 1;
     return peers;
 }
@@ -91,8 +95,8 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
     if (desc.kind != DSOPT_COMM_TABLE && desc.table != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
     if (desc.kind != DSOPT_COMM_LOCAL && (has_id || desc.rank != 0 || desc.ranks != 0 || desc.timeout_ms != 0))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d",
-                    desc.kind);
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d", desc.kind);
     switch (desc.kind) {
     case DSOPT_COMM_SELF: return make_self_comm(std::move(context));
     case DSOPT_COMM_LOCAL: return make_local_comm(std::move(context), desc);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Communicators. A provider fills the table of dsopt.h; everything above it uses this class, which counts, checks and keeps
-// the first failure.
+// Communicators. A provider fills the table of dsopt.h; everything above it uses this class, which counts, checks and
+// keeps the first failure.
 #pragma once
 #include "context.h"
 #include <atomic>

@@ -32,7 +32,8 @@ int level_from_environment() {
 std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
     switch (desc.backend) {
     case DSOPT_CPU:
-        if (desc.device != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
+        if (desc.device != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
         return make_cpu_backend();
     case DSOPT_CUDA: return make_cuda_backend(desc.device);
     }
@@ -42,7 +43,10 @@ std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
 } // namespace
 
 Context::Context(const dsopt_context_desc &desc) :
-    desc_(desc), chunk_(desc.chunk != 0 ? desc.chunk : kLeaf), log_level_(desc.log_level), generation_(0) {
+    desc_(desc),
+    chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
+    log_level_(desc.log_level),
+    generation_(0) {
     if (desc.threads < 0 || desc.threads > 4096)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, 4096]", desc.threads);
     if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
@@ -54,7 +58,8 @@ Context::Context(const dsopt_context_desc &desc) :
                     static_cast<long long>(chunk_), static_cast<long long>(kLeaf));
     if (desc.flags & ~uint32_t(DSOPT_CONTEXT_CHECK_POINTERS))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
-    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
+    if (desc.reserved != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
     if (desc.flags != 0 && desc.backend == DSOPT_CPU)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
@@ -70,15 +75,17 @@ Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
 }
 
 void *Context::allocate(size_t bytes, void *stream) const {
-    void *memory = desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream)
-                                             : backend_->allocate(bytes, stream);
+    void *memory =
+        desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream) : backend_->allocate(bytes, stream);
     if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator gave no memory for %zu bytes", bytes);
     return memory;
 }
 
 void Context::release(void *memory, size_t bytes, void *stream) const noexcept {
-    if (desc_.release != nullptr) desc_.release(desc_.user, memory, bytes, stream);
-    else backend_->release(memory, bytes, stream);
+    if (desc_.release != nullptr)
+        desc_.release(desc_.user, memory, bytes, stream);
+    else
+        backend_->release(memory, bytes, stream);
 }
 
 void Context::log(int32_t level, const char *format, ...) const noexcept {

@@ -38,7 +38,9 @@ class Memory {
 public:
     Memory() = default;
     Memory(std::shared_ptr<const Context> context, size_t bytes, void *stream) :
-        context_(std::move(context)), data_(context_->allocate(bytes, stream)), bytes_(bytes) {}
+        context_(std::move(context)),
+        data_(context_->allocate(bytes, stream)),
+        bytes_(bytes) {}
     Memory(Memory &&other) noexcept { swap(other); }
     Memory &operator=(Memory &&other) noexcept {
         Memory(std::move(other)).swap(*this);

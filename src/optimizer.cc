@@ -15,7 +15,11 @@ long long ll(int64_t value) { return static_cast<long long>(value); }
 bool is_utf8(const char *text) {
     const auto *c = reinterpret_cast<const unsigned char *>(text);
     while (*c != 0) {
-        const int follow = *c < 0x80 ? 0 : *c >= 0xc2 && *c < 0xe0 ? 1 : *c >= 0xe0 && *c < 0xf0 ? 2 : *c >= 0xf0 && *c < 0xf5 ? 3 : -1;
+        const int follow = *c < 0x80                 ? 0
+                           : *c >= 0xc2 && *c < 0xe0 ? 1
+                           : *c >= 0xe0 && *c < 0xf0 ? 2
+                           : *c >= 0xf0 && *c < 0xf5 ? 3
+                                                     : -1;
         if (follow < 0) return false;
         // Overlong forms, surrogates and code points past U+10FFFF show in the first two bytes.
         if ((*c == 0xe0 && c[1] < 0xa0) || (*c == 0xed && c[1] > 0x9f) || (*c == 0xf0 && c[1] < 0x90) ||
@@ -64,8 +68,8 @@ bool is_lamb_group(const dsopt_group &group) { return group.algorithm == DSOPT_L
 } // namespace
 
 void Optimizer::check_group(const dsopt_group &g) {
-    constexpr uint32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD |
-                               DSOPT_GROUP_SPARSE;
+    constexpr uint32_t known =
+        DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD | DSOPT_GROUP_SPARSE;
     const bool lamb = g.algorithm == DSOPT_LAMB, legacy = g.algorithm == DSOPT_ADAM_LEGACY;
     if (!lamb && !legacy && g.algorithm != DSOPT_ADAM && g.algorithm != DSOPT_ADAMW)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
@@ -88,13 +92,19 @@ void Optimizer::check_group(const dsopt_group &g) {
     }
 }
 
-Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc, Attachments attachments) :
-    context_(std::move(context)), desc_(desc), with_(std::move(attachments)) {
+Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc,
+                     Attachments attachments) :
+    context_(std::move(context)),
+    desc_(desc),
+    with_(std::move(attachments)) {
     if (desc.compat != DSOPT_STANDARD && desc.compat != DSOPT_COMPAT_DEEPSPEED)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know", desc.compat);
-    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING |
-                               DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_TIMING;
-    if (desc.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
+                    desc.compat);
+    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
+                               DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
+                               DSOPT_OPTIMIZER_TIMING;
+    if (desc.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
     if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
@@ -102,7 +112,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     require(not_negative(desc.max_norm), "dsopt_optimizer_desc.max_norm", desc.max_norm, "finite and not negative");
     require(not_negative(desc.max_value), "dsopt_optimizer_desc.max_value", desc.max_value, "finite and not negative");
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
-    const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER, random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER,
+               random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (random && !no_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
     if (random && desc.compat != DSOPT_STANDARD)
@@ -112,7 +123,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
     if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
     if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
 }
@@ -145,21 +157,35 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     for (int64_t i = 0; i < count; ++i) {
         const dsopt_param &given = params[i];
         const int64_t index = int64_t(new_params.size());
-        Param param{param_name(given, index), {}, given.tensor.data, given.tensor.numel, given.tensor.dtype,
-                    int32_t(groups_.size()), int64_t(new_state.size()), leaf, given.offset, 0, given.flags, given.expert, false,
+        Param param{param_name(given, index),
+                    {},
+                    given.tensor.data,
+                    given.tensor.numel,
+                    given.tensor.dtype,
+                    int32_t(groups_.size()),
+                    int64_t(new_state.size()),
+                    leaf,
+                    given.offset,
+                    0,
+                    given.flags,
+                    given.expert,
+                    false,
                     false};
         const Label label{"parameter", param.name.c_str()};
         check_float_tensor(given.tensor, label);
         if (given.flags & ~uint32_t(DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
         if (given.reserved != 0)
-            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name, given.reserved);
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name,
+                        given.reserved);
         if (given.expert < 0 || given.expert > desc_.expert_count)
-            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert, desc_.expert_count);
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert,
+                        desc_.expert_count);
         const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
         if (given.offset < 0 || (given.offset != 0 && !random))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
-                        label.name, ll(given.offset));
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "parameter '%s' has offset %lld: only stochastic rounding has a use for one", label.name,
+                        ll(given.offset));
         if (random && given.tensor.dtype == DSOPT_F16)
             throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
         param.random_key = desc_.seed;
@@ -181,7 +207,8 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         leaf += leaves_of(param.numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
         if (leaf > (int64_t(1) << 44))
-            throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements", param.name.c_str());
+            throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
+                        param.name.c_str());
         new_params.push_back(std::move(param));
     }
     std::vector<Interval> intervals;
@@ -189,10 +216,12 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
     for (const StateEntry &entry : new_state)
         if (entry.data != nullptr)
-            intervals.push_back(interval_of(entry.tensor(), {entry.name, new_params[size_t(entry.param)].name.c_str()}));
+            intervals.push_back(
+                interval_of(entry.tensor(), {entry.name, new_params[size_t(entry.param)].name.c_str()}));
     check_overlap(intervals);
 
-    // State of the whole optimizer, most of it with one element a parameter: what is there is copied into something longer.
+    // State of the whole optimizer, most of it with one element a parameter: what is there is copied into something
+    // longer.
     const auto total = int64_t(new_params.size());
     std::vector<StateEntry> longer;
     if (with_.scaler) {
@@ -259,11 +288,16 @@ void set_flag(dsopt_group &group, uint32_t flag, bool on, int32_t key, double va
 }
 
 dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
-    if (double *field = field_of(group, key)) *field = value;
-    else if (key == DSOPT_BIAS_CORRECTION) set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
-    else if (key == DSOPT_EPS_INSIDE_SQRT) set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
-    else if (key == DSOPT_ALGORITHM) throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
-    else throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    if (double *field = field_of(group, key))
+        *field = value;
+    else if (key == DSOPT_BIAS_CORRECTION)
+        set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
+    else if (key == DSOPT_EPS_INSIDE_SQRT)
+        set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
+    else if (key == DSOPT_ALGORITHM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
+    else
+        throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
     return group;
 }
 
@@ -272,7 +306,8 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
 void Optimizer::set(int32_t group, int32_t key, double value) {
     if (is_optimizer_key(key)) {
         if (group != DSOPT_ALL_GROUPS)
-            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
+                        group);
         const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_MAX_NORM) {
             require(not_negative(value), "max_norm", value, "finite and not negative");
@@ -302,7 +337,8 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
 double Optimizer::get(int32_t group, int32_t key) const {
     if (is_optimizer_key(key)) {
         if (group != DSOPT_ALL_GROUPS)
-            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key, group);
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
+                        group);
         return key == DSOPT_MAX_NORM    ? desc_.max_norm
                : key == DSOPT_MAX_VALUE ? desc_.max_value
                : key == DSOPT_CALLS     ? double(calls_)
@@ -319,7 +355,8 @@ double Optimizer::get(int32_t group, int32_t key) const {
     case DSOPT_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
     case DSOPT_MIN_TRUST:
     case DSOPT_MAX_TRUST:
-        if (!is_lamb_group(copy)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
+        if (!is_lamb_group(copy))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
     }
     const double *field = field_of(copy, key);
     if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
@@ -346,12 +383,14 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
     if (source == nullptr)
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
-    const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_F32, 0};
+    const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0},
+        to{data, entry.numel, DSOPT_F32, 0};
     backend.axpby(nullptr, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
-    if (!state_.empty() && state_list_.size() == state_.size()) return; // made when everything had memory, dropped on any change
+    if (!state_.empty() && state_list_.size() == state_.size())
+        return; // made when everything had memory, dropped on any change
     constexpr size_t line = 64;
     const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
     const auto is_flat = [&](const StateEntry &entry) {
@@ -399,8 +438,8 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         state_.swap(allocated);
         state_list_.swap(list);
         if (initial_step) take_initial_step(stream);
-    }
-    else state_list_ = list_of(state_);
+    } else
+        state_list_ = list_of(state_);
 }
 
 std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &state) {
@@ -413,13 +452,15 @@ std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &stat
 void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool required) const {
     if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the state list is NULL");
     if (count != int64_t(state_.size()))
-        throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count), state_.size());
+        throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
+                    state_.size());
     for (size_t i = 0; i < state_.size(); ++i) {
         const StateEntry &entry = state_[i];
         const Label label{entry.name, owner_of(entry)};
         check_tensor(list[i], label);
         if (list[i].dtype != entry.dtype)
-            throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, must be %d", label.role, label.name, list[i].dtype, entry.dtype);
+            throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, must be %d", label.role, label.name, list[i].dtype,
+                        entry.dtype);
         check_numel(list[i], entry.numel, label);
         if (required && list[i].data == nullptr && entry.numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
@@ -474,7 +515,8 @@ void Optimizer::reset(uint32_t what, void *stream) {
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params_)
             if (param.has_master && param.numel != 0 && param.data == nullptr)
-                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
+                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
+                            param.name.c_str());
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
     if (what & DSOPT_RESET_COUNTERS) {
@@ -490,7 +532,8 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     if (!(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
     if (count != int64_t(params_.size()))
-        throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count), params_.size());
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
+                    params_.size());
     if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
     for (size_t i = 0; i < params_.size(); ++i) {
         if (grads[i].data == nullptr) continue;
@@ -501,9 +544,11 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     call_list_.reserve(state_.size());
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
-    for (size_t i = 0; i < params_.size(); ++i) call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
+    for (size_t i = 0; i < params_.size(); ++i)
+        call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
     context_->backend().axpby(nullptr, grads, 1, call_list_.data(), count, context_->parallel(), stream);
-    for (size_t i = 0; i < params_.size(); ++i) params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
+    for (size_t i = 0; i < params_.size(); ++i)
+        params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
 }
 
 std::string Optimizer::accumulated() const {

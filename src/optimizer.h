@@ -50,8 +50,8 @@ struct StateEntry {
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
 };
 
-/// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it grows to
-/// their number and stays.
+/// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it
+/// grows to their number and stays.
 class ScratchPool {
 public:
     struct Block {
@@ -134,8 +134,8 @@ public:
     void bind_params(const dsopt_tensor *list, int64_t count);
     void bind_state(const dsopt_tensor *list, int64_t count);
     void reset(uint32_t what, void *stream);
-    /// Memory for every state tensor that has none, with its starting values. `params`: where masters start from, NULL = where
-    /// the parameters are bound. `masters_follow`: the caller fills them at once.
+    /// Memory for every state tensor that has none, with its starting values. `params`: where masters start from, NULL
+    /// = where the parameters are bound. `masters_follow`: the caller fills them at once.
     void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
     /// What a checkpoint holds beside tensors; replaced as a whole by a load.
     void restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls);

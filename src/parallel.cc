@@ -26,8 +26,8 @@ void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg
 #pragma omp parallel for num_threads(workers) schedule(static)
     for (int64_t i = 0; i < parts; ++i) body(arg, i);
 #else
-    // A build without OpenMP (the thread sanitizer does not see into its runtime) starts its workers anew each time. Where
-    // the system gives no thread, its part runs here.
+    // A build without OpenMP (the thread sanitizer does not see into its runtime) starts its workers anew each time.
+    // Where the system gives no thread, its part runs here.
     const auto share = [=](int worker) {
         for (int64_t i = worker; i < parts; i += workers) body(arg, i);
     };
@@ -36,8 +36,7 @@ void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg
     int running = 0;
     try {
         for (; running < started; ++running) pool[running] = std::thread(share, running + 1);
-    } catch (const std::exception &) {
-    }
+    } catch (const std::exception &) {}
     share(0);
     for (int worker = running + 1; worker < workers; ++worker) share(worker);
     for (int i = 0; i < running; ++i) pool[i].join();

@@ -12,7 +12,8 @@ struct Parallel {
 
     /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw.
     template <class Body> void run(int64_t parts, const Body &body) const {
-        if (parts == 1) body(int64_t(0));
+        if (parts == 1)
+            body(int64_t(0));
         else if (parts > 1)
             run_parts(
                 parts, [](void *arg, int64_t i) { (*static_cast<const Body *>(arg))(i); }, const_cast<Body *>(&body));
@@ -25,8 +26,8 @@ private:
 /// As many as OpenMP would take (OMP_NUM_THREADS and affinity are respected), or as many as cores without OpenMP.
 int default_threads();
 
-/// Default floating-point environment for the life of the object: callers that flush denormals or round differently would
-/// otherwise change the results. One per thread that computes.
+/// Default floating-point environment for the life of the object: callers that flush denormals or round differently
+/// would otherwise change the results. One per thread that computes.
 class DefaultFloatEnvironment {
 public:
     DefaultFloatEnvironment();

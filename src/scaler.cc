@@ -17,19 +17,21 @@ constexpr Profile kProfiles[] = {
 bool positive(double value) { return std::isfinite(value) && value > 0; }
 
 ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
-    constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_KEEP_AT_MIN |
-                               DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
+    constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
+                               DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
     if (desc.profile < DSOPT_SCALER_DEFAULT || desc.profile > DSOPT_SCALER_DYNAMIC)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.profile is %d, not in [0, 3]", desc.profile);
-    if (desc.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
     const bool fixed = desc.flags & DSOPT_SCALER_STATIC;
     const bool wrapper = desc.profile == DSOPT_SCALER_FUSED || desc.profile == DSOPT_SCALER_UNFUSED;
     if (fixed && (desc.factor != 0 || desc.min != 0 || desc.max != 0 || desc.window != 0 || desc.hysteresis != 0 ||
                   (desc.flags & ~(DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED))))
         throw Error(DSOPT_ERR_UNSUPPORTED, "a static scaler has nothing but init: the other options have no effect");
     if (wrapper && (desc.hysteresis > 1 || (desc.flags & (DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN))))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original's wrappers ignore hysteresis and never fail at the minimum: use "
-                                           "DSOPT_SCALER_DEFAULT for a scaler that has them");
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "the original's wrappers ignore hysteresis and never fail at the minimum: use "
+                    "DSOPT_SCALER_DEFAULT for a scaler that has them");
     if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_SCALER_DYNAMIC)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_KEEP_AT_MIN has an effect with the DYNAMIC profile only");
     if ((desc.flags & DSOPT_SCALER_REFILL) && desc.hysteresis <= 1)
@@ -43,11 +45,13 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     rules.window = desc.window != 0 ? desc.window : 1000;
     rules.hysteresis = desc.hysteresis != 0 ? desc.hysteresis : 1;
     rules.flags = (desc.flags | profile.flags) & ~uint32_t(DSOPT_SCALER_KEEP_AT_MIN);
-    if (desc.flags & (DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_STATIC)) rules.flags &= ~uint32_t(DSOPT_SCALER_FAIL_AT_MIN);
+    if (desc.flags & (DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_STATIC))
+        rules.flags &= ~uint32_t(DSOPT_SCALER_FAIL_AT_MIN);
     Scaler::check(rules);
     init = desc.init != 0 ? desc.init : fixed ? 1 : profile.init;
     if (!positive(init) || !std::isfinite(float(init)) || init < rules.min || init > rules.max)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.init is %g, not in [min, max] = [%g, %g]", init, rules.min, rules.max);
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.init is %g, not in [min, max] = [%g, %g]", init, rules.min,
+                    rules.max);
     return rules;
 }
 
@@ -58,9 +62,11 @@ void Scaler::check(const ScalerRules &rules) {
         throw Error(DSOPT_ERR_ARGUMENT, "the scale factor is %g, must be above 1", rules.factor);
     if (!std::isfinite(rules.min) || rules.min < 0)
         throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive", rules.min);
-    if (!(rules.max >= rules.min)) throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
+    if (!(rules.max >= rules.min))
+        throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
     if (rules.window < 1) throw Error(DSOPT_ERR_ARGUMENT, "the scale window is %d, must be at least 1", rules.window);
-    if (rules.hysteresis < 1) throw Error(DSOPT_ERR_ARGUMENT, "the hysteresis is %d, must be at least 1", rules.hysteresis);
+    if (rules.hysteresis < 1)
+        throw Error(DSOPT_ERR_ARGUMENT, "the hysteresis is %d, must be at least 1", rules.hysteresis);
 }
 
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
@@ -102,7 +108,8 @@ void Scaler::set(int32_t what, double value, void *stream) {
     } else if (what == DSOPT_SCALE_VALUE || what == DSOPT_SCALE_OVERRIDE) {
         if (!positive(value) || !std::isfinite(float(value)))
             throw Error(DSOPT_ERR_ARGUMENT, "the loss scale is %g, must be positive and finite in fp32", value);
-        if (what == DSOPT_SCALE_VALUE) state.dynamic = value;
+        if (what == DSOPT_SCALE_VALUE)
+            state.dynamic = value;
         else {
             state.forced = value;
             state.overridden = 1;
@@ -115,7 +122,8 @@ void Scaler::set(int32_t what, double value, void *stream) {
 
 void Scaler::update(const int32_t *overflow, void *stream) {
     if (reinterpret_cast<uintptr_t>(overflow) % 4 != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes", static_cast<const void *>(overflow));
+        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
+                    static_cast<const void *>(overflow));
     context_->backend().update_scaler(rules_, state(), scale(), overflow, stream);
 }
 

@@ -53,7 +53,8 @@ public:
     explicit Fields(const SafetensorsReader &file) : file_(file) {}
     const std::string &text(const std::string &key) const {
         const auto found = file_.metadata().find(key);
-        if (found == file_.metadata().end()) throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
+        if (found == file_.metadata().end())
+            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
         return found->second;
     }
     template <class T> T number(const std::string &key) const {
@@ -61,7 +62,8 @@ public:
         T number{};
         const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
         if (error != std::errc() || end != value.data() + value.size())
-            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(), value.c_str());
+            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(),
+                        value.c_str());
         return number;
     }
 
@@ -96,15 +98,17 @@ std::vector<std::string> split_names(const std::string &text) {
 }
 
 void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known) {
-    if (io.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
+    if (io.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
     if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
     if ((path == nullptr) != callback)
-        throw Error(DSOPT_ERR_ARGUMENT, callback ? "a path and a callback: which one?" : "neither a path nor a callback");
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    callback ? "a path and a callback: which one?" : "neither a path nor a callback");
 }
 
 /// A tensor between file and memory.
 struct Transfer {
-    size_t index; // in the file
+    size_t index;  // in the file
     int64_t entry; // in the state list, -1: the parameter at `memory`
     void *memory;
     size_t bytes;
@@ -115,8 +119,8 @@ struct Transfer {
 std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &fields, std::vector<int64_t> &sizes) {
     const auto count = fields.number<int64_t>("groups");
     if (count != int64_t(optimizer.groups().size()))
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has %lld groups, this optimizer has %zu", static_cast<long long>(count),
-                    optimizer.groups().size());
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has %lld groups, this optimizer has %zu",
+                    static_cast<long long>(count), optimizer.groups().size());
     std::vector<dsopt_group> groups = optimizer.groups();
     for (size_t i = 0; i < groups.size(); ++i) {
         const std::string prefix = "group." + std::to_string(i) + ".";
@@ -129,9 +133,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
             Optimizer::check_group(groups[i]);
-        } catch (const Error &e) {
-            throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what());
-        }
+        } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
     }
     return groups;
 }
@@ -149,8 +151,8 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         while (group + 1 < sizes.size() && int64_t(order.size()) >= end) end += sizes[++group];
         const auto found = places.find(name);
         if (found == places.end() || found->second < 0)
-            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a parameter '%.200s', this optimizer has none of that name",
-                        name.c_str());
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
         if (size_t(params[size_t(found->second)].group) != group)
             throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is in group %zu of the checkpoint and in group %d here",
                         name.c_str(), group, params[size_t(found->second)].group);
@@ -161,7 +163,8 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         if (places[param.name] >= 0)
             throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
     for (size_t i = 0; i < sizes.size(); ++i) {
-        const auto here = std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
+        const auto here =
+            std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
         if (sizes[i] != here)
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint has %lld parameters, here it has %lld", i,
                         static_cast<long long>(sizes[i]), static_cast<long long>(here));
@@ -174,18 +177,18 @@ ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
     constexpr uint32_t kept = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
     constexpr uint32_t known = kept | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
     const auto flags = fields.number<uint32_t>("scaler.flags");
-    if (flags & ~known) throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
-    const ScalerRules rules{fields.number<double>("scaler.factor"),     fields.number<double>("scaler.min"),
-                            fields.number<double>("scaler.max"),        fields.number<int32_t>("scaler.window"),
+    if (flags & ~known)
+        throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
+    const ScalerRules rules{fields.number<double>("scaler.factor"),      fields.number<double>("scaler.min"),
+                            fields.number<double>("scaler.max"),         fields.number<int32_t>("scaler.window"),
                             fields.number<int32_t>("scaler.hysteresis"), (flags & ~kept) | (live.flags & kept)};
     if ((flags ^ live.flags) & DSOPT_SCALER_STATIC)
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
-                    flags & DSOPT_SCALER_STATIC ? "static" : "dynamic", live.flags & DSOPT_SCALER_STATIC ? "static" : "dynamic");
+                    flags & DSOPT_SCALER_STATIC ? "static" : "dynamic",
+                    live.flags & DSOPT_SCALER_STATIC ? "static" : "dynamic");
     try {
         Scaler::check(rules);
-    } catch (const Error &e) {
-        throw Error(DSOPT_ERR_FORMAT, "scaler of the checkpoint: %s", e.what());
-    }
+    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "scaler of the checkpoint: %s", e.what()); }
     return rules;
 }
 
@@ -196,7 +199,8 @@ void check_scaler_state(const SafetensorsReader &file, size_t index, const Scale
     const auto positive = [](double value) { return std::isfinite(float(value)) && value > 0; };
     if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
         s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
-        throw Error(DSOPT_ERR_FORMAT, "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates", s.dynamic,
+        throw Error(DSOPT_ERR_FORMAT,
+                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates", s.dynamic,
                     s.updates);
 }
 
@@ -210,11 +214,12 @@ size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32
         throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
                     tensor.dtype, dtype);
     if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu", name.c_str(),
-                    static_cast<unsigned long long>(tensor.bytes),
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
+                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
                     static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
     if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size", name.c_str());
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
+                    name.c_str());
     return index;
 }
 
@@ -224,8 +229,8 @@ void reorder(char *words, const std::vector<int64_t> &order) {
     for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
-/// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it to fill, and
-/// a load that fails must not leave such ones behind.
+/// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it
+/// to fill, and a load that fails must not leave such ones behind.
 void find_memory(Optimizer &optimizer, std::vector<Transfer> &transfers, bool no_masters) {
     optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
     for (Transfer &transfer : transfers)
@@ -252,8 +257,8 @@ void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, st
     }
 }
 
-/// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two buffers. Only
-/// a source that fails or changes between the two can leave the state half loaded, and that is said.
+/// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two
+/// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
 void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
                          const std::vector<int64_t> &order, bool no_masters) {
     const Backend &backend = optimizer.context().backend();
@@ -277,9 +282,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
             }
         }
         writer->finish();
-    } catch (const Error &e) {
-        throw Error(e.status(), "%s; the state is half loaded: load it again", e.what());
-    }
+    } catch (const Error &e) { throw Error(e.status(), "%s; the state is half loaded: load it again", e.what()); }
 }
 
 } // namespace
@@ -312,7 +315,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
-    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) metadata.emplace_back("accumulated", optimizer.accumulated());
+    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE)
+        metadata.emplace_back("accumulated", optimizer.accumulated());
     if (const Scaler *scaler = optimizer.scaler()) {
         const ScalerRules &rules = scaler->rules();
         metadata.emplace_back("scaler.factor", to_text(rules.factor));
@@ -365,7 +369,8 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     std::vector<dsopt_group> groups = read_groups(optimizer, fields, sizes);
     const auto max_norm = fields.number<double>("max_norm");
     const auto calls = fields.number<int64_t>("calls");
-    if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", max_norm);
+    if (!std::isfinite(max_norm) || max_norm < 0)
+        throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", max_norm);
     const auto max_value = fields.number<double>("max_value");
     if (!std::isfinite(max_value) || max_value < 0)
         throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", max_value);
@@ -379,8 +384,8 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const bool of_scaler = entry.param < 0 && !entry.per_param;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
-        transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims), int64_t(i), nullptr,
-                             entry.bytes(), entry.per_param});
+        transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
+                             int64_t(i), nullptr, entry.bytes(), entry.per_param});
     }
     for (const Param &param : optimizer.params()) {
         if (with_params) {
@@ -396,16 +401,19 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
     const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
     if (optimizer.desc().compat != DSOPT_STANDARD && rules.hysteresis > 1 && !no_hyper)
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);
     for (const Transfer &transfer : transfers) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
-        if (entry != nullptr && std::strcmp(entry->name, "scaler") == 0) check_scaler_state(file, transfer.index, rules);
+        if (entry != nullptr && std::strcmp(entry->name, "scaler") == 0)
+            check_scaler_state(file, transfer.index, rules);
     }
     std::string accumulated;
     if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {
         const std::string &digits = fields.text("accumulated");
-        if (digits.size() != order.size()) throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
+        if (digits.size() != order.size())
+            throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
         accumulated.resize(digits.size());
         for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
     }
@@ -416,8 +424,10 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         if (!wanted[i]) file.verify(i);
     // Made before anything changes: what follows the tensors must not fail.
     std::vector<dsopt_group> new_groups = no_hyper ? optimizer.groups() : std::move(groups);
-    if (optimizer.context().backend().is_host()) load_in_host_memory(optimizer, file, transfers, order, no_masters);
-    else load_through_pieces(optimizer, file, transfers, order, no_masters);
+    if (optimizer.context().backend().is_host())
+        load_in_host_memory(optimizer, file, transfers, order, no_masters);
+    else
+        load_through_pieces(optimizer, file, transfers, order, no_masters);
     if (no_masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (scaler != nullptr && !no_hyper) scaler->restore(rules);
     if (!no_state) optimizer.set_accumulated(accumulated);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of an optimizer: which tensors and metadata go into the container, and what must fit before they come back.
+// Checkpoints of an optimizer: which tensors and metadata go into the container, and what must fit before they come
+// back.
 #pragma once
 #include "optimizer.h"
 

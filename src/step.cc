@@ -30,8 +30,9 @@ struct Optimizer::Arguments {
     bool initial; // the original's step on zero gradients when a wrapper is made
 };
 
-/// Offsets of the parts of a step's memory, each on its own cache line. They rise with parameters only, so sizes are constant.
-/// What the host writes comes behind the rest where backend memory is host memory, and in memory of its own otherwise.
+/// Offsets of the parts of a step's memory, each on its own cache line. They rise with parameters only, so sizes are
+/// constant. What the host writes comes behind the rest where backend memory is host memory, and in memory of its own
+/// otherwise.
 struct Optimizer::Layout {
     size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, bytes;
     size_t jobs, hypers, cost, host_bytes;
@@ -69,20 +70,23 @@ size_t Optimizer::workspace_bytes() const { return layout().bytes; }
 
 Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    constexpr uint32_t known =
-        DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED;
+    constexpr uint32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED;
     const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
     if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
     if (step.count != int64_t(params_.size()))
-        throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count), params_.size());
-    if (step.count > 0 && !accumulated && step.grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+        throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count),
+                    params_.size());
+    if (step.count > 0 && !accumulated && step.grads == nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
     if (accumulated && step.grads != nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
     if (accumulated && !(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
     if (accumulated && functional)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_apply remembers nothing: give it the accumulators as gradients");
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "dsopt_optimizer_apply remembers nothing: give it the accumulators as gradients");
     if (functional && step.count > 0 && step.params == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
     if (step.parallel_for == nullptr && step.parallel_user != nullptr)
@@ -112,7 +116,8 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
             check_float_tensor(given, {"parameter", name});
             check_numel(given, param.numel, {"parameter", name});
             if (given.dtype != param.dtype)
-                throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", name, given.dtype, param.dtype);
+                throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", name, given.dtype,
+                            param.dtype);
             data = given.data;
         }
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
@@ -123,8 +128,10 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
             throw Error(DSOPT_ERR_ARGUMENT, "output of '%s' has no memory: OUT_ONLY and DELTA need every one", name);
         }
         if ((flags & DSOPT_STEP_DELTA) && param.has_master)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
-                                               "would not give the new weight", name);
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
+                        "would not give the new weight",
+                        name);
         if (data == nullptr && param.numel != 0 && (present || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
@@ -149,7 +156,9 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, const char 
 void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const {
     const dsopt_step &step = arguments.step;
     const Layout place = layout();
-    const auto part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(static_cast<char *>(workspace) + offset); };
+    const auto part = [&]<class T>(size_t offset, T *) {
+        return reinterpret_cast<T *>(static_cast<char *>(workspace) + offset);
+    };
     const HostScratch scratch(host_scratch_, context_->backend().is_host() ? 0 : place.host_bytes);
     char *host = context_->backend().is_host() ? static_cast<char *>(workspace) : scratch.data();
     const auto host_part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(host + offset); };
@@ -163,11 +172,14 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         const dsopt_tensor *own = state + param.first_state;
         void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
         const dsopt_tensor &moment = own[param.has_master];
-        const dsopt_tensor *out = arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
+        const dsopt_tensor *out =
+            arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
         const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY) && !arguments.initial;
         const dsopt_tensor *grad = nullptr;
-        if (accumulated) grad = param.accumulated ? own + param.has_master + 2 : nullptr;
-        else if (!arguments.initial && step.grads[i].data != nullptr) grad = &step.grads[i];
+        if (accumulated)
+            grad = param.accumulated ? own + param.has_master + 2 : nullptr;
+        else if (!arguments.initial && step.grads[i].data != nullptr)
+            grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
                    .weight = param.has_master ? own[0].data : data,
@@ -198,59 +210,61 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
         const dsopt_group &g = groups_[i];
-        hypers[i] = {g.lr,        g.beta1,     g.beta2,     g.eps,      g.weight_decay,
-                     g.max_norm,  g.min_trust, g.max_trust, rule_of(g), !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
+        hypers[i] = {g.lr,       g.beta1,     g.beta2,     g.eps,      g.weight_decay,
+                     g.max_norm, g.min_trust, g.max_trust, rule_of(g), !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
                      compat};
         clips = clips || g.max_norm > 0;
         has_lamb = has_lamb || is_lamb(hypers[i].rule);
     }
     const bool scales = with_.scaler != nullptr && !arguments.initial;
     // The fused wrapper looks at every gradient, but without a scaler it only reports; the other one skips.
-    const bool looks = (desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !arguments.initial;
+    const bool looks =
+        (desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !arguments.initial;
     const bool reports_only = wrapped == Wrapper::fused && !scales && desc_.nonfinite == DSOPT_NONFINITE_AUTO;
     const bool skips = desc_.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
     const dsopt_tensor *trust = find_state(state, "trust_ratio"), *loss_scale = find_state(state, "loss_scale"),
                        *scaler = find_state(state, "scaler");
-    const StepPlan plan{.jobs = jobs,
-                        .count = int64_t(params_.size()),
-                        .groups = hypers,
-                        .group_count = int64_t(groups_.size()),
-                        .flags = arguments.flags,
-                        .wrapper = wrapped,
-                        .read_gradients = looks && step.grad_norms == nullptr,
-                        .skip_nonfinite = skips,
-                        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
-                        .has_lamb = has_lamb,
-                        .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
-                        .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
-                        .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
-                        .lr = step.lr,
-                        .grad_scale = step.grad_scale,
-                        .grad_norms = step.grad_norms,
-                        .skip = step.skip,
-                        .loss_scale = scales ? static_cast<float *>(loss_scale->data) : nullptr,
-                        .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
-                        .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
-                        .comms = arguments.initial ? CommSet{}
-                                                   : CommSet{with_.data.get(), with_.model.get(), experts_.data(),
-                                                             int32_t(experts_.size())},
-                        .step = static_cast<int32_t *>(find_state(state, "step")->data),
-                        .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
-                        .report = step.report,
-                        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->data()) : nullptr,
-                        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
-                        .divisors = part(place.divisors, static_cast<double *>(nullptr)),
-                        .norms = part(place.norms, static_cast<double *>(nullptr)),
-                        .cost = host_part(place.cost, static_cast<int64_t *>(nullptr)),
-                        .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
-                        .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
-                        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
-                        .extra = part(place.extra, static_cast<void *>(nullptr)),
-                        .cache = of_engine != nullptr ? cache_.get() : nullptr,
-                        .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get()) : nullptr,
-                        .stream = step.stream,
-                        .parallel = arguments.parallel,
-                        .chunk = context_->chunk()};
+    const StepPlan plan{
+        .jobs = jobs,
+        .count = int64_t(params_.size()),
+        .groups = hypers,
+        .group_count = int64_t(groups_.size()),
+        .flags = arguments.flags,
+        .wrapper = wrapped,
+        .read_gradients = looks && step.grad_norms == nullptr,
+        .skip_nonfinite = skips,
+        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+        .has_lamb = has_lamb,
+        .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+        .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
+        .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
+        .lr = step.lr,
+        .grad_scale = step.grad_scale,
+        .grad_norms = step.grad_norms,
+        .skip = step.skip,
+        .loss_scale = scales ? static_cast<float *>(loss_scale->data) : nullptr,
+        .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
+        .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
+        .comms = arguments.initial
+                     ? CommSet{}
+                     : CommSet{with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size())},
+        .step = static_cast<int32_t *>(find_state(state, "step")->data),
+        .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
+        .report = step.report,
+        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->data()) : nullptr,
+        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
+        .divisors = part(place.divisors, static_cast<double *>(nullptr)),
+        .norms = part(place.norms, static_cast<double *>(nullptr)),
+        .cost = host_part(place.cost, static_cast<int64_t *>(nullptr)),
+        .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
+        .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
+        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+        .extra = part(place.extra, static_cast<void *>(nullptr)),
+        .cache = of_engine != nullptr ? cache_.get() : nullptr,
+        .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get()) : nullptr,
+        .stream = step.stream,
+        .parallel = arguments.parallel,
+        .chunk = context_->chunk()};
     if (context_->checks_pointers()) check_pointers(plan);
     context_->backend().step(plan);
 }
@@ -258,8 +272,9 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
 void Optimizer::check_pointers(const StepPlan &plan) const {
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        const std::pair<const char *, const void *> parts[] = {
-            {"gradient", job.grad}, {"weight", job.weight}, {"exp_avg", job.m}, {"exp_avg_sq", job.v}, {"parameter", job.copy}, {"output", job.out}};
+        const std::pair<const char *, const void *> parts[] = {{"gradient", job.grad},  {"weight", job.weight},
+                                                               {"exp_avg", job.m},      {"exp_avg_sq", job.v},
+                                                               {"parameter", job.copy}, {"output", job.out}};
         for (const auto &[role, data] : parts)
             if (data != nullptr && job.numel != 0 && !context_->backend().owns(data))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
@@ -267,8 +282,8 @@ void Optimizer::check_pointers(const StepPlan &plan) const {
     }
 }
 
-/// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1 and
-/// decay is applied to the masters, not to the parameters.
+/// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1
+/// and decay is applied to the masters, not to the parameters.
 void Optimizer::take_initial_step(void *stream) {
     dsopt_step step{};
     step.stream = stream;
@@ -277,9 +292,11 @@ void Optimizer::take_initial_step(void *stream) {
 
 void Optimizer::step(const dsopt_step &step) {
     // What has arrived of earlier steps; nobody waits for it.
-    if (const Outcome *known = last_known(); known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
-        throw Error(DSOPT_ERR_SKIPS, "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
-                                     "elements",
+    if (const Outcome *known = last_known();
+        known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
+        throw Error(DSOPT_ERR_SKIPS,
+                    "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
+                    "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
     const Arguments arguments = check_step(step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -288,7 +305,8 @@ void Optimizer::step(const dsopt_step &step) {
     if (step.state != nullptr) {
         check_state_list(step.state, step.state_count, false);
         complete = true;
-        for (size_t i = 0; i < state_.size(); ++i) complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
+        for (size_t i = 0; i < state_.size(); ++i)
+            complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
     } else if (step.state_count != 0) {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
     }
@@ -315,7 +333,7 @@ void Optimizer::apply(const dsopt_step &step) const {
     check_state_list(step.state, step.state_count, true);
     const size_t needed = workspace_bytes();
     if (needed != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
-        throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed", 
+        throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     if (reinterpret_cast<uintptr_t>(step.workspace) % 256 != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_step.workspace is at %p, not aligned to 256 bytes", step.workspace);

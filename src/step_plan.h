@@ -13,11 +13,11 @@ DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1)
 
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
-    void *grad;   // NULL and `present`: zeros
+    void *grad; // NULL and `present`: zeros
     void *weight;
     void *m, *v;
-    void *copy;   // low-precision parameter beside a master, or NULL
-    void *out;    // or NULL
+    void *copy; // low-precision parameter beside a master, or NULL
+    void *out;  // or NULL
     int64_t numel;
     int64_t first_leaf;
     int64_t offset;      // of its first element in the whole tensor, and
@@ -60,8 +60,8 @@ struct CommSet {
     int32_t expert_count;
 };
 
-/// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in the
-/// backend's.
+/// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in
+/// the backend's.
 struct StepPlan {
     TensorJob *jobs;
     int64_t count;
@@ -75,10 +75,10 @@ struct StepPlan {
     bool has_lamb;
     bool timing;
     double max_norm;
-    float max_value;                            // INFINITY = off
+    float max_value;                           // INFINITY = off
     const float *lr, *grad_scale, *grad_norms; // device scalars or NULL
     const int32_t *skip;
-    float *loss_scale;   // of the scaler, with its machine and rules; NULL without
+    float *loss_scale; // of the scaler, with its machine and rules; NULL without
     ScalerState *scaler;
     ScalerRules scaler_rules;
     CommSet comms;
@@ -93,9 +93,9 @@ struct StepPlan {
     int64_t *cost;           // host memory, count + 1: running sum of bytes, the ruler along which the list is cut
     double *sums_a, *sums_b; // one a leaf
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
-    void *extra;      // of the backend, Backend::extra_bytes() long
-    StepCache *cache; // what the backend keeps between steps; NULL in `apply`
-    Outcome *mirror;  // host memory to which the outcome is copied in stream order, or NULL
+    void *extra;             // of the backend, Backend::extra_bytes() long
+    StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
+    Outcome *mirror;         // host memory to which the outcome is copied in stream order, or NULL
     void *stream;
     Parallel parallel;
     int64_t chunk;

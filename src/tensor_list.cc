@@ -10,7 +10,8 @@ void check_tensor(const dsopt_tensor &tensor, Label label) {
         throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, which this build does not know", label.role, label.name,
                     tensor.dtype);
     if (tensor.reserved != 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has reserved word %d, must be 0", label.role, label.name, tensor.reserved);
+        throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has reserved word %d, must be 0", label.role, label.name,
+                    tensor.reserved);
     if (tensor.numel < 0)
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld", label.role, label.name,
                     static_cast<long long>(tensor.numel));
@@ -19,13 +20,14 @@ void check_tensor(const dsopt_tensor &tensor, Label label) {
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld: its size overflows", label.role, label.name,
                     static_cast<long long>(tensor.numel));
     if (reinterpret_cast<uintptr_t>(tensor.data) % size != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "%s '%s' is at %p, not aligned to its %zu-byte elements", label.role, label.name,
-                    tensor.data, size);
+        throw Error(DSOPT_ERR_ALIGNMENT, "%s '%s' is at %p, not aligned to its %zu-byte elements", label.role,
+                    label.name, tensor.data, size);
 }
 
 void check_float_tensor(const dsopt_tensor &tensor, Label label) {
     if (!is_float_dtype(tensor.dtype))
-        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, not F32, F16 or BF16", label.role, label.name, tensor.dtype);
+        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, not F32, F16 or BF16", label.role, label.name,
+                    tensor.dtype);
     check_tensor(tensor, label);
 }
 

@@ -137,7 +137,8 @@ TEST(RefusedContext, ABackendThatIsNotInTheBuild) {
     dsopt_context_desc desc = context_desc();
     desc.backend = DSOPT_CUDA;
     dsopt_context *context = nullptr;
-    EXPECT_TRUE(refused(dsopt_context_create(&desc, &context), built ? DSOPT_ERR_MISSING : DSOPT_ERR_UNSUPPORTED, "CUDA"));
+    EXPECT_TRUE(
+        refused(dsopt_context_create(&desc, &context), built ? DSOPT_ERR_MISSING : DSOPT_ERR_UNSUPPORTED, "CUDA"));
     EXPECT_EQ(context, nullptr);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stochastic rounding of BF16 parameters without masters.
 #include "test_mixed_util.h"
+#include <bit>
 #include <numeric>
 
 using namespace dsopt_test;
@@ -175,6 +176,10 @@ TEST(StochasticRounding, NumbersThatFitStayAndSoDoInfAndNan) {
     Trainer still(ctx, rounding(), group_of(DSOPT_ADAM, 1e-2, 0), std::vector<Array>{start});
     for (int step = 0; step < 50; ++step) must(still.step({Array(DSOPT_F32, 8, 0)}));
     EXPECT_TRUE(same_bits(still.weight().floats(), start.floats()));
+    // A NaN with every payload bit set, where adding anything would carry into the sign.
+    Trainer nan(ctx, rounding(), steady(1), std::vector<Array>{Array(DSOPT_BF16, 1000, 1)});
+    must(nan.step({Array(DSOPT_F32, 1000, std::bit_cast<float>(0x7fffffffu))}));
+    for (const float value : nan.weight().floats()) ASSERT_TRUE(std::isnan(value)) << value;
     // Weights that the update drives past fp32.
     Trainer trainer(ctx, rounding(), steady(3e38), std::vector<Array>{Array(DSOPT_BF16, {3e38f, -3e38f})});
     must(trainer.step({Array(DSOPT_F32, {-1, 1})}));

@@ -18,26 +18,26 @@ struct Isa {
     ~Isa() { unsetenv("DSOPT_ISA"); }
 };
 
-/// One group of each algorithm, each with every dtype and sizes around leaf and chunk.
+/// One group of each algorithm, each with every dtype and sizes around leaf and chunk; enough for eight threads.
 std::vector<Shape> mixed_shapes() {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i) {
-        shapes.push_back({30011, DSOPT_F32, DSOPT_F32});
+        shapes.push_back({10011, DSOPT_F32, DSOPT_F32});
         shapes.push_back({0, DSOPT_F32, DSOPT_F32});
         shapes.push_back({4097, DSOPT_BF16, DSOPT_BF16, 2});
         shapes.push_back({1, DSOPT_F32, DSOPT_F16, 4});
         shapes.push_back({8191, DSOPT_F16, DSOPT_F32, 4});
-        shapes.push_back({66000, DSOPT_F16, DSOPT_F16});
+        shapes.push_back({12300, DSOPT_F16, DSOPT_F16});
     }
     return shapes;
 }
 
-/// Three steps: parameters, state, outputs, and the norms as bits.
+/// Two steps: parameters, state, and the norms as bits.
 std::string train_mixed(const dsopt_context_desc &desc, double max_norm) {
     Trainer trainer(mixed_shapes(), optimizer_desc(max_norm, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
     for (const int32_t algorithm : kAlgorithms) trainer.add(make_group(algorithm), 6);
     std::string all;
-    for (uint64_t t = 1; t <= 3; ++t) {
+    for (uint64_t t = 1; t <= 2; ++t) {
         trainer.step(t);
         const dsopt_report report = report_of(trainer.opt.get());
         for (const double value : {report.grad_norm, report.weight_norm, report.update_norm, report.divisor})
@@ -122,8 +122,8 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
 TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
-        shapes.push_back({800003, i % 2 ? DSOPT_F16 : DSOPT_BF16, DSOPT_BF16, size_t(2 + 10 * i), i});
-    for (const char *name : {"generic", "avx2", "avx512"}) {
+        shapes.push_back({700003, i % 2 ? DSOPT_F16 : DSOPT_BF16, DSOPT_BF16, size_t(2 + 10 * i), i});
+    for (const char *name : {"generic", "avx512"}) {
         const Isa isa(name);
         const Trainer whole(shapes, make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2));
         std::vector<Buffer> outs;

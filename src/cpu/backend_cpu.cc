@@ -35,14 +35,18 @@ const Kernels &choose_kernels() {
     return cpu::kernels_generic;
 }
 
-/// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and the number
-/// of parts alone, so nothing has to be handed out while it runs.
+/// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
+/// the number of parts alone, so nothing has to be handed out while it runs.
 class Cut {
 public:
     /// bytes(i): how many an element of tensor i moves. `ruler` has room for count + 1.
     template <class Bytes, class Numel>
-    Cut(int64_t count, int64_t *ruler, int64_t chunk, const Parallel &parallel, const Bytes &bytes, const Numel &numel) :
-        count_(count), ruler_(ruler), chunk_(chunk), parallel_(parallel) {
+    Cut(int64_t count, int64_t *ruler, int64_t chunk, const Parallel &parallel, const Bytes &bytes,
+        const Numel &numel) :
+        count_(count),
+        ruler_(ruler),
+        chunk_(chunk),
+        parallel_(parallel) {
         ruler[0] = 0;
         for (int64_t i = 0; i < count; ++i) ruler[i + 1] = ruler[i] + numel(i) * bytes(i);
         // A part below 256 KiB is done before another thread has woken up.
@@ -87,16 +91,19 @@ private:
 class ListCut {
 public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        list_(list), long_ruler_(count < kShort ? 0 : size_t(count) + 1),
+        list_(list),
+        long_ruler_(count < kShort ? 0 : size_t(count) + 1),
         cut_(
-            count, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel, [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
+            count, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel,
+            [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
             [&](int64_t i) { return list[i].data != nullptr ? list[i].numel : 0; }) {}
     template <class Visit> void run(const Visit &visit) const {
         cut_.run([&](int64_t i) { return list_[i].data != nullptr ? list_[i].numel : 0; }, visit);
     }
 
 private:
-    static constexpr int64_t kShort = 32; // such a list needs no memory, so what works on it cannot fail for want of any
+    static constexpr int64_t kShort =
+        32; // such a list needs no memory, so what works on it cannot fail for want of any
     const dsopt_tensor *list_;
     int64_t short_ruler_[kShort];
     std::vector<int64_t> long_ruler_;
@@ -135,8 +142,7 @@ public:
         if (bytes > SIZE_MAX - huge) throw std::bad_alloc();
         const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
         void *memory = std::aligned_alloc(alignment, std::max(rounded, alignment));
-        if (memory == nullptr)
-            throw Error(DSOPT_ERR_NOMEM, "out of host memory: %zu bytes of optimizer state", bytes);
+        if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "out of host memory: %zu bytes of optimizer state", bytes);
         if (bytes >= huge) (void)madvise(memory, rounded, MADV_HUGEPAGE);
         return memory;
     }
@@ -169,8 +175,8 @@ public:
             kernels_.clamp(list[i], limit, begin, end);
         });
     }
-    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm, dsopt_norm_result *result,
-              const Parallel &parallel, void *stream) const override;
+    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+              dsopt_norm_result *result, const Parallel &parallel, void *stream) const override;
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *) const override {
         scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
@@ -179,7 +185,9 @@ public:
     void copy(void *to, const void *from, size_t bytes, void *) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
     }
-    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override { copy(host, from, bytes, nullptr); }
+    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
+        copy(host, from, bytes, nullptr);
+    }
     std::unique_ptr<HostReader> reader() const override {
         struct InPlace final : HostReader {
             const void *view(const void *from, size_t, size_t) override { return from; }
@@ -187,7 +195,9 @@ public:
         return std::make_unique<InPlace>();
     }
     std::unique_ptr<HostWriter> writer() const override { return nullptr; }
-    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override { copy(to, host, bytes, nullptr); }
+    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
+        copy(to, host, bytes, nullptr);
+    }
     void synchronize(void *) const override {}
 
 private:
@@ -222,7 +232,8 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
         }
         total += sum;
     }
-    double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite), std::isnan(most) ? 1.0 : 0.0};
+    double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite),
+                        std::isnan(most) ? 1.0 : 0.0};
     if (comm != nullptr) {
         comm->all_reduce(&shared[0], 1, DSOPT_F64, kind == DSOPT_NORM_MAX ? DSOPT_MAX : DSOPT_SUM, stream);
         comm->all_reduce(&shared[1], 2, DSOPT_F64, DSOPT_SUM, stream);
@@ -271,7 +282,8 @@ void CpuBackend::step(const StepPlan &plan) const {
         }
     watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
-    // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights there.
+    // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights
+    // there.
     const bool streaming = cut.bytes() > int64_t(64) << 20;
     const auto span_of = [&](int64_t i, int64_t begin, int64_t end) {
         return Span{.job = &plan.jobs[i],
@@ -290,9 +302,12 @@ void CpuBackend::step(const StepPlan &plan) const {
         const TensorJob &job = plan.jobs[i];
         const Rule rule = plan.groups[job.group].rule;
         const Span span = span_of(i, begin, end);
-        if (!taken || !job.present) kernels_.unchanged(span);
-        else if (is_lamb(rule)) kernels_.lamb_moments(rule, span);
-        else kernels_.update(rule, span);
+        if (!taken || !job.present)
+            kernels_.unchanged(span);
+        else if (is_lamb(rule))
+            kernels_.lamb_moments(rule, span);
+        else
+            kernels_.update(rule, span);
     });
     if (taken && plan.has_lamb) {
         for (int64_t i = 0; i < plan.count; ++i) {

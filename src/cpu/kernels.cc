@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags. Everything but the table is local to this file, and no
-// function of the standard library is used: the linker keeps one copy of a shared inline function, and it could be this one.
+// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags. Everything but the table is local to this file,
+// and no function of the standard library is used: the linker keeps one copy of a shared inline function, and it could
+// be this one.
 #include "cpu/kernels.h"
 #include "rules/lamb.h"
 #include "rules/rounding.h"
@@ -11,8 +12,8 @@
 namespace dsopt::cpu {
 namespace {
 
-// Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded back, fp32
-// ones are used where they are. So a rule is one loop over floats, whatever the storage types.
+// Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
+// back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types.
 constexpr int64_t kTile = 1024;
 static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
 
@@ -51,8 +52,8 @@ void widen(const float *from, float *to, int64_t n, F32) {
 }
 void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
 
-/// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out. Without
-/// it every line is read before it is overwritten.
+/// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
+/// Without it every line is read before it is overwritten.
 template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if defined(__AVX2__)
     if constexpr (sizeof(typename Tag::storage) == 2) {
@@ -86,8 +87,10 @@ void load(const void *data, Dtype type, int64_t index, int64_t n, float *to) {
 void store(const float *from, void *data, Dtype type, int64_t index, int64_t n, bool streaming = false) {
     visit(type, [&](auto tag) {
         auto *to = element<typename decltype(tag)::storage>(data, index);
-        if (streaming) narrow_streaming(from, to, n, tag);
-        else narrow(from, to, n, tag);
+        if (streaming)
+            narrow_streaming(from, to, n, tag);
+        else
+            narrow(from, to, n, tag);
     });
 }
 
@@ -115,8 +118,8 @@ void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
-/// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five times.
-/// That order is part of the result on every backend.
+/// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five
+/// times. That order is part of the result on every backend.
 struct LeafSum {
     typedef float Float8 __attribute__((vector_size(32), aligned(4)));
     typedef double Double8 __attribute__((vector_size(64)));
@@ -194,8 +197,8 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
     Buffer buffer;
     for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
         bad[index] = 0;
-        // Squares of floats and 4,096 of them cannot overflow a double, so a finite sum means finite elements. Only a leaf
-        // with a non-finite one is read again to count them.
+        // Squares of floats and 4,096 of them cannot overflow a double, so a finite sum means finite elements. Only a
+        // leaf with a non-finite one is read again to count them.
         const bool suspect = !__builtin_isfinite(sums[index]);
         if (!suspect && largest == nullptr) continue;
         const int64_t stop = least(leaf + kLeaf, end);
@@ -315,8 +318,10 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
 }
 
 void lamb_moments(Rule rule, const Span &span) {
-    if (rule == Rule::lamb) lamb_moments_with(LambMoments<false>{*span.scalars}, span);
-    else lamb_moments_with(LambMoments<true>{*span.scalars}, span);
+    if (rule == Rule::lamb)
+        lamb_moments_with(LambMoments<false>{*span.scalars}, span);
+    else
+        lamb_moments_with(LambMoments<true>{*span.scalars}, span);
 }
 
 template <class R>
@@ -343,8 +348,10 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
 }
 
 void lamb_weights(Rule rule, const Span &span) {
-    if (rule == Rule::lamb) lamb_weights_with(LambWeights<false>{*span.scalars, span.trust}, span);
-    else lamb_weights_with(LambWeights<true>{*span.scalars, span.trust}, span);
+    if (rule == Rule::lamb)
+        lamb_weights_with(LambWeights<false>{*span.scalars, span.trust}, span);
+    else
+        lamb_weights_with(LambWeights<true>{*span.scalars, span.trust}, span);
     if (span.streaming) fence_streaming();
 }
 
@@ -354,8 +361,10 @@ void unchanged(const Span &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         if (job.out != nullptr) {
-            if (span.flags & kDelta) __builtin_memset(p_buffer.at, 0, sizeof p_buffer.at);
-            else load(job.weight, job.weight_type, i, n, p_buffer.at);
+            if (span.flags & kDelta)
+                __builtin_memset(p_buffer.at, 0, sizeof p_buffer.at);
+            else
+                load(job.weight, job.weight_type, i, n, p_buffer.at);
             store(p_buffer.at, job.out, job.out_type, i, n);
         }
         if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, i, n);
@@ -400,7 +409,7 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 #define DSOPT_TEXT(isa) DSOPT_QUOTE(isa)
 #define DSOPT_QUOTE(isa) #isa
 extern const Kernels DSOPT_TABLE(DSOPT_ISA);
-const Kernels DSOPT_TABLE(DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA), inspect, squares, update, lamb_moments, lamb_weights, unchanged, axpby,
-                                        clamp};
+const Kernels DSOPT_TABLE(DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA), inspect,   squares, update, lamb_moments,
+                                        lamb_weights,          unchanged, axpby,   clamp};
 
 } // namespace dsopt::cpu

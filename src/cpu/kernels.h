@@ -11,19 +11,19 @@ struct Span {
     const Scalars *scalars;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;              // element-wise rules: also sum old^2 and (new - old)^2 a leaf
+    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 a leaf
     double *sums_a, *sums_b; // of all leaves of the step
-    float trust;            // LAMB, second sweep
-    int64_t step;           // of the tensor, for stochastic rounding
-    bool streaming;         // 16-bit copies go past the caches
+    float trust;             // LAMB, second sweep
+    int64_t step;            // of the tensor, for stochastic rounding
+    bool streaming;          // 16-bit copies go past the caches
 };
 
 struct Kernels {
     const char *name;
-    /// Pass 1, of a piece as in Span: sum of squares, number of non-finite elements (NaNs times 2^32 on top) and, where wanted,
-    /// the largest magnitude (NaN if there is one), a leaf each. `leaf` is the index of the first one.
-    void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad, float *largest,
-                    int64_t leaf);
+    /// Pass 1, of a piece as in Span: sum of squares, number of non-finite elements (NaNs times 2^32 on top) and, where
+    /// wanted, the largest magnitude (NaN if there is one), a leaf each. `leaf` is the index of the first one.
+    void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
+                    float *largest, int64_t leaf);
     void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
     /// Element-wise rules: everything in one read-modify-write.
     void (*update)(Rule rule, const Span &span);

@@ -5,8 +5,8 @@
 
 namespace dsopt {
 
-/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is part of
-/// the result: both moments are divided by their correction first, then root, sum with eps, quotient.
+/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is
+/// part of the result: both moments are divided by their correction first, then root, sum with eps, quotient.
 template <bool Decoupled> struct Adam {
     Scalars s;
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the two passes: is the step taken, what are gradients divided by, which step is it for each tensor, where does the
-// loss scale go. A handful of scalars; the CUDA backend runs the same functions in one thread, so the host never has to look.
+// Between the two passes: is the step taken, what are gradients divided by, which step is it for each tensor, where
+// does the loss scale go. A handful of scalars; the CUDA backend runs the same functions in one thread, so the host
+// never has to look.
 #pragma once
 #include "step_plan.h"
 
 namespace dsopt {
 
-/// Sums of squares of gradients as given: a row a group and one more for all of them, a column for dense parameters and one for
-/// each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
+/// Sums of squares of gradients as given: a row a group and one more for all of them, a column for dense parameters and
+/// one for each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
 struct NormTable {
     double *at;
     int64_t groups, classes;
@@ -22,9 +23,9 @@ struct NormTable {
     }
 };
 
-/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to skip travel
-/// along, and go over the data ranks as well. On the host, also when the table came from a device; `message` has room for
-/// groups + 2.
+/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to
+/// skip travel along, and go over the data ranks as well. On the host, also when the table came from a device;
+/// `message` has room for groups + 2.
 void reduce_norms(const StepPlan &plan, const NormTable &table, double *message);
 bool has_peers(const CommSet &comms);
 
@@ -54,7 +55,8 @@ DSOPT_HD double reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
     return bad_gradients || bad_scale || bad_norms || (plan.skip != nullptr && *plan.skip != 0);
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the result.
+/// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the
+/// result.
 DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
     for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
     outcome.nonfinite = 0;
@@ -115,7 +117,8 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     if (wrapped && have_norms) { // one norm a group there
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
-            double experts = 0; // summed by itself: a difference to the dense part would be NaN where that is not finite
+            double experts =
+                0; // summed by itself: a difference to the dense part would be NaN where that is not finite
             for (int64_t type = 1; plan.wrapper == Wrapper::fused && type < table.classes; ++type)
                 experts += table.square(g, type);
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
@@ -144,9 +147,9 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
 
 /// Steps of group `g`, tensors [begin, end). Standard mode counts each tensor that has a gradient by itself.
 ///
-/// The original's fused Adam counts in the state of the last tensor of the group that has a gradient, once for every parameter
-/// dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode does the same.
-/// Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
+/// The original's fused Adam counts in the state of the last tensor of the group that has a gradient, once for every
+/// parameter dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode
+/// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
 DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end) {
     const Hyper &hyper = plan.groups[g];
     const double lr = plan.lr != nullptr ? double(plan.lr[g]) : hyper.lr;

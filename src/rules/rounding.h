@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stochastic rounding to bf16. The random number of an element is a function of seed, parameter name, step and the element's
-// place in its tensor: nothing is stored, and however a list is sharded the bits are the same.
+// Stochastic rounding to bf16. The random number of an element is a function of seed, parameter name, step and the
+// element's place in its tensor: nothing is stored, and however a list is sharded the bits are the same.
 #pragma once
 #include "dtype.h"
 
@@ -16,7 +16,9 @@ DSOPT_HD uint64_t mix64(uint64_t x) {
 }
 
 /// Key of a tensor in a step.
-DSOPT_HD uint64_t rounding_key(uint64_t tensor_key, int64_t step) { return mix64(tensor_key + uint64_t(step) * 0x9e3779b97f4a7c15ull); }
+DSOPT_HD uint64_t rounding_key(uint64_t tensor_key, int64_t step) {
+    return mix64(tensor_key + uint64_t(step) * 0x9e3779b97f4a7c15ull);
+}
 
 /// Sixteen random bits for an element, with 32-bit operations only, which vectorise.
 DSOPT_HD uint32_t random_bits(uint64_t key, uint64_t element) {

@@ -25,7 +25,7 @@ struct Scalars {
     float beta1, beta2; // decay of the moments
     float a1, a2;       // 1 - beta
     float eps, wd;
-    float c1, c2;       // bias corrections; 1 without
+    float c1, c2; // bias corrections; 1 without
     float inverse;
     float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
 };
@@ -45,7 +45,8 @@ DSOPT_HD double power(double base, int64_t n) {
     return result;
 }
 
-/// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels do.
+/// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels
+/// do.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, double divisor, float limit) {
     const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
@@ -62,8 +63,10 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, doubl
     s.limit = limit;
     s.lr = float(lr);
     if (hyper.rule != Rule::adam && hyper.rule != Rule::adamw) {
-        if (hyper.compat) s.lr = s.lr * sqrtf(s.c2) / s.c1;
-        else if (hyper.bias_correction) s.lr = float(lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
+        if (hyper.compat)
+            s.lr = s.lr * sqrtf(s.c2) / s.c1;
+        else if (hyper.bias_correction)
+            s.lr = float(lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
     }
     return s;
 }
@@ -78,8 +81,8 @@ DSOPT_HD float trust_ratio(double weight_squares, double update_squares, double 
     return float(ratio);
 }
 
-/// What gradients are divided by: the scale they carry, times the clip coefficient where it is above 1. `squares` are of
-/// gradients as given.
+/// What gradients are divided by: the scale they carry, times the clip coefficient where it is above 1. `squares` are
+/// of gradients as given.
 DSOPT_HD double clip_divisor(double scale, double norm_as_given, double max_norm) {
     if (!(max_norm > 0)) return scale;
     const double coefficient = (norm_as_given / scale + 1e-6) / max_norm;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loss-scale machine. It lives in backend memory and moves there, so no step waits for it.
 #pragma once
-#include "hd.h"
 #include "dsopt.h"
+#include "hd.h"
 
 namespace dsopt {
 
@@ -27,7 +27,8 @@ DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
     s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
 }
 
-/// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without hysteresis).
+/// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without
+/// hysteresis).
 DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool overflow) {
     s.skipped_in_row = overflow ? s.skipped_in_row + 1 : 0;
     s.recorded = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend on the emulated device: the bits of the CPU backend, what a step costs in launches, graphs, staging, faults.
+// The CUDA backend on the emulated device: the bits of the CPU backend, what a step costs in launches, graphs, staging,
+// faults.
 #include "dsopt.h"
 #include "fakert.h"
 #include <cmath>
@@ -20,12 +21,15 @@ size_t element(int32_t dtype) { return dtype == DSOPT_F32 ? 4 : 2; }
 void put(char *to, int32_t dtype, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    if (dtype == DSOPT_F32) std::memcpy(to, &bits, 4);
+    if (dtype == DSOPT_F32)
+        std::memcpy(to, &bits, 4);
     else {
         const uint16_t bf16 = uint16_t(bits >> 16);
         const auto exponent = int((bits >> 23) & 0xff) - 112;
-        const uint16_t f16 = uint16_t((bits >> 16 & 0x8000) | (exponent >= 31 ? 0x7c00 | ((bits & 0x7fffff) != 0 && exponent > 31 ? 0x200 : 0)
-                                                               : exponent > 0 ? uint32_t(exponent) << 10 | (bits >> 13 & 0x3ff) : 0));
+        const uint16_t f16 = uint16_t((bits >> 16 & 0x8000) |
+                                      (exponent >= 31 ? 0x7c00 | ((bits & 0x7fffff) != 0 && exponent > 31 ? 0x200 : 0)
+                                       : exponent > 0 ? uint32_t(exponent) << 10 | (bits >> 13 & 0x3ff)
+                                                      : 0));
         std::memcpy(to, dtype == DSOPT_F16 ? &f16 : &bf16, 2);
     }
 }
@@ -34,28 +38,40 @@ void put(char *to, int32_t dtype, float value) {
 class Bytes {
 public:
     Bytes(bool device, size_t bytes, size_t shift) : device_(device), bytes_(bytes), shift_(shift) {
-        if (device_) EXPECT_EQ(cudaMalloc(&base_, bytes + 64), cudaSuccess);
-        else base_ = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+        if (device_)
+            EXPECT_EQ(cudaMalloc(&base_, bytes + 64), cudaSuccess);
+        else
+            base_ = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
     }
     ~Bytes() {
-        if (device_) (void)cudaFree(base_);
-        else std::free(base_);
+        if (device_)
+            (void)cudaFree(base_);
+        else
+            std::free(base_);
     }
-    Bytes(Bytes &&other) noexcept : device_(other.device_), bytes_(other.bytes_), shift_(other.shift_), base_(other.base_) {
+    Bytes(Bytes &&other) noexcept :
+        device_(other.device_),
+        bytes_(other.bytes_),
+        shift_(other.shift_),
+        base_(other.base_) {
         other.base_ = nullptr;
     }
     Bytes &operator=(Bytes &&) = delete;
     char *data() const { return static_cast<char *>(base_) + shift_; }
     void set(const std::vector<char> &from) {
         if (from.empty()) return;
-        if (device_) EXPECT_EQ(cudaMemcpy(data(), from.data(), from.size(), cudaMemcpyHostToDevice), cudaSuccess);
-        else std::memcpy(data(), from.data(), from.size());
+        if (device_)
+            EXPECT_EQ(cudaMemcpy(data(), from.data(), from.size(), cudaMemcpyHostToDevice), cudaSuccess);
+        else
+            std::memcpy(data(), from.data(), from.size());
     }
     std::vector<char> get() const {
         std::vector<char> to(bytes_);
         if (to.empty()) return to;
-        if (device_) EXPECT_EQ(cudaMemcpy(to.data(), data(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-        else std::memcpy(to.data(), data(), bytes_);
+        if (device_)
+            EXPECT_EQ(cudaMemcpy(to.data(), data(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
+        else
+            std::memcpy(to.data(), data(), bytes_);
         return to;
     }
 
@@ -99,7 +115,8 @@ public:
         std::vector<dsopt_param> list;
         for (size_t i = 0; i < setting.sizes.size(); ++i) {
             const int64_t n = setting.sizes[i];
-            const int32_t param = setting.mixed ? dtypes[i % 3] : setting.param, grad = setting.mixed ? dtypes[i / 3 % 3] : setting.grad;
+            const int32_t param = setting.mixed ? dtypes[i % 3] : setting.param,
+                          grad = setting.mixed ? dtypes[i / 3 % 3] : setting.grad;
             const size_t shift = setting.shifted && i % 2 ? 1 : 0; // in elements
             params.emplace_back(device, size_t(n) * element(param), shift * element(param));
             grads.emplace_back(device, size_t(n) * element(grad), shift * element(grad));
@@ -136,7 +153,8 @@ public:
         for (size_t i = 0; i < gradients.size(); ++i) {
             const int32_t dtype = gradients[i].dtype;
             std::vector<char> g(size_t(gradients[i].numel) * element(dtype));
-            for (int64_t k = 0; k < gradients[i].numel; ++k) put(&g[size_t(k) * element(dtype)], dtype, std::cos(float(3 * k + 7 * t)) + 0.1f);
+            for (int64_t k = 0; k < gradients[i].numel; ++k)
+                put(&g[size_t(k) * element(dtype)], dtype, std::cos(float(3 * k + 7 * t)) + 0.1f);
             if (bad == int(i) && !g.empty()) put(&g[g.size() - element(dtype)], dtype, t % 2 ? INFINITY : NAN);
             grads[i].set(g);
         }
@@ -161,7 +179,8 @@ public:
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
             good(dsopt_optimizer_state(optimizer, i, &info));
-            std::vector<char> host(size_t(info.tensor.numel) * (info.tensor.dtype == DSOPT_I32 ? 4 : element(info.tensor.dtype)));
+            std::vector<char> host(size_t(info.tensor.numel) *
+                                   (info.tensor.dtype == DSOPT_I32 ? 4 : element(info.tensor.dtype)));
             good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
             all.push_back(std::move(host));
         }
@@ -169,9 +188,12 @@ public:
             for (const Bytes &bytes : *list) all.push_back(bytes.get());
         DSOPT_NEW(dsopt_report, report);
         good(dsopt_optimizer_report(optimizer, &report));
-        const double numbers[] = {double(report.skipped), double(report.skipped_in_row), double(report.nonfinite), double(report.first_bad),
-                                  double(report.kind), report.loss_scale, report.grad_norm, report.dense_norm, report.weight_norm,
-                                  report.update_norm, report.divisor, report.scale_used};
+        const double numbers[] = {double(report.skipped),   double(report.skipped_in_row),
+                                  double(report.nonfinite), double(report.first_bad),
+                                  double(report.kind),      report.loss_scale,
+                                  report.grad_norm,         report.dense_norm,
+                                  report.weight_norm,       report.update_norm,
+                                  report.divisor,           report.scale_used};
         for (const double number : numbers) {
             const double plain = std::isnan(number) ? 12345.0 : number;
             all.emplace_back(reinterpret_cast<const char *>(&plain), reinterpret_cast<const char *>(&plain + 1));
@@ -200,8 +222,9 @@ testing::AssertionResult same(const std::vector<std::vector<char>> &a, const std
             while (k < a[i].size() && k < b[i].size() && a[i][k] == b[i][k]) ++k;
             double x = 0, y = 0;
             if (a[i].size() == 8 && b[i].size() == 8) std::memcpy(&x, a[i].data(), 8), std::memcpy(&y, b[i].data(), 8);
-            return testing::AssertionFailure() << "array " << i << " of " << a.size() << " at byte " << k << " of " << a[i].size() << " (" << x
-                                               << " and " << y << " if it is a number of the report)";
+            return testing::AssertionFailure()
+                   << "array " << i << " of " << a.size() << " at byte " << k << " of " << a[i].size() << " (" << x
+                   << " and " << y << " if it is a number of the report)";
         }
     return testing::AssertionSuccess();
 }
@@ -243,8 +266,11 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuForEveryAlgorithmAndDtype) {
                     s.desc.max_norm = clip ? 0.5 : 0;
                     s.desc.nonfinite = clip ? DSOPT_NONFINITE_AUTO : DSOPT_NONFINITE_SKIP;
                     s.desc.flags = clip ? 0 : DSOPT_OPTIMIZER_REPORT_NORMS;
-                    if (algorithm == DSOPT_LAMB || algorithm == DSOPT_ADAM_LEGACY) s.group_flags = clip ? DSOPT_GROUP_EPS_INSIDE_SQRT : 0;
-                    expect_same_bits(s, (std::to_string(algorithm) + " " + std::to_string(param) + " " + std::to_string(grad)).c_str());
+                    if (algorithm == DSOPT_LAMB || algorithm == DSOPT_ADAM_LEGACY)
+                        s.group_flags = clip ? DSOPT_GROUP_EPS_INSIDE_SQRT : 0;
+                    expect_same_bits(
+                        s,
+                        (std::to_string(algorithm) + " " + std::to_string(param) + " " + std::to_string(grad)).c_str());
                 }
 }
 
@@ -347,7 +373,8 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     std::swap(side.gradients[0].data, side.gradients[1].data);
     EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
-    for (size_t i = 0; i + 1 < side.gradients.size(); i += 2) std::swap(side.gradients[i].data, side.gradients[i + 1].data);
+    for (size_t i = 0; i + 1 < side.gradients.size(); i += 2)
+        std::swap(side.gradients[i].data, side.gradients[i + 1].data);
     EXPECT_EQ(launches(side), (std::vector<std::string>{"update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 1);
     EXPECT_EQ(fakert::counters().host_waits, 0);
@@ -460,7 +487,8 @@ TEST_F(Cuda, RefusesACaptureBeforeTheFirstStepAndManyChangedPointersInOne) {
     dsopt_step step = side.arguments();
     OK(dsopt_optimizer_step(side.optimizer, &step));
     step.stream = stream;
-    for (size_t i = 0; i + 1 < side.gradients.size(); i += 2) std::swap(side.gradients[i].data, side.gradients[i + 1].data);
+    for (size_t i = 0; i + 1 < side.gradients.size(); i += 2)
+        std::swap(side.gradients[i].data, side.gradients[i + 1].data);
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     EXPECT_EQ(dsopt_optimizer_step(side.optimizer, &step), DSOPT_ERR_STATE);
     cudaGraph_t graph = nullptr;
@@ -505,12 +533,12 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
         const bool on_device = side == &device;
         side->fill_gradients(3, 4);
         dsopt_norm_result *result = results[on_device];
-        if (on_device) {
-            ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess);
-        }
+        if (on_device) { ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess); }
         const auto count = int64_t(side->gradients.size());
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0.5, nullptr, result, nullptr));
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result + 1, nullptr));
+        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0.5, nullptr, result,
+                              nullptr));
+        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result + 1,
+                              nullptr));
         if (on_device) {
             ASSERT_EQ(cudaMemcpy(results[1], result, sizeof results[1], cudaMemcpyDeviceToHost), cudaSuccess);
             ASSERT_EQ(cudaFree(result), cudaSuccess);
@@ -535,7 +563,8 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
         EXPECT_EQ(results[0][k].nonfinite, 1);
         EXPECT_EQ(results[0][k].nonfinite, results[1][k].nonfinite);
         EXPECT_EQ(results[0][k].first_bad, results[1][k].first_bad);
-        EXPECT_TRUE(results[0][k].norm == results[1][k].norm || (std::isnan(results[0][k].norm) && std::isnan(results[1][k].norm)));
+        EXPECT_TRUE(results[0][k].norm == results[1][k].norm ||
+                    (std::isnan(results[0][k].norm) && std::isnan(results[1][k].norm)));
     }
 }
 
@@ -576,7 +605,8 @@ TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
         dsopt_optimizer *optimizer = nullptr;
         dsopt_status status = dsopt_context_create(&where, &context);
         float *memory = nullptr;
-        if (status == DSOPT_OK && cudaMalloc(reinterpret_cast<void **>(&memory), 200 * sizeof(float)) != cudaSuccess) status = DSOPT_ERR_NOMEM;
+        if (status == DSOPT_OK && cudaMalloc(reinterpret_cast<void **>(&memory), 200 * sizeof(float)) != cudaSuccess)
+            status = DSOPT_ERR_NOMEM;
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.max_norm = 1;
         if (status == DSOPT_OK) status = dsopt_optimizer_create(context, &desc, &optimizer);

@@ -92,6 +92,7 @@ cudaError_t begin_call(const char *function) {
 }
 
 cudaError_t end_call(cudaError_t error) {
+    close_idle();
     if (error && error != cudaErrorNotReady) t_last = error;
     return error;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inside the fake runtime: what its calls (fake_cudart.cc), its streams (fake_streams.cc) and its graphs
-// (fake_graphs.cc) share. Everything is under one lock, which is let go only while the work of a stream runs.
+// Inside the fake runtime: what fake_cudart.cc, fake_streams.cc, fake_memory.cc and fake_graphs.cc share. Everything is
+// under one lock, which is let go only while the work of a stream runs.
 //
 // For the thread sanitizer the work of a stream is a logical thread. It follows what the host did before the call that
 // put it there, what its stream did before, and the events it waits for; the host follows it only after a call that
@@ -202,7 +202,10 @@ void reset_streams();
 
 // Memory. Under the lock but for copy_bytes().
 const Block *find_device(const void *p);
+/// While work of a device runs, its memory can be reached. It stays so until close_idle(), at the end of every call, or
+/// until work of another device begins: the pages are switched once for all that a call runs.
 void expose(int device, bool on);
+void close_idle();
 void copy_bytes(void *to, const void *from, size_t bytes);
 long live_memory();
 void reset_memory();

@@ -19,7 +19,8 @@ struct Grave {
     size_t mapped;
 };
 struct Device {
-    int working = 0; // streams whose work runs now
+    int working = 0;   // streams whose work runs now
+    bool open = false; // its memory can be reached
     size_t used = 0;
 };
 Blocks g_device_blocks, g_host_blocks;
@@ -49,6 +50,21 @@ bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
     return !is || bytes <= found->second.bytes - size_t(static_cast<const char *>(p) - found->first);
 }
 
+void open(int number, bool on) {
+    device(number).open = on;
+    if (!g_config.protect) return;
+    char *begin = nullptr, *end = nullptr; // of neighbours: thousands of small blocks are a few system calls
+    for (const auto &[memory, block] : g_device_blocks) {
+        if (block.device != number || !block.alive) continue;
+        if (memory != end) {
+            if (begin) set_access(begin, size_t(end - begin), on);
+            begin = memory;
+        }
+        end = memory + block.mapped;
+    }
+    if (begin) set_access(begin, size_t(end - begin), on);
+}
+
 cudaError_t allocate(void **p, size_t bytes, bool alive) {
     if (!p) return cudaErrorInvalidValue;
     *p = nullptr;
@@ -62,7 +78,7 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     std::memset(begin, kUnwritten, bytes);
     std::memset(begin + bytes, kUntouched, mapped - bytes);
     if (sanitizer::asan()) __asan_poison_memory_region(begin + bytes, mapped - bytes);
-    if (g_config.protect && (!alive || !owner.working)) set_access(begin, mapped, false);
+    if (g_config.protect && (!alive || !owner.open)) set_access(begin, mapped, false);
     g_device_blocks[begin] = {bytes, mapped, t_device, alive};
     owner.used += bytes;
     *p = memory;
@@ -115,19 +131,16 @@ const Block *find_device(const void *p) {
 }
 
 void expose(int number, bool on) {
-    int &working = device(number).working;
-    if (on ? working++ : --working) return;
-    if (!g_config.protect) return;
-    char *begin = nullptr, *end = nullptr; // of neighbours: thousands of small blocks are a few system calls
-    for (const auto &[memory, block] : g_device_blocks) {
-        if (block.device != number || !block.alive) continue;
-        if (memory != end) {
-            if (begin) set_access(begin, size_t(end - begin), on);
-            begin = memory;
-        }
-        end = memory + block.mapped;
-    }
-    if (begin) set_access(begin, size_t(end - begin), on);
+    Device &owner = device(number);
+    owner.working += on ? 1 : -1;
+    if (!on || owner.open) return;
+    close_idle();
+    open(number, true);
+}
+
+void close_idle() {
+    for (size_t i = 0; i < g_devices.size(); ++i)
+        if (g_devices[i].open && !g_devices[i].working) open(int(i), false);
 }
 
 /// A copy reaches the memory of every device; other work that of its own only.
