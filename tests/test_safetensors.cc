@@ -774,7 +774,7 @@ TEST(SafetensorsFile, KilledAtAnyMomentTheFileIsWholeAndNotOlderThanAcknowledged
     uint64_t last = 1;
     size_t interrupted = 0; // in the middle of a save
     int kill = 0;
-    for (; kill < 200 && std::chrono::steady_clock::now() - start < std::chrono::seconds(4); ++kill) {
+    for (; kill < 200; ++kill) {
         int pipe[2];
         ASSERT_EQ(::pipe(pipe), 0);
         const pid_t child = ::fork();
