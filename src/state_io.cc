@@ -144,6 +144,10 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
     const std::vector<Param> &params = optimizer.params();
     std::unordered_map<std::string, int64_t> places;
     for (size_t i = 0; i < params.size(); ++i) places.emplace(params[i].name, int64_t(i));
+    for (size_t i = 0; i < sizes.size(); ++i)
+        if (sizes[i] < 0 || sizes[i] > int64_t(names.size()))
+            throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i,
+                        static_cast<long long>(sizes[i]), names.size());
     std::vector<int64_t> order;
     size_t group = 0;
     int64_t end = sizes.empty() ? 0 : sizes[0];

@@ -29,7 +29,9 @@ struct TensorJob {
     bool has_master; // `weight` is one
     bool in_norm;    // its squares count on this rank
     bool stochastic; // bf16 weights without a master are rounded at random
+    uint8_t reserved[7]; // no padding: tables of these are compared byte by byte
 };
+static_assert(sizeof(TensorJob) == 104);
 
 enum StepFlag : uint32_t {
     kZeroGrads = DSOPT_STEP_ZERO_GRADS,

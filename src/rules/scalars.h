@@ -17,7 +17,9 @@ struct Hyper {
     Rule rule;
     bool bias_correction;
     bool compat;
+    uint8_t reserved[5]; // no padding: tables of these are compared byte by byte
 };
+static_assert(sizeof(Hyper) == 72);
 
 /// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
 struct Scalars {
