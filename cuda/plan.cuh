@@ -36,7 +36,7 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __syncthreads();
     if (threadIdx.x == 0) {
         last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
-        if (last) *ticket = 0;
+        if (last) atomicExch(ticket, 0u);
     }
     __syncthreads();
     if (last) __threadfence();
