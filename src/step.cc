@@ -213,7 +213,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         const dsopt_group &g = groups_[i];
         hypers[i] = {g.lr,       g.beta1,     g.beta2,     g.eps,      g.weight_decay,
                      g.max_norm, g.min_trust, g.max_trust, rule_of(g), !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
-                     compat, {}};
+                     compat,     {}};
         clips = clips || g.max_norm > 0;
         has_lamb = has_lamb || is_lamb(hypers[i].rule);
     }

@@ -25,10 +25,10 @@ struct TensorJob {
     int32_t group;
     int32_t expert; // 0 = dense
     Dtype grad_type, weight_type, state_type, copy_type, out_type;
-    bool present;    // takes part in this step
-    bool has_master; // `weight` is one
-    bool in_norm;    // its squares count on this rank
-    bool stochastic; // bf16 weights without a master are rounded at random
+    bool present;        // takes part in this step
+    bool has_master;     // `weight` is one
+    bool in_norm;        // its squares count on this rank
+    bool stochastic;     // bf16 weights without a master are rounded at random
     uint8_t reserved[7]; // no padding: tables of these are compared byte by byte
 };
 static_assert(sizeof(TensorJob) == 104);
