@@ -281,15 +281,19 @@ enum {
     DSOPT_SCALER_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
 };
 enum {
-    DSOPT_SCALER_STATIC = 1, /**< never changes by itself; overflow skips the step all the same */
-    DSOPT_SCALER_REFILL = 2, /**< consecutive hysteresis: every good step refills the budget */
-    DSOPT_SCALER_FAIL_AT_MIN =
-        4, /**< overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else */
-    DSOPT_SCALER_KEEP_AT_MIN = 8, /**< takes FAIL_AT_MIN out of the DYNAMIC profile */
-    DSOPT_SCALER_SHARED = 16,     /**< steps only record overflow; dsopt_scaler_update makes the transition, once an
-                                     iteration.     Needed for a second optimizer (else DSOPT_ERR_STATE when that is created) */
-    DSOPT_SCALER_GROWTH_AT_WINDOW =
-        32 /**< grow in the step that makes `window` good ones (2023 form), not in the one after it */
+    /** Never changes by itself; overflow skips the step all the same. */
+    DSOPT_SCALER_STATIC = 1,
+    /** Consecutive hysteresis: every good step refills the budget. */
+    DSOPT_SCALER_REFILL = 2,
+    /** Overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else. */
+    DSOPT_SCALER_FAIL_AT_MIN = 4,
+    /** Takes FAIL_AT_MIN out of the DYNAMIC profile; both together are refused. */
+    DSOPT_SCALER_KEEP_AT_MIN = 8,
+    /** Steps only record overflow; dsopt_scaler_update makes the transition, once an iteration. Needed for a second
+     * optimizer (else DSOPT_ERR_STATE when that is created). */
+    DSOPT_SCALER_SHARED = 16,
+    /** Grow in the step that makes `window` good ones (2023 form), not in the one after it. */
+    DSOPT_SCALER_GROWTH_AT_WINDOW = 32
 };
 typedef struct dsopt_scaler_desc {
     size_t size;
@@ -443,7 +447,7 @@ typedef struct dsopt_optimizer_desc {
                       anyway, else apply; SKIP: always look (one more read of the gradients); APPLY: let them through */
     int32_t masters;  /**< DSOPT_MASTERS_... */
     double max_norm;  /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a
-                         group has its  own max_norm too, the larger of the two divisors holds */
+                         group has its own max_norm too, the larger of the two divisors holds */
     double max_value; /**< clip every element of the unscaled gradient to [-max_value, max_value], after the norm; 0 =
                          off */
     dsopt_scaler *scaler;       /**< kept; NULL = no loss scaling */
@@ -620,8 +624,9 @@ typedef struct dsopt_step {
     const float *lr; /**< one per group */
     const float
         *grad_scale;     /**< gradients are this much too large, beside the attached scaler's scale, and get divided by
-                            both: the     number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
-    const int32_t *skip; /**< nonzero = write nothing but out, report and zeroed gradients; counters stay */
+                            both: the number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
+    const int32_t *skip; /**< nonzero = write nothing but out, report and zeroed gradients; counters stay. To the scaler
+                            it is an overflow, as is every reason to skip */
     const float
         *grad_norms; /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the
                         norm; negative or not finite = overflow, the step is skipped unless the policy is APPLY */

@@ -36,6 +36,7 @@ void require(bool good, const char *field, double value, const char *range) {
     if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
 }
 bool not_negative(double value) { return std::isfinite(value) && value >= 0; }
+constexpr char kMaxValueRange[] = "0, or finite and above 0 in fp32";
 
 std::string param_name(const dsopt_param &param, int64_t index) {
     if (param.name == nullptr) return "p" + std::to_string(index);
@@ -110,7 +111,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.masters is %d, not 0 or 1", desc.masters);
     require(not_negative(desc.max_norm), "dsopt_optimizer_desc.max_norm", desc.max_norm, "finite and not negative");
-    require(not_negative(desc.max_value), "dsopt_optimizer_desc.max_value", desc.max_value, "finite and not negative");
+    require(is_max_value(desc.max_value), "dsopt_optimizer_desc.max_value", desc.max_value, kMaxValueRange);
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
     const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER,
                random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
@@ -313,7 +314,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             require(not_negative(value), "max_norm", value, "finite and not negative");
             desc_.max_norm = value;
         } else if (key == DSOPT_MAX_VALUE) {
-            require(not_negative(value), "max_value", value, "finite and not negative");
+            require(is_max_value(value), "max_value", value, kMaxValueRange);
             desc_.max_value = value;
         } else if (key == DSOPT_SKIP_BUDGET) {
             require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");

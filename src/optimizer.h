@@ -6,6 +6,7 @@
 #include "step_plan.h"
 #include "tensor_list.h"
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -113,6 +114,9 @@ public:
 private:
     std::atomic_flag &flag_;
 };
+
+/// A max_value that clips, or none. Below fp32's range it would clip every gradient to zero.
+inline bool is_max_value(double value) { return value == 0 || (std::isfinite(value) && value > 0 && float(value) > 0); }
 
 class Optimizer {
 public:

@@ -34,6 +34,8 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
                     "DSOPT_SCALER_DEFAULT for a scaler that has them");
     if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_SCALER_DYNAMIC)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_KEEP_AT_MIN has an effect with the DYNAMIC profile only");
+    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && (desc.flags & DSOPT_SCALER_FAIL_AT_MIN))
+        throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_SCALER_KEEP_AT_MIN and DSOPT_SCALER_FAIL_AT_MIN contradict each other");
     if ((desc.flags & DSOPT_SCALER_REFILL) && desc.hysteresis <= 1)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_REFILL has no effect without hysteresis above 1");
 

@@ -376,8 +376,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (!std::isfinite(max_norm) || max_norm < 0)
         throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", max_norm);
     const auto max_value = fields.number<double>("max_value");
-    if (!std::isfinite(max_value) || max_value < 0)
-        throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", max_value);
+    if (!is_max_value(max_value)) throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", max_value);
     if (calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", static_cast<long long>(calls));
     const std::vector<int64_t> order = match_params(optimizer, fields, sizes);
 

@@ -378,6 +378,9 @@ TEST_F(Report, SkipBudgetStopsTheRunUntilItIsForgiven) {
 
 TEST_F(Clip, RefusesLimitsThatAreNoLimits) {
     dsopt_optimizer *opt = nullptr;
+    desc = empty();
+    desc.max_value = 1e-60; // zero in fp32
+    EXPECT_TRUE(fails(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "max_value"));
     for (const double value : {-1.0, HUGE_VAL, double(kNaN)}) {
         desc = empty();
         desc.max_norm = value;

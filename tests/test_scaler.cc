@@ -114,6 +114,17 @@ TEST(ScalerGolden, KeepAtMinStaysAtTheMinimum) {
     EXPECT_EQ(info_of(scaler).updates, 5);
 }
 
+TEST(ScalerMachine, KeepsTheScaleFiniteWhenItGrowsPastFp32) {
+    const Context ctx = make_context();
+    dsopt_scaler_desc desc = desc_of(std::ldexp(1.0, 126), 1, 0, 0);
+    const Scaler scaler = make_scaler(ctx, desc);
+    scales(scaler, "......");
+    EXPECT_EQ(info_of(scaler).scale, double(FLT_MAX));
+    EXPECT_GT(info_of(scaler).dynamic, double(FLT_MAX)); // the original's number
+    scales(scaler, "XXXXXXXX");
+    EXPECT_LT(info_of(scaler).scale, double(FLT_MAX));
+}
+
 TEST(ScalerMachine, FollowsTheReferenceOnRandomSequencesAndStaysBetweenMinAndMax) {
     const Context ctx = make_context(1);
     Random random(1);
@@ -304,6 +315,11 @@ TEST(ScalerCreate, RefusesWhatIsOutOfRangeOrWithoutEffect) {
          DSOPT_ERR_UNSUPPORTED},
         {"refill", [](Desc &d) { d.flags = DSOPT_SCALER_REFILL; }, DSOPT_ERR_UNSUPPORTED},
         {"keep at min", [](Desc &d) { d.flags = DSOPT_SCALER_KEEP_AT_MIN; }, DSOPT_ERR_UNSUPPORTED},
+        {"keep and fail at min",
+         [](Desc &d) {
+             d.profile = DSOPT_SCALER_DYNAMIC, d.flags = DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_FAIL_AT_MIN;
+         },
+         DSOPT_ERR_ARGUMENT},
         {"fused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
         {"unfused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_UNFUSED, d.hysteresis = 2; },
          DSOPT_ERR_UNSUPPORTED},

@@ -3,6 +3,7 @@
 #pragma once
 #include "dsopt.h"
 #include "hd.h"
+#include <cfloat>
 
 namespace dsopt {
 
@@ -20,8 +21,12 @@ struct ScalerState {
 };
 static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t));
 
-/// The float that backward multiplies by.
-DSOPT_HD float scale_in_use(const ScalerState &s) { return float(s.overridden ? s.forced : s.dynamic); }
+/// The float that backward multiplies by. The machine counts in double as the original does, and may grow past what
+/// fp32 holds; a scale of Inf would turn gradients of zero into NaN.
+DSOPT_HD float scale_in_use(const ScalerState &s) {
+    const double scale = s.overridden ? s.forced : s.dynamic;
+    return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
+}
 
 DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
     s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
