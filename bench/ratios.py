@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""ratios.py BENCH [LIST...]: run bench_mixed interleaved and print medians and ratios as a Markdown table.
+"""ratios.py BENCH [LIST...]: run bench_mixed in rounds and print medians and ratios as a Markdown table.
 
-Absolute times of a shared machine are worth little; rows of one run, taken in turns, compare well.
-Environment: REPETITIONS (default 15), MIN_TIME in seconds a repetition (default 0.2), OMP_NUM_THREADS.
+Absolute times of a shared machine are worth little, and its bandwidth drifts by half within a minute. So a round is
+short, its rows are taken in turns, and ratios are formed within it; the table has the median of the rounds.
+Environment: ROUNDS (default 11), REPETITIONS of one step in a round (default 9), OMP_NUM_THREADS.
 """
 import json
 import os
@@ -12,12 +13,15 @@ import subprocess
 import sys
 
 LISTS = ["gpt2-124m", "bert-large", "resnet50", "10000x1000", "1x1048576"]
+RATIOS = [("BM_Probe30", "BM_Mixed/f16"), ("BM_Probe30", "BM_Mixed/bf16"), ("BM_Mixed/f16", "BM_Fp32"),
+          ("BM_Mixed/bf16", "BM_Fp32"), ("BM_SevenPass", "BM_Mixed/f16"), ("BM_SevenPass", "BM_Mixed/bf16")]
 
 
-def run(bench, name):
-    command = [bench, name, "--benchmark_enable_random_interleaving=true",
-               "--benchmark_repetitions=" + os.environ.get("REPETITIONS", "15"),
-               "--benchmark_min_time=" + os.environ.get("MIN_TIME", "0.2"), "--benchmark_format=json"]
+def one_round(bench, name):
+    command = [bench, name, "--benchmark_filter=Probe|Mixed/|Fp32|Seven",
+               "--benchmark_enable_random_interleaving=true",
+               "--benchmark_repetitions=" + os.environ.get("REPETITIONS", "9"), "--benchmark_min_time=0.001",
+               "--benchmark_format=json"]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     times = {}
     for row in json.loads(result.stdout)["benchmarks"]:
@@ -26,17 +30,20 @@ def run(bench, name):
     return {key: statistics.median(values) for key, values in times.items()}
 
 
+def short(name):
+    return name.replace("BM_", "").replace("Mixed/", "").lower()
+
+
 def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    print("| list | fp32 step ms | probe 30 B ms | fp16 step ms | bf16 step ms | probe / fp16 | probe / bf16 "
-          "| fp16 / fp32 | seven passes / fp16 |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| list | fp32 ms | f16 ms | " + " | ".join(short(a) + " / " + short(b) for a, b in RATIOS) + " |")
+    print("|" + " --- |" * (3 + len(RATIOS)))
     for name in sys.argv[2:] or LISTS:
-        t = run(sys.argv[1], name)
-        f16, bf16, probe, fp32 = t["BM_Mixed/f16"], t["BM_Mixed/bf16"], t["BM_Probe30"], t["BM_Fp32"]
-        print("| %s | %.3f | %.3f | %.3f | %.3f | %.2f | %.2f | %.2f | %.2f |" %
-              (name, fp32, probe, f16, bf16, probe / f16, probe / bf16, f16 / fp32, t["BM_SevenPass"] / f16), flush=True)
+        rounds = [one_round(sys.argv[1], name) for _ in range(int(os.environ.get("ROUNDS", "11")))]
+        cells = ["%.3f" % statistics.median(r[key] for r in rounds) for key in ("BM_Fp32", "BM_Mixed/f16")]
+        cells += ["%.2f" % statistics.median(r[a] / r[b] for r in rounds) for a, b in RATIOS]
+        print("| " + name + " | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

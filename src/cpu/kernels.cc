@@ -13,8 +13,9 @@ namespace dsopt::cpu {
 namespace {
 
 // Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
-// back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types.
-constexpr int64_t kTile = 1024;
+// back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
+// short so that the loops of one run while the next one's memory is on its way.
+constexpr int64_t kTile = 256;
 static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
 
 struct alignas(64) Buffer {
@@ -52,20 +53,36 @@ void widen(const float *from, float *to, int64_t n, F32) {
 }
 void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
 
+#if defined(__AVX2__)
+/// Sixteen floats as one register. Through memory it would wait: two stores of 16 bytes do not forward to a load of 32.
+__m256i narrow16(const float *from, F16) {
+    return _mm256_set_m128i(_mm256_cvtps_ph(_mm256_loadu_ps(from + 8), _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+__m256i narrow8(const float *from, BF16) { // f32_to_bf16, in 32-bit lanes
+    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(from)), high = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+}
+__m256i narrow16(const float *from, BF16 tag) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(from, tag), narrow8(from + 8, tag)), 0xd8);
+}
+#endif
+
 /// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
 /// Without it every line is read before it is overwritten.
 template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if defined(__AVX2__)
     if constexpr (sizeof(typename Tag::storage) == 2) {
-        const int64_t head = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 2) & 31));
-        alignas(64) uint16_t line[kTile];
-        narrow(from, to, head, tag);
-        const int64_t whole = (n - head) / 32 * 32;
-        narrow(from + head, line, whole, tag);
-        for (int64_t i = 0; i < whole; i += 16)
-            _mm256_stream_si256(reinterpret_cast<__m256i *>(to + head + i),
-                                _mm256_load_si256(reinterpret_cast<const __m256i *>(line + i)));
-        narrow(from + head + whole, to + head + whole, n - head - whole, tag);
+        int64_t i = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 2) & 31));
+        narrow(from, to, i, tag);
+        for (; i + 32 <= n; i += 32)
+            for (int64_t k = i; k < i + 32; k += 16)
+                _mm256_stream_si256(reinterpret_cast<__m256i *>(to + k), narrow16(from + k, tag));
+        narrow(from + i, to + i, n - i, tag);
         return;
     }
 #endif
@@ -118,27 +135,61 @@ void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
+typedef float Float8 __attribute__((vector_size(32), aligned(4)));
+typedef double Double8 __attribute__((vector_size(64)));
+
+Float8 floats8(const float *x, F32) { return *reinterpret_cast<const Float8 *>(x); }
+Float8 floats8(const uint16_t *x, BF16) {
+#if defined(__AVX2__)
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(x));
+    return Float8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#else
+    typedef uint16_t Half8 __attribute__((vector_size(16), aligned(2)));
+    typedef uint32_t Word8 __attribute__((vector_size(32)));
+    return Float8(__builtin_convertvector(*reinterpret_cast<const Half8 *>(x), Word8) << 16);
+#endif
+}
+Float8 floats8(const uint16_t *x, F16) {
+#if defined(__F16C__)
+    return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#else
+    Float8 all;
+    for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
+    return all;
+#endif
+}
+
+/// gcc 12 makes four instructions of the AVX-512 one when left to itself, and warns of its own header without a mask.
+Double8 doubles8(Float8 x) {
+#if defined(__AVX512F__)
+    return Double8(_mm512_maskz_cvtps_pd(0xff, __m256(x)));
+#else
+    return __builtin_convertvector(x, Double8);
+#endif
+}
+
 /// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five
 /// times. That order is part of the result on every backend.
 struct LeafSum {
-    typedef float Float8 __attribute__((vector_size(32), aligned(4)));
-    typedef double Double8 __attribute__((vector_size(64)));
     Double8 lane[4] = {};
 
     /// `x` starts at a multiple of 32 in its leaf.
-    void add(const float *x, int64_t n) {
+    template <class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
         int64_t i = 0;
         Double8 l0 = lane[0], l1 = lane[1], l2 = lane[2], l3 = lane[3];
         for (; i + 32 <= n; i += 32) {
-            const Double8 a = wide(x + i), b = wide(x + i + 8), c = wide(x + i + 16), d = wide(x + i + 24);
-            l0 = plus_square(l0, a);
-            l1 = plus_square(l1, b);
-            l2 = plus_square(l2, c);
-            l3 = plus_square(l3, d);
+            l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
+            l1 = plus_square(l1, doubles8(floats8(x + i + 8, tag)));
+            l2 = plus_square(l2, doubles8(floats8(x + i + 16, tag)));
+            l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
         }
         lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
-        for (int64_t k = 0; i < n; ++i, ++k) lane[k / 8][k % 8] += double(x[i]) * double(x[i]);
+        for (int64_t k = 0; i < n; ++i, ++k) {
+            const double element = double(Tag::load(x[i]));
+            lane[k / 8][k % 8] += element * element;
+        }
     }
+    void add(const float *x, int64_t n) { add(x, n, F32{}); }
     double fold() const {
         double sum[32];
         for (int i = 0; i < 32; ++i) sum[i] = lane[i / 8][i % 8];
@@ -153,9 +204,6 @@ struct LeafSum {
 #else
         return sum + x * x;
 #endif
-    }
-    static Double8 wide(const float *x) {
-        return __builtin_convertvector(*reinterpret_cast<const Float8 *>(x), Double8);
     }
 };
 
@@ -179,16 +227,20 @@ float largest_magnitude(const float *x, int64_t n, float so_far) {
 }
 
 void squares(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t index) {
-    Buffer buffer;
-    for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
-        const int64_t stop = least(leaf + kLeaf, end);
-        LeafSum sum;
-        for (int64_t i = leaf; i < stop; i += kTile) {
-            const int64_t n = least(kTile, stop - i);
-            sum.add(view(data, type, i, n, buffer), n);
+    visit(type, [&](auto tag) {
+        const auto *x = element<typename decltype(tag)::storage>(data, 0);
+        for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
+            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is asked for here.
+            const bool more = leaf + 2 * kLeaf <= end;
+            LeafSum sum;
+            for (int64_t i = leaf, stop = least(leaf + kLeaf, end); i < stop; i += kTile) {
+                if (more)
+                    for (int64_t k = 0; k < kTile; k += int64_t(64 / sizeof *x)) __builtin_prefetch(x + i + kLeaf + k);
+                sum.add(x + i, least(kTile, stop - i), tag);
+            }
+            squares[index] = sum.fold();
         }
-        squares[index] = sum.fold();
-    }
+    });
 }
 
 void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *sums, int64_t *bad, float *largest,
