@@ -44,6 +44,30 @@ void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void
     check(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), "all-reduce", moved, moved);
 }
 
+void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
+    begin();
+    if (bytes == 0) return;
+    if (ranks() == 1) return context_->backend().copy(recv, send, size_t(bytes), stream);
+    const int64_t moved = bytes * (ranks() - 1);
+    check(table_.all_to_all(table_.self, send, recv, bytes, stream), "all-to-all", moved, moved);
+}
+
+void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream) {
+    begin();
+    if (bytes == 0) return;
+    if (ranks() == 1) return context_->backend().copy(recv, send, size_t(bytes), stream);
+    const int64_t moved = bytes * (ranks() - 1);
+    check(table_.all_gather(table_.self, send, recv, bytes, stream), "all-gather", moved, moved);
+}
+
+void Comm::broadcast(void *buffer, int64_t bytes, int root, void *stream) {
+    begin();
+    if (ranks() == 1 || bytes == 0) return;
+    const bool sends = rank() == root;
+    check(table_.broadcast(table_.self, buffer, bytes, root, stream), "broadcast", sends ? bytes : 0,
+          sends ? 0 : bytes);
+}
+
 void Comm::barrier() {
     begin();
     if (ranks() == 1 || table_.barrier == nullptr) return;

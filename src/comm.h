@@ -21,6 +21,11 @@ public:
     int ranks() const { return table_.ranks; }
     /// In place. With one rank nothing happens.
     void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
+    /// `send` has ranks() rows of `bytes`, row d goes to rank d; `recv` gets row s from rank s. With one rank a copy.
+    void all_to_all(const void *send, void *recv, int64_t bytes, void *stream);
+    /// `recv` gets ranks() rows of `bytes`.
+    void all_gather(const void *send, void *recv, int64_t bytes, void *stream);
+    void broadcast(void *buffer, int64_t bytes, int root, void *stream);
     void barrier();
 
     void abort() noexcept;
