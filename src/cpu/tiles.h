@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the loops of kernels.cc and onebit_kernels.cc are made of. Included by files that are compiled once per
+// instruction set: everything is local to each of them.
+#pragma once
+#include "cpu/kernels.h"
+#include "rules/rounding.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace dsopt::cpu {
+namespace {
+
+// Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
+// back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
+// short so that the loops of one run while the next one's memory is on its way.
+constexpr int64_t kTile = 256;
+static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
+
+struct alignas(64) Buffer {
+    float at[kTile];
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ------------------------------------------------------------------------------------------------------- conversions
+inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + i))));
+#endif
+    for (; i < n; ++i) to[i] = f16_to_f32(from[i]);
+}
+inline void narrow(const float *from, uint16_t *to, int64_t n, F16) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; ++i) to[i] = f32_to_f16(from[i]);
+}
+inline void widen(const uint16_t *from, float *to, int64_t n, BF16) {
+    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_f32(from[i]);
+}
+inline void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
+    for (int64_t i = 0; i < n; ++i) to[i] = f32_to_bf16(from[i]);
+}
+inline void widen(const float *from, float *to, int64_t n, F32) {
+    if (from != to) __builtin_memmove(to, from, size_t(n) * sizeof(float));
+}
+inline void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
+
+#if defined(__AVX2__)
+/// Sixteen floats as one register. Through memory it would wait: two stores of 16 bytes do not forward to a load of 32.
+inline __m256i narrow16(const float *from, F16) {
+    return _mm256_set_m128i(_mm256_cvtps_ph(_mm256_loadu_ps(from + 8), _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+inline __m256i narrow8(const float *from, BF16) { // f32_to_bf16, in 32-bit lanes
+    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(from)), high = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+}
+inline __m256i narrow16(const float *from, BF16 tag) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(from, tag), narrow8(from + 8, tag)), 0xd8);
+}
+#endif
+
+/// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
+/// Without it every line is read before it is overwritten.
+template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
+#if defined(__AVX2__)
+    if constexpr (sizeof(typename Tag::storage) == 2) {
+        int64_t i = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 2) & 31));
+        narrow(from, to, i, tag);
+        for (; i + 32 <= n; i += 32)
+            for (int64_t k = i; k < i + 32; k += 16)
+                _mm256_stream_si256(reinterpret_cast<__m256i *>(to + k), narrow16(from + k, tag));
+        narrow(from + i, to + i, n - i, tag);
+        return;
+    }
+#endif
+    narrow(from, to, n, tag);
+}
+/// Streaming stores are visible to other threads only after this.
+inline void fence_streaming() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
+template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
+
+inline void load(const void *data, Dtype type, int64_t index, int64_t n, float *to) {
+    visit(type, [&](auto tag) { widen(element<typename decltype(tag)::storage>(data, index), to, n, tag); });
+}
+inline void store(const float *from, void *data, Dtype type, int64_t index, int64_t n, bool streaming = false) {
+    visit(type, [&](auto tag) {
+        auto *to = element<typename decltype(tag)::storage>(data, index);
+        if (streaming)
+            narrow_streaming(from, to, n, tag);
+        else
+            narrow(from, to, n, tag);
+    });
+}
+
+/// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
+inline float *open(void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
+    if (type == Dtype::f32 && !private_copy) return element<float>(data, index);
+    load(data, type, index, n, buffer.at);
+    return buffer.at;
+}
+inline void close(const float *tile, void *data, Dtype type, int64_t index, int64_t n) {
+    if (type != Dtype::f32) store(tile, data, type, index, n);
+}
+/// As `open`, for memory that is only read.
+inline const float *view(const void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer) {
+    return open(const_cast<void *>(data), type, index, n, buffer);
+}
+inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
+    if (job.grad != nullptr) return view(job.grad, job.grad_type, index, n, buffer);
+    __builtin_memset(buffer.at, 0, sizeof buffer.at);
+    return buffer.at;
+}
+inline void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
+    const size_t size = dtype_size(job.grad_type);
+    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+}
+
+// -------------------------------------------------------------------------------------------------------- reductions
+typedef float Float8 __attribute__((vector_size(32), aligned(4)));
+typedef double Double8 __attribute__((vector_size(64)));
+
+inline Float8 floats8(const float *x, F32) { return *reinterpret_cast<const Float8 *>(x); }
+inline Float8 floats8(const uint16_t *x, BF16) {
+#if defined(__AVX2__)
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(x));
+    return Float8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#else
+    typedef uint16_t Half8 __attribute__((vector_size(16), aligned(2)));
+    typedef uint32_t Word8 __attribute__((vector_size(32)));
+    return Float8(__builtin_convertvector(*reinterpret_cast<const Half8 *>(x), Word8) << 16);
+#endif
+}
+inline Float8 floats8(const uint16_t *x, F16) {
+#if defined(__F16C__)
+    return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#else
+    Float8 all;
+    for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
+    return all;
+#endif
+}
+
+/// gcc 12 makes four instructions of the AVX-512 one when left to itself, and warns of its own header without a mask.
+inline Double8 doubles8(Float8 x) {
+#if defined(__AVX512F__)
+    return Double8(_mm512_maskz_cvtps_pd(0xff, __m256(x)));
+#else
+    return __builtin_convertvector(x, Double8);
+#endif
+}
+
+/// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five
+/// times. That order is part of the result on every backend.
+struct LeafSum {
+    Double8 lane[4] = {};
+
+    /// `x` starts at a multiple of 32 in its leaf.
+    template <class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
+        int64_t i = 0;
+        Double8 l0 = lane[0], l1 = lane[1], l2 = lane[2], l3 = lane[3];
+        for (; i + 32 <= n; i += 32) {
+            l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
+            l1 = plus_square(l1, doubles8(floats8(x + i + 8, tag)));
+            l2 = plus_square(l2, doubles8(floats8(x + i + 16, tag)));
+            l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
+        }
+        lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
+        for (int64_t k = 0; i < n; ++i, ++k) {
+            const double element = double(Tag::load(x[i]));
+            lane[k / 8][k % 8] += element * element;
+        }
+    }
+    void add(const float *x, int64_t n) { add(x, n, F32{}); }
+    double fold() const {
+        double sum[32];
+        for (int i = 0; i < 32; ++i) sum[i] = lane[i / 8][i % 8];
+        for (int width = 16; width != 0; width /= 2)
+            for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
+        return sum[0];
+    }
+    /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
+    static Double8 plus_square(Double8 sum, Double8 x) {
+#if defined(__AVX512F__)
+        return Double8(_mm512_fmadd_pd(__m512d(x), __m512d(x), __m512d(sum)));
+#else
+        return sum + x * x;
+#endif
+    }
+};
+
+// ------------------------------------------------------------------------------------------------- where results go
+/// old becomes now - old, or what `out` gets with the delta flag.
+inline void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) old[i] = now[i] - old[i];
+}
+
+/// Where the new weights of a tile go: the weight itself, the low-precision copy, the output.
+inline void publish(const Span &span, const float *tile, const float *delta, int64_t index, int64_t n) {
+    const TensorJob &job = *span.job;
+    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n, span.streaming);
+    if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
+    if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, index, n);
+}
+
+inline void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
+}
+/// Rounds the tile where that is random; what follows it then rounds nothing any more.
+inline void settle(const Span &span, float *tile, int64_t index, int64_t n) {
+    const TensorJob &job = *span.job;
+    if (job.stochastic) round_stochastic(tile, rounding_key(job.random_key, span.step), job.offset + index, n);
+}
+
+/// OUT_ONLY leaves parameters alone, but a master is state.
+inline bool keeps_weight(const Span &span) { return (span.flags & kOutOnly) && !span.job->has_master; }
+
+} // namespace
+} // namespace dsopt::cpu
