@@ -213,6 +213,18 @@ public:
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
               dsopt_norm_result *result, const Parallel &, void *stream) const override;
+    void compress_feed(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
+        no_compression();
+    }
+    void compress_pack(const Exchange &, const Parallel &, void *) const override { no_compression(); }
+    void compress_serve(const Exchange &, const Parallel &, void *) const override { no_compression(); }
+    void compress_decode(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
+        no_compression();
+    }
+    void compress_errors(const Exchange &, float *, float *, void *) const override { no_compression(); }
+    [[noreturn]] static void no_compression() {
+        throw Error(DSOPT_ERR_UNSUPPORTED, "1-bit compression runs on the CPU backend only in this version");
+    }
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
         const OnDevice on(device_);

@@ -785,6 +785,49 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
                                                        double limit, void *stream);
 
+/**
+ * Error-compensated 1-bit mean over the ranks of a comm: one bit an element each way, two collectives for the whole
+ * list. Every rank adds what it still owes from earlier calls, sends signs and one scale (root mean square) a tensor,
+ * the rank that serves a chunk averages them, adds what it owes itself, and sends signs and scales of the mean to all,
+ * so results are the same bits on every rank. (Tang et al. 2021, 1-bit Adam; DeepSpeed's compressed_allreduce.) Zeros
+ * and NaN count as positive. A NaN or Inf spoils the buffers for good: look for them before.
+ */
+typedef struct dsopt_compressed {
+    size_t size;
+    const dsopt_tensor *tensors; /**< F32; overwritten with the mean. The same sizes on all ranks */
+    int64_t count;
+    /** Kept by the caller from call to call, in backend memory, zeros at the start; sizes in floats from
+     * dsopt_compressed_sizes. They hold sums and scales, from which the errors follow (dsopt_compressed_errors). */
+    float *worker_error;
+    float *server_error;
+    void *workspace; /**< backend memory, 256-byte aligned; nothing is kept in it */
+    size_t workspace_bytes;
+    void *stream;
+    int32_t compat; /**< STANDARD: one scale a tensor and chunk, padding takes no part. COMPAT_DEEPSPEED: every tensor
+                       is padded to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others */
+    int32_t reserved;
+} dsopt_compressed;
+/**
+ * Sizes for a list: of worker_error and server_error in floats, of the workspace in bytes; each may be NULL. Reads
+ * tensors (data not needed), count and compat. With ranks = W and C, C / W elements a worker's and a server's list the
+ * buffers are C + count and C / W + scales of a chunk long.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,
+                                                          int64_t *worker, int64_t *server, size_t *workspace);
+/**
+ * Collective: every rank calls it with the same list. On failure of the comm the buffers are spoilt.
+ * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT, _ALIGNMENT, _WORKSPACE with nothing changed; _COMM, _TIMEOUT, _ABORTED;
+ * _UNSUPPORTED: the backend or the comm cannot. Thread-safety: one thread a comm.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
+/**
+ * What a worker and a server still owe: one float an element, without the scales, into host memory; NULL = not wanted.
+ * Waits for the stream. @return as dsopt_compressed_allreduce. Thread-safety: any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args,
+                                                           float *worker, float *server);
+
 #ifdef __cplusplus
 }
 #endif

@@ -40,6 +40,7 @@ template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 
 template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 48; };
 template <> struct FirstSize<dsopt_scaler_desc> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value = 56; };
+template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 72; };
 template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 48; };
 
 template <class T> void check_size(size_t size, const char *type) {

@@ -31,6 +31,7 @@ public:
 constexpr size_t kPiece = size_t(4) << 20;
 
 /// What a backend keeps for one optimizer between steps, such as tables in device memory.
+struct Exchange;
 class StepCache {
 public:
     virtual ~StepCache() = default;
@@ -67,6 +68,16 @@ public:
     /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
     virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                                void *stream) const = 0;
+    // 1-bit compression, compress.h. The list's tensors go to the kept sums; rows are filled from those; rows of all
+    // ranks become a row of results; the list gets what all rows of results say.
+    virtual void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+                               const Parallel &parallel, void *stream) const = 0;
+    virtual void compress_pack(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
+    virtual void compress_serve(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
+    virtual void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+                                 const Parallel &parallel, void *stream) const = 0;
+    /// What is owed, one float an element of either buffer; NULL = not wanted. In host memory.
+    virtual void compress_errors(const Exchange &exchange, float *worker, float *server, void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
     virtual std::unique_ptr<HostReader> reader() const = 0;

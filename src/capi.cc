@@ -2,6 +2,7 @@
 // Every public function, one fence each. Nothing is decided here.
 #include "abi.h"
 #include "comm.h"
+#include "compress.h"
 #include "optimizer.h"
 #include "scaler.h"
 #include "state_io.h"
@@ -128,7 +129,7 @@ const char *dsopt_status_name(dsopt_status status) { return status_name(status);
 const char *dsopt_last_error(void) { return last_error(); }
 
 const char *dsopt_build_info(void) {
-    static const char *text = "{}";
+    const char *text = "{}";
     (void)fence([&] {
         static const std::string info = make_build_info();
         text = info.c_str();
@@ -335,6 +336,31 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
             context.backend().zero(grads, count, context.parallel(), stream);
         else
             for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
+    });
+}
+dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
+                                    int64_t *server, size_t *workspace) {
+    return fence([&] {
+        not_null(comm, "the comm");
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        const CompressLayout layout = make_layout(comm->object.get(), known);
+        if (worker != nullptr) *worker = layout.worker_floats();
+        if (server != nullptr) *server = layout.server_floats();
+        if (workspace != nullptr) *workspace = layout.workspace_bytes();
+    });
+}
+dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
+    return fence([&] {
+        Comm &object = *not_null(comm, "the comm")->object;
+        compressed_allreduce(*object.context(), object, read_struct(not_null(args, "args"), "dsopt_compressed"));
+    });
+}
+dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
+                                     float *server) {
+    return fence([&] {
+        const Comm &object = *not_null(comm, "the comm")->object;
+        compressed_errors(*object.context(), object, read_struct(not_null(args, "args"), "dsopt_compressed"), worker,
+                          server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,

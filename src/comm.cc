@@ -47,7 +47,8 @@ void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void
 void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1) return context_->backend().copy(recv, send, size_t(bytes), stream);
+    if (ranks() == 1 && table_.all_to_all == nullptr)
+        return context_->backend().copy(recv, send, size_t(bytes), stream);
     const int64_t moved = bytes * (ranks() - 1);
     check(table_.all_to_all(table_.self, send, recv, bytes, stream), "all-to-all", moved, moved);
 }
@@ -55,7 +56,8 @@ void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream)
 void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1) return context_->backend().copy(recv, send, size_t(bytes), stream);
+    if (ranks() == 1 && table_.all_gather == nullptr)
+        return context_->backend().copy(recv, send, size_t(bytes), stream);
     const int64_t moved = bytes * (ranks() - 1);
     check(table_.all_gather(table_.self, send, recv, bytes, stream), "all-gather", moved, moved);
 }

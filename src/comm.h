@@ -17,6 +17,7 @@ public:
     Comm(const Comm &) = delete;
     Comm &operator=(const Comm &) = delete;
 
+    const std::shared_ptr<const Context> &context() const { return context_; }
     int rank() const { return table_.rank; }
     int ranks() const { return table_.ranks; }
     /// In place. With one rank nothing happens.

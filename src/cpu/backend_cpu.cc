@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "backend.h"
 #include "comm.h"
+#include "cpu/compress_cpu.h"
 #include "cpu/kernels.h"
 #include "rules/decide.h"
 #include <algorithm>
@@ -33,6 +34,15 @@ const Kernels &choose_kernels() {
     if (avx2 && (allowed("avx2") || allowed("avx512"))) return cpu::kernels_avx2;
 #endif
     return cpu::kernels_generic;
+}
+
+const cpu::OneBitKernels &choose_onebit_kernels(const Kernels &chosen) {
+#if defined(__x86_64__)
+    if (&chosen == &cpu::kernels_avx512) return cpu::onebit_avx512;
+    if (&chosen == &cpu::kernels_avx2) return cpu::onebit_avx2;
+#endif
+    (void)chosen;
+    return cpu::onebit_generic;
 }
 
 /// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
@@ -132,7 +142,7 @@ private:
 
 class CpuBackend final : public Backend {
 public:
-    CpuBackend() : kernels_(choose_kernels()) {}
+    CpuBackend() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
     const char *name() const override { return "cpu"; }
 
     void *allocate(size_t bytes, void *) const override {
@@ -200,8 +210,27 @@ public:
     }
     void synchronize(void *) const override {}
 
+    void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
+                       void *) const override {
+        cpu::feed(onebit_, exchange, list, count, parallel);
+    }
+    void compress_pack(const Exchange &exchange, const Parallel &parallel, void *) const override {
+        cpu::pack(onebit_, exchange, parallel);
+    }
+    void compress_serve(const Exchange &exchange, const Parallel &parallel, void *) const override {
+        cpu::serve(onebit_, exchange, parallel);
+    }
+    void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
+                         void *) const override {
+        cpu::decode(onebit_, exchange, list, count, parallel);
+    }
+    void compress_errors(const Exchange &exchange, float *worker, float *server, void *) const override {
+        cpu::errors(onebit_, exchange, worker, server);
+    }
+
 private:
     const Kernels &kernels_;
+    const cpu::OneBitKernels &onebit_;
 };
 
 void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,

@@ -15,6 +15,7 @@ struct Case {
 
 void replay_fused_adam(const Case &recorded);
 void replay_fused_lamb(const Case &recorded);
+void replay_compressed_allreduce(const Case &recorded);
 void replay_dynamic_loss_scaler(const Case &recorded);
 void replay_fp16_scale_rule(const Case &recorded);
 void replay_fp16_optimizer(const Case &recorded);

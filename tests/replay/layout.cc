@@ -56,25 +56,12 @@ std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_
 }
 
 Layout::Layout(GoldenFile &file) : file_(file) {
-    read_shapes();
-    read_groups();
-}
-
-void Layout::read_shapes() {
-    const auto document = parse_array(file_, "param_shapes");
-    for (const auto &entry : document.GetArray()) {
-        if (!entry.IsArray()) fail("metadata param_shapes: not a list of lists");
-        int64_t numel = 1;
-        std::vector<int64_t> shape;
-        for (const auto &dim : entry.GetArray()) {
-            if (!dim.IsInt64() || dim.GetInt64() < 0 || __builtin_mul_overflow(numel, dim.GetInt64(), &numel))
-                fail("metadata param_shapes: malformed shape");
-            shape.push_back(dim.GetInt64());
-        }
-        items_.push_back("p" + std::to_string(shapes_.size()));
-        shapes_.push_back(std::move(shape));
-        numels_.push_back(numel);
+    shapes_ = replay::read_shapes(file_, "param_shapes");
+    for (const std::vector<int64_t> &shape : shapes_) {
+        items_.push_back("p" + std::to_string(items_.size()));
+        numels_.push_back(product(shape));
     }
+    read_groups();
 }
 
 void Layout::read_groups() {
@@ -144,6 +131,35 @@ dsopt_param Layout::param(int64_t index, const dsopt_tensor &tensor) const {
     param.dims = shape(index).data();
     param.ndim = int32_t(shape(index).size());
     return param;
+}
+
+int64_t product(const std::vector<int64_t> &shape) {
+    int64_t numel = 1;
+    for (const int64_t dim : shape) numel *= dim;
+    return numel;
+}
+
+std::vector<std::vector<int64_t>> read_shapes(GoldenFile &file, const char *key) {
+    std::vector<std::vector<int64_t>> shapes;
+    const auto document = parse_array(file, key);
+    for (const auto &entry : document.GetArray()) {
+        if (!entry.IsArray()) fail("metadata %s: not a list of lists", key);
+        int64_t numel = 1;
+        std::vector<int64_t> shape;
+        for (const auto &dim : entry.GetArray()) {
+            if (!dim.IsInt64() || dim.GetInt64() < 0 || __builtin_mul_overflow(numel, dim.GetInt64(), &numel))
+                fail("metadata %s: malformed shape", key);
+            shape.push_back(dim.GetInt64());
+        }
+        shapes.push_back(std::move(shape));
+    }
+    return shapes;
+}
+
+int64_t read_ranks(GoldenFile &file) {
+    const int64_t ranks = file.integer("world_size");
+    if (ranks < 1 || ranks > 64) fail("metadata world_size: %lld ranks", (long long)ranks);
+    return ranks;
 }
 
 int64_t read_steps(GoldenFile &file) {

@@ -45,7 +45,6 @@ private:
         std::set<std::string> read;
     };
 
-    void read_shapes();
     void read_groups();
 
     GoldenFile &file_;
@@ -55,6 +54,12 @@ private:
     std::vector<Group> groups_;
 };
 
+/// A list of shapes, and the number of elements of one.
+std::vector<std::vector<int64_t>> read_shapes(GoldenFile &file, const char *key);
+int64_t product(const std::vector<int64_t> &shape);
+
+/// Metadata `world_size`, 1 to 64.
+int64_t read_ranks(GoldenFile &file);
 /// Number of calls in the record, 1 at least.
 int64_t read_steps(GoldenFile &file);
 /// Failure if the record is of several ranks.

@@ -17,6 +17,7 @@ struct Algorithm {
 constexpr Algorithm algorithms[] = {
     {"fused_adam", replay_fused_adam},
     {"fused_lamb", replay_fused_lamb},
+    {"compressed_allreduce", replay_compressed_allreduce},
     {"dynamic_loss_scaler", replay_dynamic_loss_scaler},
     {"fp16_scale_rule", replay_fp16_scale_rule},
     {"fp16_optimizer", replay_fp16_optimizer},

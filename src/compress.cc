@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compress.h"
+#include "backend.h"
+#include "comm.h"
+#include "step_plan.h"
+#include "tensor_list.h"
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace dsopt {
+namespace {
+
+constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
+int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+} // namespace
+
+CompressLayout CompressLayout::padded(int ranks, int rank, const std::vector<int64_t> &numels) {
+    CompressLayout layout;
+    layout.ranks = ranks;
+    layout.rank = rank;
+    layout.chunks.resize(size_t(ranks));
+    const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
+    for (const int64_t numel : numels) {
+        const int64_t padded = round_up(numel, alignment), chunk = padded / ranks;
+        const auto index = int32_t(layout.parts.size());
+        layout.units.push_back({layout.worker_numel, chunk, layout.server_numel});
+        layout.parts.push_back({layout.worker_numel, padded, index});
+        for (int64_t d = 0; d < ranks; ++d)
+            layout.chunks[size_t(d)].push_back({layout.worker_numel + d * chunk, chunk, layout.server_numel, index});
+        layout.worker_numel += padded;
+        layout.server_numel += chunk;
+    }
+    layout.row_scales = int64_t(numels.size());
+    layout.first_part.assign(size_t(ranks), 0);
+    layout.count_leaves();
+    return layout;
+}
+
+CompressLayout CompressLayout::bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
+    CompressLayout layout;
+    layout.ranks = ranks;
+    layout.rank = rank;
+    layout.chunks.resize(size_t(ranks));
+    int64_t at = 0;
+    for (const int64_t numel : numels) {
+        layout.parts.push_back({at, numel, 0});
+        at += round_up(numel, kWord);
+    }
+    const int64_t chunk = round_up((at + ranks - 1) / ranks, kWord);
+    layout.units.push_back({0, chunk, 0});
+    layout.worker_numel = chunk * ranks;
+    layout.server_numel = chunk;
+    layout.first_part.assign(size_t(ranks), 0);
+    size_t part = 0;
+    for (int64_t d = 0; d < ranks; ++d) {
+        auto &segments = layout.chunks[size_t(d)];
+        while (part < layout.parts.size() && layout.parts[part].begin + layout.parts[part].numel <= d * chunk) ++part;
+        for (size_t i = part; i < layout.parts.size() && layout.parts[i].begin < (d + 1) * chunk; ++i) {
+            const Part &p = layout.parts[i];
+            const int64_t begin = std::max(p.begin, d * chunk), end = std::min(p.begin + p.numel, (d + 1) * chunk);
+            if (begin < end) segments.push_back({begin, end - begin, begin - d * chunk, int32_t(i)});
+        }
+        if (segments.empty()) continue;
+        layout.first_part[size_t(d)] = segments.front().part;
+        layout.row_scales = std::max<int64_t>(layout.row_scales, segments.back().part - segments.front().part + 1);
+    }
+    layout.count_leaves();
+    return layout;
+}
+
+void CompressLayout::count_leaves() {
+    part_leaf.assign(1, 0);
+    for (const Part &part : parts) part_leaf.push_back(part_leaf.back() + leaves_of(part.numel));
+    segment_leaf.assign(1, 0);
+    for (const Segment &segment : own_segments())
+        segment_leaf.push_back(segment_leaf.back() + leaves_of(segment.numel));
+}
+
+size_t CompressLayout::workspace_bytes() const {
+    const auto row = size_t(row_bytes());
+    return 3 * round_up(row * size_t(ranks)) + round_up(row) + round_up(size_t(leaves()) * sizeof(double));
+}
+
+Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server_buffer, void *workspace) :
+    layout(&of),
+    worker(worker_buffer),
+    server(server_buffer) {
+    const size_t rows = round_up(size_t(of.row_bytes() * of.ranks));
+    send = static_cast<char *>(workspace);
+    recv = send + rows;
+    results = recv + rows;
+    result = results + rows;
+    sums = reinterpret_cast<double *>(result + round_up(size_t(of.row_bytes())));
+}
+
+void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream) {
+    const Backend &backend = context.backend();
+    const int64_t bytes = exchange.layout->row_bytes();
+    backend.compress_pack(exchange, parallel, stream);
+    comm.all_to_all(exchange.send, exchange.recv, bytes, stream);
+    backend.compress_serve(exchange, parallel, stream);
+    comm.all_gather(exchange.result, exchange.results, bytes, stream);
+}
+
+// ------------------------------------------------------------------------------------------------------- stand-alone
+CompressLayout make_layout(const Comm *comm, const dsopt_compressed &args) {
+    if (args.compat != DSOPT_STANDARD && args.compat != DSOPT_COMPAT_DEEPSPEED)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
+    if (args.reserved != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.reserved is %d, must be 0", args.reserved);
+    if (args.count < 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", static_cast<long long>(args.count));
+    if (args.count > 0 && args.tensors == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.tensors is NULL");
+    std::vector<int64_t> numels;
+    int64_t total = 0;
+    for (int64_t i = 0; i < args.count; ++i) {
+        const std::string name = std::to_string(i);
+        const Label label{"compressed tensor", name.c_str()};
+        check_tensor(args.tensors[i], label);
+        if (args.tensors[i].dtype != DSOPT_F32)
+            throw Error(DSOPT_ERR_DTYPE, "compressed tensor '%s' has dtype %d, must be F32", name.c_str(),
+                        args.tensors[i].dtype);
+        numels.push_back(args.tensors[i].numel);
+        total += args.tensors[i].numel;
+        if (total > (int64_t(1) << 56))
+            throw Error(DSOPT_ERR_SHAPE, "the compressed tensors have more than 2^56 elements");
+    }
+    return args.compat == DSOPT_COMPAT_DEEPSPEED ? CompressLayout::padded(comm->ranks(), comm->rank(), numels)
+                                                 : CompressLayout::bucket(comm->ranks(), comm->rank(), numels);
+}
+
+void compressed_allreduce(const Context &context, Comm &comm, const dsopt_compressed &args) {
+    const CompressLayout layout = make_layout(&comm, args);
+    for (int64_t i = 0; i < args.count; ++i)
+        if (args.tensors[i].data == nullptr && args.tensors[i].numel != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", static_cast<long long>(i));
+    if (layout.worker_numel == 0) return; // nothing to send, on any rank
+    if (args.worker_error == nullptr || args.server_error == nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
+    for (const void *buffer :
+         {static_cast<const void *>(args.worker_error), static_cast<const void *>(args.server_error)})
+        if (reinterpret_cast<uintptr_t>(buffer) % 4 != 0)
+            throw Error(DSOPT_ERR_ALIGNMENT, "an error buffer is at %p, not aligned to 4 bytes", buffer);
+    if (args.workspace == nullptr || args.workspace_bytes < layout.workspace_bytes())
+        throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
+                    args.workspace == nullptr ? size_t(0) : args.workspace_bytes, layout.workspace_bytes());
+    if (reinterpret_cast<uintptr_t>(args.workspace) % 256 != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_compressed.workspace is at %p, not aligned to 256 bytes",
+                    args.workspace);
+    const Backend &backend = context.backend();
+    const Parallel parallel = context.parallel();
+    const Exchange buffers(layout, args.worker_error, args.server_error, args.workspace);
+    backend.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
+    exchange(context, comm, buffers, parallel, args.stream);
+    backend.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
+}
+
+void compressed_errors(const Context &context, const Comm &comm, const dsopt_compressed &args, float *worker,
+                       float *server) {
+    const CompressLayout layout = make_layout(&comm, args);
+    if (layout.worker_numel == 0) return;
+    if (args.worker_error == nullptr || args.server_error == nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
+    const Exchange buffers(layout, args.worker_error, args.server_error, nullptr);
+    context.backend().compress_errors(buffers, worker, server, args.stream);
+}
+
+} // namespace dsopt

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/compress_cpu.h"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace dsopt::cpu {
+namespace {
+
+/// visit(index, leaf) for leaf numbers of many stretches, shared out evenly. `first`: running numbers of their leaves.
+template <class Visit>
+void for_each_leaf(const std::vector<int64_t> &first, const Parallel &parallel, const Visit &visit) {
+    const int64_t leaves = first.back();
+    // A thread below 256 KiB is done before another one has woken up.
+    const int64_t threads = std::clamp<int64_t>(leaves * kLeaf * 4 >> 18, 1, parallel.threads);
+    parallel.run(threads, [&](int64_t thread) {
+        const DefaultFloatEnvironment environment;
+        const int64_t begin = leaves * thread / threads, end = leaves * (thread + 1) / threads;
+        auto index = int64_t(std::upper_bound(first.begin(), first.end(), begin) - first.begin()) - 1;
+        for (int64_t leaf = begin; leaf < end; ++leaf) {
+            while (first[size_t(index) + 1] <= leaf) ++index;
+            visit(index, leaf - first[size_t(index)]);
+        }
+    });
+}
+
+float rms(const double *sums, int64_t leaves, int64_t numel) {
+    double sum = 0;
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) sum += sums[leaf];
+    return numel == 0 ? 0.0f : float(std::sqrt(sum) / std::sqrt(double(numel)));
+}
+
+} // namespace
+
+MeanView view_of(const Exchange &exchange, int32_t part) {
+    const CompressLayout &layout = *exchange.layout;
+    const CompressLayout::Unit &unit = layout.units[size_t(layout.parts[size_t(part)].unit)];
+    return {exchange.results, layout.row_bytes(), layout.row_scales, layout.first_part.data(),
+            unit.begin,       unit.chunk,         unit.server,       part};
+}
+
+void feed_padding(const OneBitKernels &kernels, const Exchange &exchange, const int64_t *used, const float *values) {
+    const CompressLayout &layout = *exchange.layout;
+    for (size_t i = 0; i < layout.parts.size(); ++i) {
+        const CompressLayout::Part &part = layout.parts[i];
+        if (part.numel > used[i])
+            kernels.add_error(values, exchange.worker + part.begin + used[i], exchange.worker_scales()[i],
+                              part.numel - used[i]);
+    }
+}
+
+void feed(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+          const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    (void)count;
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const CompressLayout::Part &part = layout.parts[size_t(i)];
+        const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, part.numel);
+        const int64_t real = std::clamp(list[i].numel, begin, end); // the rest is padding
+        float *kept = exchange.worker + part.begin;
+        const float scale = exchange.worker_scales()[i];
+        if (real > begin)
+            kernels.add_error(static_cast<const float *>(list[i].data) + begin, kept + begin, scale, real - begin);
+        if (end > real) kernels.add_error(nullptr, kept + real, scale, end - real);
+    });
+}
+
+void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    std::memset(exchange.send, 0xff, size_t(layout.row_bytes() * layout.ranks)); // between tensors, too
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const CompressLayout::Part &part = layout.parts[size_t(i)];
+        const CompressLayout::Unit &unit = layout.units[size_t(part.unit)];
+        int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
+        uint8_t bits[kLeaf / 8];
+        exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
+        for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
+            const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
+            const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
+            std::memcpy(exchange.bits(exchange.row(exchange.send, d)) + (unit.server + in_chunk) / 8, from,
+                        size_t(bytes));
+            from += bytes;
+            at += size;
+            n -= size;
+        }
+    });
+    float *scales = exchange.worker_scales();
+    for (size_t i = 0; i < layout.parts.size(); ++i)
+        scales[i] = rms(exchange.sums + layout.part_leaf[i], layout.part_leaf[i + 1] - layout.part_leaf[i],
+                        layout.parts[i].numel);
+    for (int d = 0; d < layout.ranks; ++d) {
+        float *row = Exchange::scales(exchange.row(exchange.send, d));
+        std::memset(row, 0, size_t(layout.row_scales) * sizeof(float));
+        for (const CompressLayout::Segment &segment : layout.chunks[size_t(d)])
+            row[segment.part - layout.first_part[size_t(d)]] = scales[segment.part];
+    }
+}
+
+void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    const auto &segments = layout.own_segments();
+    const int32_t first_part = layout.first_part[size_t(layout.rank)];
+    std::memset(exchange.result, 0xff, size_t(layout.row_bytes()));
+    float *scales = exchange.server_scales();
+    uint8_t *bits = exchange.bits(exchange.result);
+    for_each_leaf(layout.segment_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const CompressLayout::Segment &segment = segments[size_t(i)];
+        const int64_t begin = leaf * kLeaf, n = std::min(kLeaf, segment.numel - begin),
+                      slot = segment.part - first_part;
+        exchange.sums[layout.segment_leaf[size_t(i)] + leaf] =
+            kernels.serve(exchange.recv, layout.row_bytes(), layout.row_scales, layout.ranks, slot,
+                          segment.server + begin, n, exchange.server + segment.server + begin, scales[slot], bits);
+    });
+    std::memset(Exchange::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
+    for (size_t i = 0; i < segments.size(); ++i) {
+        const int64_t slot = segments[i].part - first_part;
+        scales[slot] = rms(exchange.sums + layout.segment_leaf[i], layout.segment_leaf[i + 1] - layout.segment_leaf[i],
+                           segments[i].numel);
+        Exchange::scales(exchange.result)[slot] = scales[slot];
+    }
+}
+
+void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+            const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    (void)count;
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, list[i].numel);
+        if (begin < end)
+            kernels.mean(view_of(exchange, int32_t(i)), layout.parts[size_t(i)].begin + begin, end - begin,
+                         static_cast<float *>(list[i].data) + begin);
+    });
+}
+
+void errors(const OneBitKernels &kernels, const Exchange &exchange, float *worker, float *server) {
+    const CompressLayout &layout = *exchange.layout;
+    if (worker != nullptr) {
+        std::memset(worker, 0, size_t(layout.worker_numel) * sizeof(float));
+        for (size_t i = 0; i < layout.parts.size(); ++i) {
+            const CompressLayout::Part &part = layout.parts[i];
+            kernels.errors(exchange.worker + part.begin, exchange.worker_scales()[i], part.numel, worker + part.begin);
+        }
+    }
+    if (server == nullptr) return;
+    std::memset(server, 0, size_t(layout.server_numel) * sizeof(float));
+    for (const CompressLayout::Segment &segment : layout.own_segments())
+        kernels.errors(exchange.server + segment.server,
+                       exchange.server_scales()[segment.part - layout.first_part[size_t(layout.rank)]], segment.numel,
+                       server + segment.server);
+}
+
+} // namespace dsopt::cpu

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags, under the rules that kernels.cc names.
+#include "cpu/onebit_kernels.h"
+#include "cpu/tiles.h"
+
+namespace dsopt::cpu {
+namespace {
+
+void add_error(const float *x, float *__restrict kept, float scale, int64_t n) {
+    if (x == nullptr)
+        for (int64_t i = 0; i < n; ++i) kept[i] = error_of(kept[i], scale);
+    else
+        for (int64_t i = 0; i < n; ++i) kept[i] = x[i] + error_of(kept[i], scale);
+}
+
+void errors(const float *__restrict kept, float scale, int64_t n, float *__restrict errors) {
+    for (int64_t i = 0; i < n; ++i) errors[i] = error_of(kept[i], scale);
+}
+
+/// Most significant bit first, 1 = not negative.
+void pack_bits(const float *x, int64_t n, uint8_t *bits) {
+    int64_t i = 0;
+#if defined(__AVX2__)
+    const __m256i backwards = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    for (; i + 8 <= n; i += 8) {
+        const __m256 value = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i), backwards);
+        bits[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_NLT_UQ)));
+    }
+#endif
+    for (; i < n; i += 8) {
+        unsigned byte = 0;
+        for (int64_t k = 0; k < 8; ++k) byte |= unsigned(i + k >= n || !(x[i + k] < 0)) << (7 - k);
+        bits[i / 8] = uint8_t(byte);
+    }
+}
+
+/// Values of n bits from `first` on.
+void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
+    int64_t i = 0;
+    const auto one = [&](int64_t k) { return (bits[k / 8] >> (7 - k % 8)) & 1 ? scale : -scale; };
+    for (; i < n && (first + i) % 8 != 0; ++i) y[i] = one(first + i);
+#if defined(__AVX2__)
+    const __m256i place = _mm256_setr_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+    const __m256 plus = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
+    for (; i + 8 <= n; i += 8) {
+        const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place);
+        const __m256 negative = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, _mm256_setzero_si256()));
+        _mm256_storeu_ps(y + i, _mm256_blendv_ps(plus, minus, negative));
+    }
+#endif
+    for (; i < n; ++i) y[i] = one(first + i);
+}
+
+double pack(const float *kept, int64_t n, uint8_t *bits) {
+    LeafSum sum;
+    sum.add(kept, n);
+    pack_bits(kept, n, bits);
+    return sum.fold();
+}
+
+const float *scales_of(const char *row) { return reinterpret_cast<const float *>(row); }
+const uint8_t *bits_of_row(const char *row, int64_t row_scales) {
+    return reinterpret_cast<const uint8_t *>(row) + row_scales * 4;
+}
+
+double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit, int64_t n,
+             float *kept, float scale, uint8_t *bits) {
+    LeafSum total;
+    Buffer sum, values;
+    const float share = 1.0f / float(ranks);
+    for (int64_t i = 0; i < n; i += kTile) {
+        const int64_t size = least(kTile, n - i);
+        for (int rank = 0; rank < ranks; ++rank) {
+            const char *row = rows + rank * row_bytes;
+            float *to = rank == 0 ? sum.at : values.at;
+            unpack_bits(bits_of_row(row, row_scales), bit + i, size, scales_of(row)[slot] * share, to);
+            if (rank != 0)
+                for (int64_t k = 0; k < size; ++k) sum.at[k] += values.at[k];
+        }
+        add_error(sum.at, kept + i, scale, size);
+        total.add(kept + i, size);
+        pack_bits(kept + i, size, bits + (bit + i) / 8);
+    }
+    return total.fold();
+}
+
+void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+    while (n > 0) {
+        const int64_t in_unit = worker - view.begin, d = in_unit / view.chunk, at = in_unit - d * view.chunk;
+        const int64_t size = least(n, view.chunk - at);
+        const char *row = view.rows + d * view.row_bytes;
+        unpack_bits(bits_of_row(row, view.row_scales), view.server + at, size,
+                    scales_of(row)[view.part - view.first_part[d]], y);
+        worker += size;
+        n -= size;
+        y += size;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- pieces of a step
+/// One tile of everything that the rules read, as floats; closed again by whoever wrote to it.
+struct Tile {
+    Buffer g_buffer, p_buffer, m_buffer, v_buffer, drift_buffer;
+    const float *g;
+    float *p, *m, *v, *drift;
+    void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep) {
+        const TensorJob &job = *one.span->job;
+        g = open_gradient(job, i, n, g_buffer);
+        p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
+        m = open(job.m, job.state_type, i, n, m_buffer);
+        v = open(job.v, job.state_type, i, n, v_buffer);
+        drift = one.drift != nullptr ? one.drift + i : drift_buffer.at;
+    }
+};
+
+template <Feed F> void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *__restrict x) {
+    const Scalars s = *one.span->scalars;
+    const OneBitScalars o = one.one;
+    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+}
+void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
+    switch (one.feed) {
+    case Feed::momentum: return feed_tile<Feed::momentum>(one, t, n, x);
+    case Feed::scaled: return feed_tile<Feed::scaled>(one, t, n, x);
+    case Feed::gradient: return feed_tile<Feed::gradient>(one, t, n, x);
+    case Feed::distance: return feed_tile<Feed::distance>(one, t, n, x);
+    }
+}
+
+void local_tile(const OneBitSpan &one, const Tile &t, int64_t n) {
+    const Scalars s = *one.span->scalars;
+    const OneBitScalars o = one.one;
+    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+}
+
+template <Feed F> void mean_tile(const OneBitSpan &one, const float *__restrict y, const Tile &t, int64_t n) {
+    const Scalars s = *one.span->scalars;
+    const OneBitScalars o = one.one;
+    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+}
+
+void feed(const OneBitSpan &one) {
+    const Span &span = *one.span;
+    const TensorJob &job = *span.job;
+    Tile t;
+    Buffer x;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        t.open_all(one, i, n, false);
+        if (one.feed == Feed::distance) {
+            local_tile(one, t, n);
+            close(t.p, job.weight, job.weight_type, i, n);
+            close(t.m, job.m, job.state_type, i, n);
+        }
+        if (one.kept == nullptr) continue; // one rank
+        feed_tile(one, t, n, x.at);
+        add_error(x.at, one.kept + one.worker + i, one.scale, n);
+    }
+}
+
+/// The mean of a tile, masked. Without an exchange the rank's own values are it.
+void mean_of(const OneBitSpan &one, const Tile &t, int64_t i, int64_t n, float *y) {
+    if (one.mean.rows != nullptr)
+        mean(one.mean, one.worker + i, n, y);
+    else
+        feed_tile(one, t, n, y);
+    if (one.mask != nullptr)
+        for (int64_t k = 0; k < n; ++k) y[k] *= one.mask[i + k];
+}
+
+void finish(const OneBitSpan &one) {
+    const Span &span = *one.span;
+    const TensorJob &job = *span.job;
+    const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
+    Tile t;
+    Buffer y, old;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        t.open_all(one, i, n, keep);
+        if (needs_old) widen(t.p, old.at, n, F32{});
+        mean_of(one, t, i, n, y.at);
+        if (one.feed == Feed::gradient)
+            mean_tile<Feed::gradient>(one, y.at, t, n);
+        else if (one.feed == Feed::distance)
+            mean_tile<Feed::distance>(one, y.at, t, n);
+        else
+            mean_tile<Feed::momentum>(one, y.at, t, n);
+        settle(span, t.p, i, n);
+        if (needs_old) subtract(t.p, old.at, n);
+        if (!keep) close(t.p, job.weight, job.weight_type, i, n);
+        close(t.m, job.m, job.state_type, i, n);
+        publish(span, t.p, old.at, i, n);
+    }
+    if (span.streaming) fence_streaming();
+}
+
+void local(const OneBitSpan &one) {
+    const Span &span = *one.span;
+    const TensorJob &job = *span.job;
+    Tile t;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        t.open_all(one, i, n, false);
+        local_tile(one, t, n);
+        close(t.p, job.weight, job.weight_type, i, n);
+        close(t.m, job.m, job.state_type, i, n);
+        publish(span, t.p, t.p, i, n);
+    }
+    if (span.streaming) fence_streaming();
+}
+
+} // namespace
+
+#define DSOPT_JOIN_(a, b) a##b
+#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
+extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, pack, serve, mean, errors, feed, finish, local};
+
+} // namespace dsopt::cpu

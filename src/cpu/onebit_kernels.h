@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loops of 1-bit compression. onebit_kernels.cc is compiled once per instruction set, as kernels.cc.
+#pragma once
+#include "cpu/kernels.h"
+#include "rules/onebit.h"
+
+namespace dsopt::cpu {
+
+/// Bits and scales of all chunks as they arrived, and where an element of a part is in them.
+struct MeanView {
+    const char *rows; // NULL: nothing was exchanged, the rank's own values are the mean
+    int64_t row_bytes, row_scales;
+    const int32_t *first_part;    // of every chunk
+    int64_t begin, chunk, server; // of the part's unit
+    int32_t part;
+};
+
+/// A piece of one tensor in a step with an exchange; as Span.
+struct OneBitSpan {
+    const Span *span;
+    Feed feed;
+    OneBitScalars one;
+    int64_t worker;    // place of the tensor's first element among the worker's
+    float *kept;       // the worker's elements
+    float scale;       // of the kept sums
+    float *drift;      // 0/1 Adam, or NULL
+    const float *mask; // or NULL
+    MeanView mean;
+};
+
+struct OneBitKernels {
+    /// kept = x + what is owed; x NULL = 0.
+    void (*add_error)(const float *x, float *kept, float scale, int64_t n);
+    /// Sum of squares of a leaf, and its bits: whole bytes, those behind the end are 1.
+    double (*pack)(const float *kept, int64_t n, uint8_t *bits);
+    /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.
+    double (*serve)(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit,
+                    int64_t n, float *kept, float scale, uint8_t *bits);
+    void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y);
+    void (*errors)(const float *kept, float scale, int64_t n, float *errors);
+    void (*feed)(const OneBitSpan &span);
+    void (*finish)(const OneBitSpan &span);
+    /// 0/1 Adam between exchanges.
+    void (*local)(const OneBitSpan &span);
+};
+
+extern const OneBitKernels onebit_generic;
+#if defined(__x86_64__)
+extern const OneBitKernels onebit_avx2;
+extern const OneBitKernels onebit_avx512;
+#endif
+
+} // namespace dsopt::cpu

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// 1-bit compression with error feedback, and the rules of the optimizers that use it. One element each.
+#pragma once
+#include "rules/scalars.h"
+
+namespace dsopt {
+
+/// The value that a bit stands for. Zeros of both signs and NaN count as positive, everywhere.
+DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
+/// What a kept sum still owes: nothing is lost, so the next message makes up for it.
+DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
+
+/// What a rank brings to the exchange of a step.
+enum class Feed : uint8_t {
+    momentum, // 1-bit Adam: the momentum with the own gradient in it
+    scaled,   // 1-bit LAMB: that, brought to the same size in all tensors
+    gradient, // 0/1 Adam while the variance still moves
+    distance, // 0/1 Adam afterwards: how far the weights went since ranks last agreed, in units of the momentum
+};
+/// What becomes of the mean.
+struct OneBitScalars {
+    float scaling;     // 1-bit LAMB: brings momenta of all tensors to the same size
+    float lr_sum;      // 0/1 Adam: learning rates since ranks last agreed
+    bool drops;        // 0/1 Adam of the original on one rank: the momentum does not see the gradient
+    bool anchored;     // `drift` holds the common weights themselves, not the distance to them
+};
+
+DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
+                          float drift) {
+    switch (feed) {
+    case Feed::momentum: return s.beta1 * m + s.a1 * unscale(s, g);
+    case Feed::scaled: return (s.beta1 * m + s.a1 * unscale(s, g)) * o.scaling;
+    case Feed::gradient: return unscale(s, g);
+    case Feed::distance: break;
+    }
+    return (o.anchored ? p - drift : drift) * (sqrtf(v) + s.eps);
+}
+
+/// Adam's step with a variance that stays: the same order as Adam<true> without bias correction.
+DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
+    const float update = m / (sqrtf(v) + s.eps);
+    return s.wd > 0 ? update + s.wd * p : update;
+}
+
+/// After the exchange, with `y` the mean that all ranks have.
+DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
+                        float &drift) {
+    if (feed == Feed::distance) {
+        if (o.lr_sum != 0) m = -(y / o.lr_sum); // no rate at all: nobody moved, the momentum stays
+        const float common = o.anchored ? drift : p - drift;
+        p = common + y / (sqrtf(v) + s.eps);
+        drift = o.anchored ? p : 0;
+        return;
+    }
+    if (feed == Feed::gradient)
+        m = o.drops ? m : s.beta1 * m + s.a1 * y;
+    else
+        m = y;
+    p = p + -s.lr * frozen_update(s, p, m, v);
+}
+
+/// 0/1 Adam between exchanges: a step by this rank alone.
+DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &drift) {
+    m = s.beta1 * m + s.a1 * unscale(s, g);
+    const float change = -s.lr * frozen_update(s, p, m, v);
+    p = p + change;
+    if (!o.anchored) drift = drift + change;
+}
+
+} // namespace dsopt

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "wire.h"
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <numeric>
+#include <thread>
+
+namespace replay {
+
+void Wire::on_all(const std::function<void(int64_t)> &run) {
+    std::vector<std::exception_ptr> failures(ends_.size());
+    std::vector<std::thread> threads;
+    for (int64_t rank = 0; rank < ranks(); ++rank)
+        threads.emplace_back([&, rank] {
+            try {
+                run(rank);
+            } catch (...) {
+                failures[size_t(rank)] = std::current_exception();
+                give_up(); // the others must not wait for this one
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    for (const std::exception_ptr &failure : failures)
+        if (failure) std::rethrow_exception(failure);
+}
+
+void Wire::give_up() {
+    const std::lock_guard lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+}
+
+bool Wire::meet() {
+    std::unique_lock lock(mutex_);
+    const int64_t round = round_;
+    if (++arrived_ == int(ends_.size())) {
+        arrived_ = 0;
+        ++round_;
+        changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return round_ != round || failed_; });
+    return !failed_;
+}
+
+int Wire::all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+    End &end = *static_cast<End *>(self);
+    end.data = send;
+    if (!end.wire->meet()) return 1;
+    std::vector<double> wide(size_t(count), 0);
+    std::vector<float> narrow(size_t(count), 0); // fp32 is added up in fp32, in rank order
+    for (const End &other : end.wire->ends_)
+        for (int64_t i = 0; i < count; ++i) {
+            const double value = to_double(other.data, dtype, i);
+            double &sum = wide[size_t(i)];
+            const bool first = &other == &end.wire->ends_[0];
+            sum = first ? value : op == DSOPT_SUM ? sum + value : std::max(sum, value);
+            narrow[size_t(i)] = op == DSOPT_SUM && !first ? narrow[size_t(i)] + float(value) : float(sum);
+        }
+    if (!end.wire->meet()) return 1; // all have read
+    for (int64_t i = 0; i < count; ++i) {
+        if (dtype == DSOPT_F32)
+            static_cast<float *>(recv)[i] = narrow[size_t(i)];
+        else if (dtype == DSOPT_F64)
+            static_cast<double *>(recv)[i] = wide[size_t(i)];
+        else
+            static_cast<int32_t *>(recv)[i] = int32_t(wide[size_t(i)]);
+    }
+    return 0;
+}
+
+int Wire::all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    End &end = *static_cast<End *>(self);
+    const auto *from = static_cast<const unsigned char *>(send);
+    end.to_all.assign(from, from + bytes * end.wire->ranks());
+    ++end.exchanges;
+    end.data = send;
+    if (!end.wire->meet()) return 1;
+    auto *to = static_cast<unsigned char *>(recv);
+    for (const End &other : end.wire->ends_) {
+        std::memcpy(to, static_cast<const unsigned char *>(other.data) + end.rank * bytes, size_t(bytes));
+        to += bytes;
+    }
+    return end.wire->meet() ? 0 : 1;
+}
+
+int Wire::all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    End &end = *static_cast<End *>(self);
+    const auto *from = static_cast<const unsigned char *>(send);
+    end.gathered.assign(from, from + bytes);
+    end.data = send;
+    if (!end.wire->meet()) return 1;
+    auto *to = static_cast<unsigned char *>(recv);
+    for (const End &other : end.wire->ends_) {
+        std::memcpy(to, other.data, size_t(bytes));
+        to += bytes;
+    }
+    return end.wire->meet() ? 0 : 1;
+}
+
+dsopt_comm_table Wire::table(int64_t rank) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.self = &ends_[size_t(rank)];
+    table.rank = int32_t(rank);
+    table.ranks = int32_t(ranks());
+    table.all_reduce = all_reduce;
+    table.all_to_all = all_to_all;
+    table.all_gather = all_gather;
+    return table;
+}
+
+std::vector<Padded> padded_layout(const std::vector<int64_t> &numels, int64_t ranks) {
+    const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
+    std::vector<Padded> layout;
+    int64_t worker = 0, server = 0;
+    for (const int64_t numel : numels) {
+        const int64_t padded = (numel + alignment - 1) / alignment * alignment;
+        layout.push_back({padded, padded / ranks, worker, server});
+        worker += padded;
+        server += padded / ranks;
+    }
+    return layout;
+}
+
+std::vector<double> Row::bytes(const Padded &vector) const {
+    const unsigned char *from = data + vectors * sizeof(float) + vector.server / 8;
+    return {from, from + vector.chunk / 8};
+}
+
+} // namespace replay
