@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which device the tests of the CUDA backend run on: the emulated one, or with ON_A_GPU the first of the CUDA runtime.
+#pragma once
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+#ifndef ON_A_GPU
+#include "fakert.h"
+#endif
+
+namespace cuda_test {
+
+inline void begin_test() {
+#ifndef ON_A_GPU
+    fakert::reset();
+#endif
+}
+inline void end_test() {
+#ifdef ON_A_GPU
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
+#else
+    EXPECT_EQ(fakert::live_objects(), 0) << "device memory, streams or events were not given back";
+    fakert::reset();
+#endif
+}
+
+/// Thousands of blocks of device memory: protecting each one around each call would take the emulator minutes.
+inline void allow_many_blocks() {
+#ifndef ON_A_GPU
+    fakert::Config config = fakert::config_from_environment();
+    config.protect = false;
+    fakert::reset(config);
+#endif
+}
+
+/// In place when it returns, for every stream. cudaMemcpy() alone returns while small pageable copies are under way,
+/// and streams that do not block would not wait for them.
+inline void to_device(void *to, const void *from, size_t bytes) {
+    EXPECT_EQ(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+} // namespace cuda_test

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// An optimizer with its lists on the CPU or on a CUDA device, and what a test compares of it. The sources that include
+// this are compiled twice: with the emulated device, and with the CUDA runtime for a GPU.
+#pragma once
+#include "dsopt.h"
+#include "runtime.h"
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <gtest/gtest.h>
+#include <string>
+#include <vector>
+
+namespace cuda_test {
+
+#define OK(call) ASSERT_EQ(call, DSOPT_OK) << dsopt_last_error()
+
+inline size_t element(int32_t dtype) { return dtype == DSOPT_F32 ? 4 : 2; }
+
+/// Bits of a value in a dtype, good enough to make inputs.
+inline void put(char *to, int32_t dtype, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (dtype == DSOPT_F32)
+        std::memcpy(to, &bits, 4);
+    else {
+        const uint16_t bf16 = uint16_t(bits >> 16);
+        const auto exponent = int((bits >> 23) & 0xff) - 112;
+        const uint16_t f16 = uint16_t((bits >> 16 & 0x8000) |
+                                      (exponent >= 31 ? 0x7c00 | ((bits & 0x7fffff) != 0 && exponent > 31 ? 0x200 : 0)
+                                       : exponent > 0 ? uint32_t(exponent) << 10 | (bits >> 13 & 0x3ff)
+                                                      : 0));
+        std::memcpy(to, dtype == DSOPT_F16 ? &f16 : &bf16, 2);
+    }
+}
+
+/// Bytes on the host or on the device.
+class Bytes {
+public:
+    Bytes(bool device, size_t bytes, size_t shift) : device_(device), bytes_(bytes), shift_(shift) {
+        if (device_)
+            EXPECT_EQ(cudaMalloc(&base_, bytes + 64), cudaSuccess);
+        else
+            base_ = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+    }
+    ~Bytes() {
+        if (device_)
+            (void)cudaFree(base_);
+        else
+            std::free(base_);
+    }
+    Bytes(Bytes &&other) noexcept :
+        device_(other.device_),
+        bytes_(other.bytes_),
+        shift_(other.shift_),
+        base_(other.base_) {
+        other.base_ = nullptr;
+    }
+    Bytes &operator=(Bytes &&) = delete;
+    char *data() const { return static_cast<char *>(base_) + shift_; }
+    void set(const std::vector<char> &from) {
+        if (from.empty()) return;
+        if (device_)
+            to_device(data(), from.data(), from.size());
+        else
+            std::memcpy(data(), from.data(), from.size());
+    }
+    std::vector<char> get() const {
+        std::vector<char> to(bytes_);
+        if (to.empty()) return to;
+        if (device_)
+            EXPECT_EQ(cudaMemcpy(to.data(), data(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
+        else
+            std::memcpy(to.data(), data(), bytes_);
+        return to;
+    }
+
+private:
+    bool device_;
+    size_t bytes_, shift_;
+    void *base_ = nullptr;
+};
+
+struct Setting {
+    int32_t algorithm = DSOPT_ADAMW;
+    int32_t param = DSOPT_F32, grad = DSOPT_F32;
+    dsopt_optimizer_desc desc{};
+    uint32_t group_flags = 0;
+    bool scaler = false;
+    uint32_t step_flags = 0;
+    int32_t out = 0; // dtype, 0 = none
+    bool shifted = false;
+    bool mixed = false; // dtypes differ from tensor to tensor
+    std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
+};
+
+/// An optimizer with its lists, on one of the two backends.
+class Side {
+public:
+    Side(bool device, const Setting &setting) : device_(device), setting_(setting) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
+        good(dsopt_context_create(&where, &context));
+        dsopt_optimizer_desc desc = setting.desc;
+        desc.size = sizeof desc;
+        if (setting.scaler) {
+            DSOPT_NEW(dsopt_scaler_desc, how);
+            how.init = 8;
+            how.window = 2;
+            good(dsopt_scaler_create(context, &how, &scaler));
+            desc.scaler = scaler;
+        }
+        good(dsopt_optimizer_create(context, &desc, &optimizer));
+        const int32_t dtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
+        std::vector<dsopt_param> list;
+        for (size_t i = 0; i < setting.sizes.size(); ++i) {
+            const int64_t n = setting.sizes[i];
+            const int32_t param = setting.mixed ? dtypes[i % 3] : setting.param,
+                          grad = setting.mixed ? dtypes[i / 3 % 3] : setting.grad;
+            const size_t shift = setting.shifted && i % 2 ? 1 : 0; // in elements
+            params.emplace_back(device, size_t(n) * element(param), shift * element(param));
+            grads.emplace_back(device, size_t(n) * element(grad), shift * element(grad));
+            std::vector<char> p(size_t(n) * element(param));
+            for (int64_t k = 0; k < n; ++k) put(&p[size_t(k) * element(param)], param, std::sin(float(k + n)) * 0.5f);
+            params.back().set(p);
+            dsopt_param entry{};
+            entry.tensor = {params.back().data(), n, param, 0};
+            list.push_back(entry);
+            gradients.push_back({grads.back().data(), n, grad, 0});
+            if (setting.out != 0) {
+                outs.emplace_back(device, size_t(n) * element(setting.out), 0);
+                outputs.push_back({outs.back().data(), n, setting.out, 0});
+            }
+        }
+        const size_t half = list.size() / 2;
+        dsopt_group group;
+        good(dsopt_group_init(&group, sizeof group, setting.algorithm));
+        group.flags = setting.group_flags;
+        group.weight_decay = 0.1;
+        good(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(half)));
+        group.lr = 2e-3;
+        group.beta1 = 0.8;
+        group.weight_decay = 0;
+        good(dsopt_optimizer_add_group(optimizer, &group, list.data() + half, int64_t(list.size() - half)));
+    }
+    ~Side() {
+        dsopt_optimizer_destroy(optimizer);
+        dsopt_scaler_destroy(scaler);
+        dsopt_context_destroy(context);
+    }
+
+    void fill_gradients(int t, int bad = -1) {
+        for (size_t i = 0; i < gradients.size(); ++i) {
+            const int32_t dtype = gradients[i].dtype;
+            std::vector<char> g(size_t(gradients[i].numel) * element(dtype));
+            for (int64_t k = 0; k < gradients[i].numel; ++k)
+                put(&g[size_t(k) * element(dtype)], dtype, std::cos(float(3 * k + 7 * t)) + 0.1f);
+            if (bad == int(i) && !g.empty()) put(&g[g.size() - element(dtype)], dtype, t % 2 ? INFINITY : NAN);
+            grads[i].set(g);
+        }
+    }
+    dsopt_step arguments() {
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = gradients.data();
+        step.count = int64_t(gradients.size());
+        step.flags = setting_.step_flags;
+        if (!outputs.empty()) step.out = outputs.data();
+        return step;
+    }
+    dsopt_status step() {
+        const dsopt_step arguments_ = arguments();
+        return dsopt_optimizer_step(optimizer, &arguments_);
+    }
+    /// Everything that a step changes, and its report.
+    std::vector<std::vector<char>> everything() {
+        std::vector<std::vector<char>> all;
+        int64_t count = 0;
+        good(dsopt_optimizer_state_count(optimizer, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            good(dsopt_optimizer_state(optimizer, i, &info));
+            std::vector<char> host(size_t(info.tensor.numel) *
+                                   (info.tensor.dtype == DSOPT_I32 ? 4 : element(info.tensor.dtype)));
+            good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
+            all.push_back(std::move(host));
+        }
+        for (auto *list : {&params, &grads, &outs})
+            for (const Bytes &bytes : *list) all.push_back(bytes.get());
+        DSOPT_NEW(dsopt_report, report);
+        good(dsopt_optimizer_report(optimizer, &report));
+        const double numbers[] = {double(report.skipped),   double(report.skipped_in_row),
+                                  double(report.nonfinite), double(report.first_bad),
+                                  double(report.kind),      report.loss_scale,
+                                  report.grad_norm,         report.dense_norm,
+                                  report.weight_norm,       report.update_norm,
+                                  report.divisor,           report.scale_used};
+        for (const double number : numbers) {
+            const double plain = std::isnan(number) ? 12345.0 : number;
+            all.emplace_back(reinterpret_cast<const char *>(&plain), reinterpret_cast<const char *>(&plain + 1));
+        }
+        return all;
+    }
+    static void good(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
+
+    dsopt_context *context = nullptr;
+    dsopt_scaler *scaler = nullptr;
+    dsopt_optimizer *optimizer = nullptr;
+    std::vector<Bytes> params, grads, outs;
+    std::vector<dsopt_tensor> gradients, outputs;
+
+private:
+    bool device_;
+    Setting setting_;
+};
+
+/// Which list differs first, and where; the lists themselves would fill pages.
+inline testing::AssertionResult same(const std::vector<std::vector<char>> &a, const std::vector<std::vector<char>> &b) {
+    if (a.size() != b.size()) return testing::AssertionFailure() << a.size() << " and " << b.size() << " arrays";
+    for (size_t i = 0; i < a.size(); ++i)
+        if (a[i] != b[i]) {
+            size_t k = 0;
+            while (k < a[i].size() && k < b[i].size() && a[i][k] == b[i][k]) ++k;
+            double x = 0, y = 0;
+            if (a[i].size() == 8 && b[i].size() == 8) std::memcpy(&x, a[i].data(), 8), std::memcpy(&y, b[i].data(), 8);
+            return testing::AssertionFailure()
+                   << "array " << i << " of " << a.size() << " at byte " << k << " of " << a[i].size() << " (" << x
+                   << " and " << y << " if it is a number of the report)";
+        }
+    return testing::AssertionSuccess();
+}
+
+class Cuda : public testing::Test {
+protected:
+    void SetUp() override { begin_test(); }
+    void TearDown() override { end_test(); }
+};
+
+inline void expect_same_bits(const Setting &setting, const char *what) {
+    SCOPED_TRACE(what);
+    Side host(false, setting), device(true, setting);
+    for (int t = 0; t < 5; ++t) {
+        for (Side *side : {&host, &device}) {
+            side->fill_gradients(t, t == 2 ? 5 : -1);
+            if (t == 3) side->gradients[3].data = nullptr;
+            if (t == 4) side->gradients[3].data = side->grads[3].data();
+            OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 1e-3 * (t + 1)));
+            OK(side->step());
+        }
+        ASSERT_TRUE(same(host.everything(), device.everything())) << "step " << t;
+    }
+}
+
+} // namespace cuda_test

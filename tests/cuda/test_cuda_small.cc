@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every kernel once, on lists as short as they can be with two blocks at work: for the thread sanitizer on the emulated
+// device, and for compute-sanitizer on a GPU, where a long suite would take hours.
+#include "side.h"
+
+using namespace cuda_test;
+
+namespace {
+
+class CudaSmall : public Cuda {
+protected:
+    /// Ten leaves, so that two blocks of eight warps read gradients; one tensor ends inside a vector.
+    static Setting small(int32_t algorithm) {
+        Setting s;
+        s.algorithm = algorithm;
+        s.sizes = {0, 5, 36867};
+        return s;
+    }
+    static void compare(const Setting &setting, int bad) {
+        Side host(false, setting), device(true, setting);
+        for (Side *side : {&host, &device})
+            for (int t = 0; t < 2; ++t) {
+                side->fill_gradients(t, t == 0 ? bad : -1);
+                OK(side->step());
+            }
+        EXPECT_TRUE(same(host.everything(), device.everything()));
+    }
+};
+
+TEST_F(CudaSmall, StepsAdamInFp32LikeTheCpu) { compare(small(DSOPT_ADAM), -1); }
+
+TEST_F(CudaSmall, StepsLambWithClippingLikeTheCpu) {
+    Setting s = small(DSOPT_LAMB);
+    s.desc.max_norm = 0.5;
+    compare(s, -1);
+}
+
+TEST_F(CudaSmall, SkipsAndStepsMixedLambWithAScalerLikeTheCpu) {
+    Setting s = small(DSOPT_LAMB);
+    s.param = s.grad = DSOPT_F16;
+    s.scaler = s.shifted = true;
+    compare(s, 2);
+}
+
+TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
+    for (const size_t count : {size_t(2), size_t(1200)}) { // words in arguments, and more than those hold
+        allow_many_blocks();
+        Setting s;
+        s.sizes.assign(count, 3);
+        Side host(false, s), device(true, s);
+        for (Side *side : {&host, &device}) {
+            side->fill_gradients(1);
+            OK(side->step());
+            for (size_t i = 0; i + 1 < count; i += 2) std::swap(side->gradients[i].data, side->gradients[i + 1].data);
+            OK(side->step());
+        }
+        EXPECT_TRUE(same(host.everything(), device.everything())) << count << " tensors";
+    }
+}
+
+TEST_F(CudaSmall, WorksOnListsLikeTheCpu) {
+    const Setting s = small(DSOPT_ADAM);
+    Side host(false, s), device(true, s);
+    dsopt_norm_result results[2] = {};
+    for (Side *side : {&host, &device}) {
+        const bool on_device = side == &device;
+        side->fill_gradients(1);
+        const auto count = int64_t(side->gradients.size());
+        Bytes result(on_device, sizeof(dsopt_norm_result), 0);
+        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0.5, nullptr,
+                              reinterpret_cast<dsopt_norm_result *>(result.data()), nullptr));
+        std::vector<dsopt_tensor> weights = side->gradients;
+        for (size_t i = 0; i < weights.size(); ++i) weights[i].data = side->params[i].data();
+        OK(dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
+        OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
+        OK(dsopt_zero_grad(side->context, side->gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
+        const std::vector<char> bytes = result.get();
+        std::memcpy(&results[on_device], bytes.data(), sizeof results[0]);
+    }
+    EXPECT_GT(results[0].norm, 0);
+    EXPECT_EQ(results[0].norm, results[1].norm);
+    EXPECT_EQ(results[0].coefficient, results[1].coefficient);
+    for (size_t i = 0; i < host.params.size(); ++i) {
+        EXPECT_TRUE(host.params[i].get() == device.params[i].get()) << i;
+        EXPECT_TRUE(host.grads[i].get() == device.grads[i].get()) << i;
+    }
+}
+
+} // namespace
