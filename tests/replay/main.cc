@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt-replay: does the engine do what the original did? One line a recorded case; exit status 1 if any of them fails.
 #include "cases.h"
+#include "emulated.h"
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -86,16 +87,16 @@ int run(int argc, char **argv) {
             return usage(stderr, 2);
         }
     }
-    if (backend == "emulated") {
-        std::fprintf(stderr, "dsopt-replay: this build has no emulated backend\n");
+    if (paths.empty() || (backend != "cpu" && backend != "cuda" && backend != "emulated")) return usage(stderr, 2);
+    if (backend == "emulated" && !is_emulated()) {
+        become_emulated(argv);
         return 2;
     }
-    if (paths.empty() || (backend != "cpu" && backend != "cuda")) return usage(stderr, 2);
 
     int passed = 0, failed = 0;
     for (const std::string &path : paths) {
         std::string text;
-        const bool ok = run_case(path, backend == "cuda" ? DSOPT_CUDA : DSOPT_CPU, text);
+        const bool ok = run_case(path, backend == "cpu" ? DSOPT_CPU : DSOPT_CUDA, text);
         ++(ok ? passed : failed);
         print_line(ok ? "PASS" : "FAIL", case_name(path) + " " + text);
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory.h"
+#include "emulated.h"
 #include "golden_file.h"
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +21,46 @@ public:
     void download(void *to, const void *from, size_t bytes) override { std::memcpy(to, from, bytes); }
 };
 
+template <class F> void find(void *library, F &function, const char *name) {
+    void *symbol = dlsym(library, name);
+    if (symbol == nullptr) fail("there is no %s", name);
+    function = reinterpret_cast<F>(symbol);
+}
+
+/// The emulated runtime has no driver beneath it. cudaError_t is an int.
+class EmulatedMemory : public Memory {
+public:
+    explicit EmulatedMemory(int ordinal) {
+        int (*set_device)(int) = nullptr;
+        find(RTLD_DEFAULT, set_device, "cudaSetDevice");
+        find(RTLD_DEFAULT, allocate_, "cudaMalloc");
+        find(RTLD_DEFAULT, release_, "cudaFree");
+        find(RTLD_DEFAULT, copy_, "cudaMemcpy");
+        check(set_device(ordinal), "cudaSetDevice");
+    }
+    void *allocate(size_t bytes) override {
+        void *memory = nullptr;
+        check(allocate_(&memory, bytes), "cudaMalloc");
+        return memory;
+    }
+    void release(void *memory) override { (void)release_(memory); }
+    void upload(void *to, const void *from, size_t bytes) override {
+        if (bytes != 0) check(copy_(to, from, bytes, 1), "cudaMemcpy to the device");
+    }
+    void download(void *to, const void *from, size_t bytes) override {
+        if (bytes != 0) check(copy_(to, from, bytes, 2), "cudaMemcpy to the host");
+    }
+
+private:
+    static void check(int error, const char *what) {
+        if (error != 0) fail("%s: CUDA error %d", what, error);
+    }
+
+    int (*allocate_)(void **, size_t) = nullptr;
+    int (*release_)(void *) = nullptr;
+    int (*copy_)(void *, const void *, size_t, int) = nullptr; // cudaMemcpyKind: 1 is to the device, 2 to the host
+};
+
 // The driver's stable interface, as much of it as is used here: CUresult is an int, CUdeviceptr 64 bits wide.
 class CudaMemory : public Memory {
 public:
@@ -28,15 +69,15 @@ public:
         if (library_ == nullptr) fail("no CUDA driver: %s", dlerror());
         int (*init)(unsigned) = nullptr, (*get)(int *, int) = nullptr, (*retain)(void **, int) = nullptr;
         int (*set_current)(void *) = nullptr;
-        find(init, "cuInit");
-        find(get, "cuDeviceGet");
-        find(retain, "cuDevicePrimaryCtxRetain");
-        find(set_current, "cuCtxSetCurrent");
-        find(drop_, "cuDevicePrimaryCtxRelease_v2");
-        find(allocate_, "cuMemAlloc_v2");
-        find(release_, "cuMemFree_v2");
-        find(upload_, "cuMemcpyHtoD_v2");
-        find(download_, "cuMemcpyDtoH_v2");
+        find(library_, init, "cuInit");
+        find(library_, get, "cuDeviceGet");
+        find(library_, retain, "cuDevicePrimaryCtxRetain");
+        find(library_, set_current, "cuCtxSetCurrent");
+        find(library_, drop_, "cuDevicePrimaryCtxRelease_v2");
+        find(library_, allocate_, "cuMemAlloc_v2");
+        find(library_, release_, "cuMemFree_v2");
+        find(library_, upload_, "cuMemcpyHtoD_v2");
+        find(library_, download_, "cuMemcpyDtoH_v2");
         check(init(0), "cuInit");
         check(get(&device_, ordinal), "cuDeviceGet");
         void *context = nullptr;
@@ -63,12 +104,6 @@ private:
     static void check(int result, const char *what) {
         if (result != 0) fail("%s: CUDA driver error %d", what, result);
     }
-    template <class F> void find(F &function, const char *name) {
-        void *symbol = dlsym(library_, name);
-        if (symbol == nullptr) fail("the CUDA driver has no %s", name);
-        function = reinterpret_cast<F>(symbol);
-    }
-
     void *library_ = nullptr;
     int device_ = 0;
     int (*drop_)(int) = nullptr;
@@ -81,6 +116,9 @@ private:
 } // namespace
 
 std::unique_ptr<Memory> host_memory() { return std::make_unique<HostMemory>(); }
-std::unique_ptr<Memory> cuda_memory(int device) { return std::make_unique<CudaMemory>(device); }
+std::unique_ptr<Memory> cuda_memory(int device) {
+    if (is_emulated()) return std::make_unique<EmulatedMemory>(device);
+    return std::make_unique<CudaMemory>(device);
+}
 
 } // namespace replay

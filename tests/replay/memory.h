@@ -20,8 +20,8 @@ public:
 /// malloc with exact sizes, so that a sanitizer sees an engine that runs past the end of a tensor.
 std::unique_ptr<Memory> host_memory();
 
-/// Device memory of the device's primary context, through the driver library found at run time: replay itself is built
-/// without CUDA. Failure if there is no driver.
+/// Memory of the emulated device if it is there. Else of the device's primary context, through the driver library found
+/// at run time: replay itself is built without CUDA. Failure if there is no driver.
 std::unique_ptr<Memory> cuda_memory(int device);
 
 } // namespace replay

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "emulated.h"
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <string>
+#include <unistd.h>
+
+namespace replay {
+
+bool is_emulated() { return dlsym(RTLD_DEFAULT, "cudaMalloc") != nullptr; }
+
+void become_emulated(char **argv) {
+    char self[4096];
+    const ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (length <= 0) {
+        std::fprintf(stderr, "dsopt-replay: /proc/self/exe: %s\n", std::strerror(errno));
+        return;
+    }
+    self[length] = 0;
+    // Beside this program, in the folder of the tests that link it.
+    std::string folder(self);
+    folder.resize(folder.find_last_of('/'));
+    folder += "/cuda";
+    // A path in place of a preload: a sanitizer's library wants to be the first one of all.
+    const char *before = std::getenv("LD_LIBRARY_PATH");
+    const std::string mine = before != nullptr && *before != 0 ? folder + ":" + before : folder;
+    if (access((folder + "/libdsopt.so.0").c_str(), R_OK) != 0 ||
+        (before != nullptr &&
+         std::strncmp(before, folder.c_str(), folder.size()) == 0)) { // or this would go on forever
+        std::fprintf(stderr, "dsopt-replay: no emulated backend in %s\n", folder.c_str());
+        return;
+    }
+    setenv("LD_LIBRARY_PATH", mine.c_str(), 1);
+    execv(self, argv);
+    std::fprintf(stderr, "dsopt-replay: %s: %s\n", self, std::strerror(errno));
+}
+
+} // namespace replay
