@@ -1,10 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""resources.py CUOBJDUMP LIBDSOPT: what the compiler made of the kernels, from the machine code that ships.
+"""What the compiler made of the kernels, from the machine code that ships.
 
-Registers within budget, nothing spilled to memory, 16-byte loads and stores on the arrays. Needs the toolkit, not a GPU.
+usage: resources.py LIBDSOPT FOLDER...
+
+Registers within budget, nothing spilled to memory, 16-byte loads and stores on the arrays. Needs no GPU, but cuobjdump and
+nvdisasm, from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them; without them the test is skipped.
 """
+import glob
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -21,6 +27,19 @@ BUDGET = [
 ]
 
 
+def find_tools(folders):
+    """cuobjdump, with nvdisasm where it looks for it."""
+    places = []
+    for folder in folders:
+        places += [folder] + sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin")))
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath)] + places)
+    missing = [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]
+    if missing:
+        print("not found: " + ", ".join(missing))
+        sys.exit(77)
+    return shutil.which("cuobjdump")
+
+
 def run(*command):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True).stdout
 
@@ -32,8 +51,9 @@ def sections(text, pattern):
 
 
 def main():
-    dump, library = sys.argv[1:]
-    failed = 0
+    library, folders = sys.argv[1], sys.argv[2:]
+    dump = find_tools(folders)
+    passed = failed = 0
     archs = sorted(set(re.findall(r"\.(sm_\d+)\.cubin", run(dump, "-lelf", library))))
     if not archs:
         sys.exit("no machine code in " + library)
@@ -51,9 +71,10 @@ def main():
             wide = [len(re.findall(r"\b%sG\.E(?:\.\w+)*\.128\b" % kind, code[names[0]])) for kind in ("LD", "ST")]
             generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[names[0]]))
             good = have <= registers and spills == 0 and wide[0] >= loads and wide[1] >= stores and generic == 0
-            failed += not good
+            passed, failed = passed + good, failed + (not good)
             print("%s %-26s %3d registers, %d spills, %d loads and %d stores of 16 bytes, %d generic: %s" %
                   (arch, kernel, have, spills, wide[0], wide[1], generic, "ok" if good else "over budget"))
+    print("%d passed, %d failed" % (passed, failed))
     sys.exit(failed != 0)
 
 
