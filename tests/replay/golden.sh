@@ -1,21 +1,33 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# golden.sh FOLDER PATTERN... -- COMMAND...: runs the command on all golden cases whose name matches one of the patterns.
+# golden.sh FOLDER PATTERN... -- COMMAND...: runs the command on all golden cases whose name matches one of the patterns, and
+# none that begins with "!".
 set -eu
 folder=$1
 shift
-patterns=
+patterns='' not=''
 while [ "$1" != -- ]; do
-    patterns="$patterns $1"
+    case $1 in
+    !*) not="$not ${1#!}" ;;
+    *) patterns="$patterns $1" ;;
+    esac
     shift
 done
 shift
+left_out() { # NAME
+    for without in $not; do
+        case $1 in $without) return 0 ;; esac
+    done
+    return 1
+}
 set -f # the patterns match in the folder, not here
 for pattern in $patterns; do
     set +f
     for file in "$folder"/$pattern.safetensors; do
+        set -f
         [ -f "$file" ] || { echo "golden: no case is called $pattern"; exit 1; }
-        set -- "$@" "$file"
+        name=${file##*/}
+        left_out "${name%.safetensors}" || set -- "$@" "$file"
     done
 done
 exec "$@"

@@ -68,11 +68,10 @@ public:
         library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
         if (library_ == nullptr) fail("no CUDA driver: %s", dlerror());
         int (*init)(unsigned) = nullptr, (*get)(int *, int) = nullptr, (*retain)(void **, int) = nullptr;
-        int (*set_current)(void *) = nullptr;
         find(library_, init, "cuInit");
         find(library_, get, "cuDeviceGet");
         find(library_, retain, "cuDevicePrimaryCtxRetain");
-        find(library_, set_current, "cuCtxSetCurrent");
+        find(library_, set_current_, "cuCtxSetCurrent");
         find(library_, drop_, "cuDevicePrimaryCtxRelease_v2");
         find(library_, allocate_, "cuMemAlloc_v2");
         find(library_, release_, "cuMemFree_v2");
@@ -80,32 +79,39 @@ public:
         find(library_, download_, "cuMemcpyDtoH_v2");
         check(init(0), "cuInit");
         check(get(&device_, ordinal), "cuDeviceGet");
-        void *context = nullptr;
-        check(retain(&context, device_), "cuDevicePrimaryCtxRetain");
-        check(set_current(context), "cuCtxSetCurrent");
+        check(retain(&context_, device_), "cuDevicePrimaryCtxRetain");
     }
     ~CudaMemory() override { (void)drop_(device_); } // the library stays: the engine may hold it too
 
     void *allocate(size_t bytes) override {
+        make_current();
         uint64_t memory = 0;
         check(allocate_(&memory, bytes), "cuMemAlloc");
         return reinterpret_cast<void *>(memory);
     }
-    void release(void *memory) override { (void)release_(address(memory)); }
+    void release(void *memory) override {
+        (void)set_current_(context_);
+        (void)release_(address(memory));
+    }
     void upload(void *to, const void *from, size_t bytes) override {
+        make_current();
         if (bytes != 0) check(upload_(address(to), from, bytes), "cuMemcpyHtoD");
     }
     void download(void *to, const void *from, size_t bytes) override {
+        make_current();
         if (bytes != 0) check(download_(to, address(from), bytes), "cuMemcpyDtoH");
     }
 
 private:
+    void make_current() { check(set_current_(context_), "cuCtxSetCurrent"); } // of this thread: ranks have their own
     static uint64_t address(const void *memory) { return reinterpret_cast<uint64_t>(memory); }
     static void check(int result, const char *what) {
         if (result != 0) fail("%s: CUDA driver error %d", what, result);
     }
     void *library_ = nullptr;
+    void *context_ = nullptr;
     int device_ = 0;
+    int (*set_current_)(void *) = nullptr;
     int (*drop_)(int) = nullptr;
     int (*allocate_)(uint64_t *, size_t) = nullptr;
     int (*release_)(uint64_t) = nullptr;
