@@ -357,6 +357,18 @@ enum {
     DSOPT_LAMB =
         4, /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with
               one trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
+    /** 1-bit Adam (Tang et al. 2021). Up to freeze_step AdamW without bias correction on averaged gradients; then v
+     * stays, each rank puts its own gradient into m, m becomes the 1-bit mean over the data comm, and p -= lr (m /
+     * (sqrt(v) + eps) + wd p). */
+    DSOPT_ONEBIT_ADAM = 16,
+    /** 0/1 Adam (Lu et al. 2022). Up to freeze_step v moves in steps whose number is a multiple of an interval that
+     * doubles every var_interval_steps of them, on averaged gradients; in the others m takes the 1-bit mean of the
+     * gradients. Then ranks step alone, and every interval, which doubles every local_interval_steps steps up to
+     * max_local_interval, the 1-bit mean of how far they went brings them together again. */
+    DSOPT_ZERO_ONE_ADAM = 17,
+    /** 1-bit LAMB (Li et al. 2021). Up to freeze_step LAMB without bias correction; then as 1-bit Adam, with the
+     * running mean of the trust ratio times a factor that follows how the variance would have gone on. */
+    DSOPT_ONEBIT_LAMB = 18,
     DSOPT_ADAM_LEGACY =
         7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
 };
@@ -364,7 +376,10 @@ enum {
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
     DSOPT_GROUP_EPS_INSIDE_SQRT = 2, /**< sqrt(v + eps); LAMB and ADAM_LEGACY, refused elsewhere */
     DSOPT_GROUP_AMSGRAD = 4,         /**< refused: no algorithm here has it */
-    DSOPT_GROUP_SPARSE = 8           /**< refused: gradients are dense */
+    DSOPT_GROUP_SPARSE = 8,          /**< refused: gradients are dense */
+    /** 1-bit Adam: never compressed, the variance never frozen. In exchange steps the engine averages its gradients
+     * itself, so the answer of dsopt_optimizer_next_reduction holds for all groups. */
+    DSOPT_GROUP_NON_FREEZE = 16
 };
 
 /**
@@ -381,13 +396,24 @@ typedef struct dsopt_group {
     double weight_decay; /**< finite, >= 0 */
     double max_norm; /**< clip by the L2 norm of this group's gradients alone; 0 = off. See also dsopt_optimizer_desc */
     double min_trust, max_trust; /**< LAMB: bounds of the trust ratio, 0 <= min <= max */
+    /* The 1-bit family; the same in all its groups, of which an optimizer has one algorithm. */
+    int64_t freeze_step;          /**< number of the last step that changes the variance, >= 1 */
+    int64_t var_interval_steps;   /**< 0/1 Adam, >= 1; the original's var_update_scaler */
+    int64_t local_interval_steps; /**< 0/1 Adam, >= 1; the original's local_step_scaler */
+    int64_t max_local_interval;   /**< 0/1 Adam, >= 1; the original's local_step_clipper */
+    double trust_beta;            /**< 1-bit LAMB, in [0, 1): of the running mean of the trust ratio (coeff_beta) */
+    double trust_threshold; /**< 1-bit LAMB, in [0, 1): relative change of the factor in a step (factor_threshold) */
+    double trust_min_change, trust_max_change; /**< 1-bit LAMB: bounds of the factor, 0 <= min <= max */
 } dsopt_group;
 
 /** What the global norm makes of a parameter's gradient. */
 enum {
     DSOPT_PARAM_MODEL_PARALLEL =
-        1,                     /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
-    DSOPT_PARAM_REPLICATED = 2 /**< exists on another pipeline stage too, which counts it: left out of norms here */
+        1, /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
+    DSOPT_PARAM_REPLICATED = 2, /**< exists on another pipeline stage too, which counts it: left out of norms here */
+    /** The 1-bit family: the mean is multiplied with state tensor "mask", where 0 keeps what has no gradient from being
+     * moved by noise. It starts as zeros: fill it before the first step. */
+    DSOPT_PARAM_MASKED = 4
 };
 
 /** One parameter as registered. No `size`: it travels in arrays. */
@@ -405,7 +431,8 @@ typedef struct dsopt_param {
 
 /**
  * Every default of an algorithm, as the original documents them (lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay,
- * trust 0.01 to 10).
+ * trust 0.01 to 10; 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta 0.9, threshold 0.1, change
+ * 0.5 to 4, no bias correction).
  * @param[in] size  sizeof(dsopt_group) of the caller's header.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown algorithm. Thread-safety: any.
  */
@@ -424,7 +451,10 @@ enum {
         4, /**< with NO_MASTER: BF16 parameters are rounded up or down at random, in proportion. The
                 random number follows from seed, name, step and element alone: any sharding gives the same */
     DSOPT_OPTIMIZER_ACCUMULATE = 8, /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
-    DSOPT_OPTIMIZER_TIMING = 16     /**< times per phase in the report */
+    DSOPT_OPTIMIZER_TIMING = 16,    /**< times per phase in the report */
+    /** When dsopt_optimizer_next_reduction says FULL the step averages the gradients over the data comm itself (into
+     * F32 workspace; the caller's are not changed). For the 1-bit family. */
+    DSOPT_OPTIMIZER_AVERAGES = 32
 };
 enum {
     DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
@@ -498,6 +528,7 @@ enum {
     DSOPT_BIAS_CORRECTION = 9,  /**< 0 or 1 */
     DSOPT_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
     DSOPT_ALGORITHM = 11,       /**< read only */
+    DSOPT_FREEZE_STEP = 12,     /**< of all groups at once */
     /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
     DSOPT_MAX_NORM = 32,
     DSOPT_MAX_VALUE = 34,
@@ -529,7 +560,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  * have the parameter's dtype.
  */
 enum {
-    DSOPT_STATE_FROM_PARAM = 1 /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
+    DSOPT_STATE_FROM_PARAM = 1, /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
+    DSOPT_STATE_RANK_LOCAL = 2  /**< differs between the ranks of the data comm */
 };
 typedef struct dsopt_state_info {
     size_t size;
@@ -572,7 +604,8 @@ enum {
     DSOPT_RESET_MASTERS = 1, /**< from the parameters, after new weights were loaded (refresh_fp32_params) */
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
-    DSOPT_RESET_GRADS = 8 /**< accumulators */
+    DSOPT_RESET_GRADS = 8,  /**< accumulators */
+    DSOPT_RESET_ERRORS = 16 /**< error feedback of the 1-bit family */
 };
 /** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT;
  * DSOPT_ERR_STATE. */
@@ -676,6 +709,21 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *o
 
 /** Bytes of workspace that `apply` needs. Changes only with add_group. Thread-safety: any number of readers. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
+
+enum {
+    DSOPT_REDUCE_FULL = 1,       /**< gradients must be averaged over the data-parallel ranks before the step */
+    DSOPT_REDUCE_COMPRESSED = 2, /**< leave them local: the step exchanges one bit an element */
+    DSOPT_REDUCE_LOCAL = 3       /**< leave them local: the step sends nothing */
+};
+/**
+ * What happens to the gradients of a call, so that it is known before backward. Without the 1-bit family: FULL.
+ * @param[in] call  1, 2, ...: calls count whether skipped or not, so the answer is a pure function; 0 = the next call.
+ * In compat mode only 0: there skipped calls do not count.
+ * @return DSOPT_OK; DSOPT_ERR_STATE: no groups; DSOPT_ERR_UNSUPPORTED: a number in compat mode. Thread-safety: as
+ * dsopt_optimizer_step if call is 0, else any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call,
+                                                                  int32_t *reduction);
 
 /** Places in dsopt_report.ms, under the original's timer names. What needs no phase of its own here is 0. */
 enum {

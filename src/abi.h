@@ -30,7 +30,7 @@ template <class F> dsopt_status fence(F &&body) noexcept {
 /// sizeof of every growable struct as released first. A shorter one is refused.
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
-template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 88; };
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
 template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 144; };

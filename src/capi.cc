@@ -3,6 +3,7 @@
 #include "abi.h"
 #include "comm.h"
 #include "compress.h"
+#include "onebit.h"
 #include "optimizer.h"
 #include "scaler.h"
 #include "state_io.h"
@@ -214,10 +215,11 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
         defaults.beta1 = 0.9;
         defaults.beta2 = 0.999;
         defaults.eps = 1e-8;
-        if (algorithm == DSOPT_LAMB) {
+        if (algorithm == DSOPT_LAMB || algorithm == DSOPT_ONEBIT_LAMB) {
             defaults.min_trust = 0.01;
             defaults.max_trust = 10;
         }
+        set_onebit_defaults(defaults);
         Optimizer::check_group(defaults);
         std::memset(group, 0, size);
         group->size = size;
@@ -276,7 +278,7 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
-        optimizer.context().backend().copy_to_host(host, entry.data, bytes, nullptr);
+        optimizer.export_entry(entry, host);
     });
 }
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
@@ -306,6 +308,13 @@ dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) 
 dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
     return with(
         opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
+}
+dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, int32_t *reduction) {
+    const auto answer = [&](const Optimizer &optimizer) {
+        *not_null(reduction, "reduction") = optimizer.next_reduction(call);
+    };
+    if (call == 0) return with(opt, [&](Optimizer &optimizer) { answer(optimizer); });
+    return with(static_cast<const dsopt_optimizer *>(opt), answer);
 }
 dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
     return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm.h"
 #include "abi.h"
+#include "onebit.h"
 #include "rules/decide.h"
 
 namespace dsopt {
@@ -104,8 +105,16 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message)
     if (plan.comms.model != nullptr)
         plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM,
                                      plan.stream);
+    if (plan.comms.data == nullptr) return;
+    // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
+    if (plan.local_gradients && !plan.onebit->compat && plan.comms.data->ranks() > 1) {
+        const int64_t size = NormTable::size(table.groups, table.classes);
+        plan.comms.data->all_reduce(table.at, size, DSOPT_F64, DSOPT_SUM, plan.stream);
+        for (int64_t i = 0; i < size - 1; ++i) table.at[i] /= plan.comms.data->ranks();
+        return;
+    }
     // The original trusts data-parallel ranks to have the same averaged gradients.
-    if (plan.comms.data != nullptr && plan.wrapper == Wrapper::none)
+    if (plan.wrapper == Wrapper::none || plan.local_gradients)
         plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
 }
 

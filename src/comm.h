@@ -20,6 +20,8 @@ public:
     const std::shared_ptr<const Context> &context() const { return context_; }
     int rank() const { return table_.rank; }
     int ranks() const { return table_.ranks; }
+    /// True if it can do what 1-bit compression needs.
+    bool exchanges() const { return ranks() == 1 || (table_.all_to_all != nullptr && table_.all_gather != nullptr); }
     /// In place. With one rank nothing happens.
     void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
     /// `send` has ranks() rows of `bytes`, row d goes to rank d; `recv` gets row s from rank s. With one rank a copy.

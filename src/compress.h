@@ -65,10 +65,12 @@ private:
 
 /// One exchange: buffers and where the parts of the workspace are.
 struct Exchange {
-    const CompressLayout *layout;
-    float *worker, *server;
-    char *send, *recv, *result, *results; // rows: one a rank, one a rank, one, one a rank
-    double *sums;                         // one a leaf
+    const CompressLayout *layout = nullptr;
+    float *worker = nullptr, *server = nullptr;
+    // Rows: one a rank, one a rank, one, one a rank. Sums: one a leaf.
+    char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
+    double *sums = nullptr;
+    Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
     float *worker_scales() const { return worker + layout->worker_numel; }
     float *server_scales() const { return server + layout->server_numel; }

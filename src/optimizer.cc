@@ -64,15 +64,17 @@ std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
     return dims;
 }
 
-bool is_lamb_group(const dsopt_group &group) { return group.algorithm == DSOPT_LAMB; }
+bool has_trust(const dsopt_group &group) {
+    return group.algorithm == DSOPT_LAMB || group.algorithm == DSOPT_ONEBIT_LAMB;
+}
 
 } // namespace
 
 void Optimizer::check_group(const dsopt_group &g) {
-    constexpr uint32_t known =
-        DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD | DSOPT_GROUP_SPARSE;
-    const bool lamb = g.algorithm == DSOPT_LAMB, legacy = g.algorithm == DSOPT_ADAM_LEGACY;
-    if (!lamb && !legacy && g.algorithm != DSOPT_ADAM && g.algorithm != DSOPT_ADAMW)
+    constexpr uint32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD |
+                               DSOPT_GROUP_SPARSE | DSOPT_GROUP_NON_FREEZE;
+    const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ADAM_LEGACY;
+    if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ADAM && g.algorithm != DSOPT_ADAMW)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
     if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
     if (g.flags & DSOPT_GROUP_AMSGRAD) throw Error(DSOPT_ERR_UNSUPPORTED, "amsgrad is not supported");
@@ -91,6 +93,7 @@ void Optimizer::check_group(const dsopt_group &g) {
     } else if (g.min_trust != 0 || g.max_trust != 0) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "min_trust and max_trust have no effect without LAMB");
     }
+    check_onebit_group(g);
 }
 
 Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc,
@@ -103,7 +106,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                     desc.compat);
     constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                                DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
-                               DSOPT_OPTIMIZER_TIMING;
+                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
@@ -174,7 +177,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                     false};
         const Label label{"parameter", param.name.c_str()};
         check_float_tensor(given.tensor, label);
-        if (given.flags & ~uint32_t(DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED))
+        if (given.flags & ~uint32_t(DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
         if (given.reserved != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name,
@@ -205,6 +208,19 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         add("exp_avg", moments, 0);
         add("exp_avg_sq", moments, 0);
         if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add("grad_accum", DSOPT_F32, 0);
+        if ((given.flags & DSOPT_PARAM_MASKED) && !is_onebit(group.algorithm))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
+                        label.name);
+        if (is_onebit(group.algorithm)) {
+            if (param.dtype != DSOPT_F32 && no_master)
+                throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters",
+                            label.name);
+            if (group.algorithm == DSOPT_ZERO_ONE_ADAM)
+                add(desc_.compat == DSOPT_STANDARD ? "anchor" : "momentum_accumulator", DSOPT_F32,
+                    DSOPT_STATE_RANK_LOCAL);
+            if (group.algorithm == DSOPT_ONEBIT_LAMB) add("exp_avg_sq_fresh", DSOPT_F32, 0);
+            if (given.flags & DSOPT_PARAM_MASKED) add("mask", DSOPT_F32, 0);
+        }
         leaf += leaves_of(param.numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
         if (leaf > (int64_t(1) << 44))
@@ -225,11 +241,39 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     // longer.
     const auto total = int64_t(new_params.size());
     std::vector<StateEntry> longer;
-    if (with_.scaler) {
-        longer.push_back({"loss_scale", -1, DSOPT_F32, 0, 1, with_.scaler->scale(), false});
-        longer.push_back({"scaler", -1, DSOPT_I32, 0, int64_t(sizeof(ScalerState) / 4), with_.scaler->state(), false});
+    std::unique_ptr<OneBitSetup> setup;
+    if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
+        if (!context_->backend().is_host())
+            throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family runs on the CPU backend only in this version");
+        if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+        setup = std::make_unique<OneBitSetup>(make_onebit_setup(new_groups, new_params, desc_, with_.data.get()));
+        const auto whole = [&](const char *name, int32_t dtype, int64_t numel, uint32_t flags, bool carried) {
+            longer.push_back({name, -1, dtype, flags, numel, nullptr, false, false, carried});
+        };
+        if (setup->compresses) {
+            whole("worker_error", DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL, false);
+            whole("server_error", DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL, false);
+        }
+        whole("schedule", DSOPT_I32, sizeof(ScheduleState) / 4, 0, true);
+        if (setup->rules.algorithm == DSOPT_ZERO_ONE_ADAM)
+            whole("lr_sum", DSOPT_I32, 2 * int64_t(new_groups.size()), 0, true);
+        if (setup->rules.algorithm == DSOPT_ONEBIT_LAMB) {
+            for (const char *name : {"trust_average", "trust_factor", "trust_scaling"})
+                longer.push_back({name, -1, DSOPT_F32, 0, total, nullptr, true});
+            if (desc_.compat != DSOPT_STANDARD && setup->compresses)
+                whole("exp_avg_pad", DSOPT_F32, setup->layout.worker_numel - setup->used[0], 0, false);
+        }
+    } else if (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) {
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "DSOPT_OPTIMIZER_AVERAGES is for the 1-bit family, whose first group comes first");
     }
-    if (std::any_of(new_groups.begin(), new_groups.end(), is_lamb_group))
+    if (with_.scaler) {
+        longer.push_back({"loss_scale", -1, DSOPT_F32, 0, 1, with_.scaler->scale(), false, true});
+        longer.push_back(
+            {"scaler", -1, DSOPT_I32, 0, int64_t(sizeof(ScalerState) / 4), with_.scaler->state(), false, true});
+    }
+    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust))
         longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr, true});
     longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr, true});
     std::vector<Memory> new_memory;
@@ -237,7 +281,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
             return std::strcmp(other.name, entry.name) == 0 && other.data != nullptr;
         });
-        if (old == of_optimizer.end() || !entry.per_param) continue;
+        if (old == of_optimizer.end() || !(entry.per_param || entry.carried)) continue;
         new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
         entry.data = new_memory.back().data();
         context_->backend().clear(entry.data, entry.bytes(), nullptr);
@@ -250,6 +294,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     groups_.swap(new_groups);
     params_.swap(new_params);
     state_.swap(new_state);
+    onebit_ = std::move(setup);
     for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
     workspace_ = Memory();
     state_list_.clear();
@@ -295,6 +340,12 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
         set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
     else if (key == DSOPT_EPS_INSIDE_SQRT)
         set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
+    else if (key == DSOPT_FREEZE_STEP && is_onebit(group.algorithm)) {
+        if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
+            throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
+        group.freeze_step = int64_t(value);
+    } else if (key == DSOPT_FREEZE_STEP)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
     else if (key == DSOPT_ALGORITHM)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
     else
@@ -329,10 +380,13 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    if (key == DSOPT_FREEZE_STEP && group != DSOPT_ALL_GROUPS)
+        throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
     for (size_t i = first; i < last; ++i) check_group(changed_group(groups_[i], key, value));
     for (size_t i = first; i < last; ++i) groups_[i] = changed_group(groups_[i], key, value);
+    if (onebit_) onebit_->rules.freeze_step = groups_[0].freeze_step;
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {
@@ -354,9 +408,12 @@ double Optimizer::get(int32_t group, int32_t key) const {
     case DSOPT_ALGORITHM: return copy.algorithm;
     case DSOPT_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
     case DSOPT_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
+    case DSOPT_FREEZE_STEP:
+        if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
+        return double(copy.freeze_step);
     case DSOPT_MIN_TRUST:
     case DSOPT_MAX_TRUST:
-        if (!is_lamb_group(copy))
+        if (!has_trust(copy))
             throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
     }
     const double *field = field_of(copy, key);
@@ -505,13 +562,17 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
 }
 
 void Optimizer::reset(uint32_t what, void *stream) {
-    constexpr uint32_t known = DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS;
+    constexpr uint32_t known =
+        DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS | DSOPT_RESET_ERRORS;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     const auto part_of = [](const StateEntry &entry) -> uint32_t {
         if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
         if (std::strcmp(entry.name, "grad_accum") == 0) return DSOPT_RESET_GRADS;
+        if (std::strcmp(entry.name, "mask") == 0) return 0; // the caller's
         if (entry.param >= 0) return DSOPT_RESET_MOMENTS;
-        return entry.per_param ? DSOPT_RESET_COUNTERS : 0; // the scaler is its own
+        if (std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0)
+            return DSOPT_RESET_ERRORS;
+        return entry.of_scaler ? 0 : DSOPT_RESET_COUNTERS; // the scaler is its own
     };
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params_)

@@ -2,6 +2,7 @@
 #pragma once
 #include "comm.h"
 #include "context.h"
+#include "onebit.h"
 #include "scaler.h"
 #include "step_plan.h"
 #include "tensor_list.h"
@@ -47,6 +48,8 @@ struct StateEntry {
     int64_t numel;
     void *data;
     bool per_param; // one element a parameter
+    bool of_scaler = false;
+    bool carried = false; // keeps its contents when groups are added
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
 };
@@ -152,6 +155,12 @@ public:
     void apply(const dsopt_step &step) const;
     size_t workspace_bytes() const;
     dsopt_report report() const;
+    int32_t next_reduction(int64_t call) const;
+    /// Into host memory, as what it stands for.
+    void export_entry(const StateEntry &entry, void *host) const;
+    /// After a load: what the original forgets or decides anew there.
+    void forget_like_original();
+    const OneBitSetup *onebit() const { return onebit_.get(); }
 
     static void check_group(const dsopt_group &group);
 
@@ -171,6 +180,9 @@ private:
     Layout layout() const;
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
+    OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange) const;
+    /// Gradients that the engine averages itself become those of copies in `mean`.
+    void average_gradients(const StepPlan &plan, float *mean) const;
     static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
     const dsopt_tensor *find_state(const dsopt_tensor *state, const char *name) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
@@ -192,9 +204,13 @@ private:
     Memory outcome_memory_;                // an Outcome
     HostBuffer mirror_;                    // its copy on the host, where backend memory is not
     std::unique_ptr<StepCache> cache_;
+    std::unique_ptr<OneBitSetup> onebit_; // with a group of the 1-bit family
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };
+
+OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
+                              const dsopt_optimizer_desc &desc, const Comm *data);
 
 } // namespace dsopt

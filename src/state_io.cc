@@ -32,8 +32,13 @@ struct AlgorithmName {
     int32_t algorithm;
     const char *name;
 };
-constexpr AlgorithmName kAlgorithms[] = {
-    {DSOPT_ADAM, "adam"}, {DSOPT_ADAMW, "adamw"}, {DSOPT_LAMB, "lamb"}, {DSOPT_ADAM_LEGACY, "adam_legacy"}};
+constexpr AlgorithmName kAlgorithms[] = {{DSOPT_ADAM, "adam"},
+                                         {DSOPT_ADAMW, "adamw"},
+                                         {DSOPT_LAMB, "lamb"},
+                                         {DSOPT_ADAM_LEGACY, "adam_legacy"},
+                                         {DSOPT_ONEBIT_ADAM, "onebit_adam"},
+                                         {DSOPT_ZERO_ONE_ADAM, "zero_one_adam"},
+                                         {DSOPT_ONEBIT_LAMB, "onebit_lamb"}};
 
 const char *algorithm_name(int32_t algorithm) {
     for (const AlgorithmName &known : kAlgorithms)
@@ -384,7 +389,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     for (size_t i = 0; i < optimizer.state().size(); ++i) {
         const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
-        const bool of_scaler = entry.param < 0 && !entry.per_param;
+        const bool of_scaler = entry.of_scaler;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
@@ -436,6 +441,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (!no_state) optimizer.set_accumulated(accumulated);
     optimizer.restore(std::move(new_groups), no_hyper ? optimizer.desc().max_norm : max_norm,
                       no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
+    if (!no_state) optimizer.forget_like_original();
 }
 
 } // namespace dsopt

@@ -13,7 +13,10 @@ Rule rule_of(const dsopt_group &group) {
     const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
     switch (group.algorithm) {
     case DSOPT_ADAM: return Rule::adam;
-    case DSOPT_ADAMW: return Rule::adamw;
+    case DSOPT_ADAMW:
+    case DSOPT_ONEBIT_ADAM:
+    case DSOPT_ZERO_ONE_ADAM: return Rule::adamw;
+    case DSOPT_ONEBIT_LAMB:
     case DSOPT_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
     }
     return inside ? Rule::legacy_eps_inside : Rule::legacy;
@@ -34,8 +37,8 @@ struct Optimizer::Arguments {
 /// constant. What the host writes comes behind the rest where backend memory is host memory, and in memory of its own
 /// otherwise.
 struct Optimizer::Layout {
-    size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, bytes;
-    size_t jobs, hypers, cost, host_bytes;
+    size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, exchange, mean, bytes;
+    size_t jobs, hypers, cost, onebit, host_bytes;
 };
 
 Optimizer::Layout Optimizer::layout() const {
@@ -56,11 +59,14 @@ Optimizer::Layout Optimizer::layout() const {
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
     l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves)));
+    l.exchange = place(onebit_ && onebit_->compresses ? onebit_->layout.workspace_bytes() : 0);
+    l.mean = place(onebit_ ? size_t(onebit_->mean_numel) * sizeof(float) : 0);
     const size_t shared = at;
     if (!context_->backend().is_host()) at = 0;
     l.jobs = place(count * sizeof(TensorJob));
     l.hypers = place(groups * sizeof(Hyper));
     l.cost = place((count + 1) * sizeof(int64_t));
+    l.onebit = place(onebit_ ? count * sizeof(OneBitJob) : 0);
     l.bytes = context_->backend().is_host() ? at : shared;
     l.host_bytes = at;
     return l;
@@ -167,6 +173,12 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     const bool accumulated = arguments.flags & DSOPT_STEP_ACCUMULATED;
     const bool first_model_rank = !with_.model || with_.model->rank() == 0;
     auto *jobs = host_part(place.jobs, static_cast<TensorJob *>(nullptr));
+    OneBitPlan onebit{};
+    if (onebit_)
+        onebit = plan_onebit(state, host_part(place.onebit, static_cast<OneBitJob *>(nullptr)),
+                             static_cast<char *>(workspace), place.exchange);
+    // Where ranks exchange, an absent gradient is one of zeros: all must send the same.
+    const bool exchanges = onebit_ && (onebit.stage == Stage::exchange || onebit.stage == Stage::sync);
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_tensor *own = state + param.first_state;
@@ -199,7 +211,8 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .copy_type = Dtype(param.dtype),
                    .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
                    // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
-                   .present = grad != nullptr || (wrapped != Wrapper::none && (param.has_master || data != nullptr)),
+                   .present = grad != nullptr || (wrapped != Wrapper::none && (param.has_master || data != nullptr)) ||
+                              (exchanges && onebit.jobs[i].worker >= 0),
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16,
@@ -211,9 +224,18 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
         const dsopt_group &g = groups_[i];
-        hypers[i] = {g.lr,       g.beta1,     g.beta2,     g.eps,      g.weight_decay,
-                     g.max_norm, g.min_trust, g.max_trust, rule_of(g), !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
-                     compat,     {}};
+        hypers[i] = {g.lr,
+                     g.beta1,
+                     g.beta2,
+                     g.eps,
+                     g.weight_decay,
+                     g.max_norm,
+                     g.min_trust,
+                     g.max_trust,
+                     rule_of(g),
+                     !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
+                     compat && !is_onebit(g.algorithm),
+                     {}};
         clips = clips || g.max_norm > 0;
         has_lamb = has_lamb || is_lamb(hypers[i].rule);
     }
@@ -225,6 +247,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     const bool skips = desc_.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
     const dsopt_tensor *trust = find_state(state, "trust_ratio"), *loss_scale = find_state(state, "loss_scale"),
                        *scaler = find_state(state, "scaler");
+    const bool averages = onebit_ && onebit_->mean_numel != 0 && !arguments.initial;
     const StepPlan plan{
         .jobs = jobs,
         .count = int64_t(params_.size()),
@@ -237,6 +260,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
         .has_lamb = has_lamb,
         .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+        .local_gradients = onebit_ && onebit.stage != Stage::full && onebit.stage != Stage::dry,
         .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
         .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
         .lr = step.lr,
@@ -250,6 +274,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                      ? CommSet{}
                      : CommSet{with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size())},
         .step = static_cast<int32_t *>(find_state(state, "step")->data),
+        .onebit = onebit_ ? &onebit : nullptr,
         .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
         .report = step.report,
         .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->data()) : nullptr,
@@ -267,7 +292,16 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .parallel = arguments.parallel,
         .chunk = context_->chunk()};
     if (context_->checks_pointers()) check_pointers(plan);
+    if (averages) average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)));
     context_->backend().step(plan);
+    if (averages && (arguments.flags & DSOPT_STEP_ZERO_GRADS)) {
+        const dsopt_tensor *list = step.grads;
+        for (size_t i = 0; i < params_.size(); ++i) // the step has seen copies of these
+            if (onebit_->mean[i] >= 0)
+                context_->backend().zero(accumulated ? state + params_[i].first_state + params_[i].has_master + 2
+                                                     : list + i,
+                                         1, arguments.parallel, step.stream);
+    }
 }
 
 void Optimizer::check_pointers(const StepPlan &plan) const {

@@ -54,6 +54,7 @@ struct Outcome {
 
 class Comm;
 class StepCache;
+struct OneBitPlan;
 
 /// Ranks that agree; NULL = one rank.
 struct CommSet {
@@ -76,6 +77,7 @@ struct StepPlan {
     bool report_norms;
     bool has_lamb;
     bool timing;
+    bool local_gradients; // the data ranks' differ: their norms go together
     double max_norm;
     float max_value;                           // INFINITY = off
     const float *lr, *grad_scale, *grad_norms; // device scalars or NULL
@@ -84,10 +86,11 @@ struct StepPlan {
     ScalerState *scaler;
     ScalerRules scaler_rules;
     CommSet comms;
-    int32_t *step;      // one counter a tensor
-    float *trust_ratio; // one a tensor, or NULL
-    float *report;      // or NULL
-    Outcome *outcome;   // or NULL
+    int32_t *step;            // one counter a tensor
+    const OneBitPlan *onebit; // of the 1-bit family, or NULL
+    float *trust_ratio;       // one a tensor, or NULL
+    float *report;            // or NULL
+    Outcome *outcome;         // or NULL
     // Workspace, sized by Optimizer::layout().
     Scalars *scalars;        // one a tensor
     double *divisors;        // one a group

@@ -2,13 +2,16 @@
 #include "backend.h"
 #include "comm.h"
 #include "cpu/compress_cpu.h"
+#include "cpu/cut.h"
 #include "cpu/kernels.h"
+#include "cpu/onebit_cpu.h"
 #include "rules/decide.h"
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <sys/mman.h>
 #include <vector>
 #if defined(__x86_64__)
@@ -18,7 +21,9 @@
 namespace dsopt {
 namespace {
 
+using cpu::Cut;
 using cpu::Kernels;
+using cpu::ListCut;
 using cpu::Span;
 
 const Kernels &choose_kernels() {
@@ -44,81 +49,6 @@ const cpu::OneBitKernels &choose_onebit_kernels(const Kernels &chosen) {
     (void)chosen;
     return cpu::onebit_generic;
 }
-
-/// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
-/// the number of parts alone, so nothing has to be handed out while it runs.
-class Cut {
-public:
-    /// bytes(i): how many an element of tensor i moves. `ruler` has room for count + 1.
-    template <class Bytes, class Numel>
-    Cut(int64_t count, int64_t *ruler, int64_t chunk, const Parallel &parallel, const Bytes &bytes,
-        const Numel &numel) :
-        count_(count),
-        ruler_(ruler),
-        chunk_(chunk),
-        parallel_(parallel) {
-        ruler[0] = 0;
-        for (int64_t i = 0; i < count; ++i) ruler[i + 1] = ruler[i] + numel(i) * bytes(i);
-        // A part below 256 KiB is done before another thread has woken up.
-        parts_ = std::clamp<int64_t>(ruler[count] >> 18, 1, parallel.threads);
-    }
-
-    /// visit(tensor, begin, end) for every piece, on all threads.
-    template <class Numel, class Visit> void run(const Numel &numel, const Visit &visit) const {
-        parallel_.run(parts_, [&](int64_t part) {
-            const DefaultFloatEnvironment environment;
-            const Position first = position(part, numel), last = position(part + 1, numel);
-            for (int64_t i = first.tensor; i < count_ && i <= last.tensor; ++i) {
-                const int64_t begin = i == first.tensor ? first.element : 0;
-                const int64_t end = i == last.tensor ? last.element : numel(i);
-                if (begin < end) visit(i, begin, end);
-            }
-        });
-    }
-
-    int64_t bytes() const { return ruler_[count_]; }
-
-private:
-    struct Position {
-        int64_t tensor, element;
-    };
-    template <class Numel> Position position(int64_t part, const Numel &numel) const {
-        if (part == parts_) return {count_, 0};
-        const int64_t at = int64_t(__int128(ruler_[count_]) * part / parts_);
-        const int64_t tensor = std::upper_bound(ruler_, ruler_ + count_, at) - ruler_ - 1;
-        if (tensor < 0 || numel(tensor) == 0) return {std::max<int64_t>(tensor, 0), 0};
-        const int64_t element = (at - ruler_[tensor]) / ((ruler_[tensor + 1] - ruler_[tensor]) / numel(tensor));
-        return {tensor, element / chunk_ * chunk_};
-    }
-    int64_t count_;
-    const int64_t *ruler_;
-    int64_t chunk_;
-    const Parallel &parallel_;
-    int64_t parts_;
-};
-
-/// Cut of a plain list. Passed over: entries without data.
-class ListCut {
-public:
-    ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        list_(list),
-        long_ruler_(count < kShort ? 0 : size_t(count) + 1),
-        cut_(
-            count, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel,
-            [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
-            [&](int64_t i) { return list[i].data != nullptr ? list[i].numel : 0; }) {}
-    template <class Visit> void run(const Visit &visit) const {
-        cut_.run([&](int64_t i) { return list_[i].data != nullptr ? list_[i].numel : 0; }, visit);
-    }
-
-private:
-    static constexpr int64_t kShort =
-        32; // such a list needs no memory, so what works on it cannot fail for want of any
-    const dsopt_tensor *list_;
-    int64_t short_ruler_[kShort];
-    std::vector<int64_t> long_ruler_;
-    Cut cut_;
-};
 
 /// Time between two marks goes to a phase of the report.
 class Stopwatch {
@@ -309,6 +239,8 @@ void CpuBackend::step(const StepPlan &plan) const {
             for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
             advance_group(plan, group, begin, end);
         }
+    if (plan.onebit != nullptr && plan.onebit->stage == Stage::dry) // moments of groups that are not frozen do move
+        for (int64_t i = 0; i < plan.count; ++i) plan.scalars[i].lr = 0;
     watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
     // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights
@@ -327,12 +259,17 @@ void CpuBackend::step(const StepPlan &plan) const {
                     .step = plan.step[i],
                     .streaming = streaming};
     };
+    std::optional<cpu::OneBitStep> onebit;
+    if (plan.onebit != nullptr) onebit.emplace(plan, kernels_, onebit_);
     cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
         const TensorJob &job = plan.jobs[i];
         const Rule rule = plan.groups[job.group].rule;
         const Span span = span_of(i, begin, end);
-        if (!taken || !job.present)
+        const bool elsewhere = onebit && onebit->owns(i);
+        if (!taken || !job.present || (elsewhere && plan.onebit->stage == Stage::dry))
             kernels_.unchanged(span);
+        else if (elsewhere)
+            return;
         else if (is_lamb(rule))
             kernels_.lamb_moments(rule, span);
         else
@@ -342,15 +279,18 @@ void CpuBackend::step(const StepPlan &plan) const {
         for (int64_t i = 0; i < plan.count; ++i) {
             const TensorJob &job = plan.jobs[i];
             const Hyper &hyper = plan.groups[job.group];
-            if (job.present && is_lamb(hyper.rule))
+            if (job.present && is_lamb(hyper.rule) && !(onebit && onebit->owns(i)))
                 plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job),
                                                   hyper.min_trust, hyper.max_trust);
         }
         cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
             const Rule rule = plan.groups[plan.jobs[i].group].rule;
-            if (plan.jobs[i].present && is_lamb(rule)) kernels_.lamb_weights(rule, span_of(i, begin, end));
+            if (plan.jobs[i].present && is_lamb(rule) && !(onebit && onebit->owns(i)))
+                kernels_.lamb_weights(rule, span_of(i, begin, end));
         });
     }
+    if (onebit && taken) onebit->run(cut, span_of);
+    if (onebit) onebit->end(taken);
     if (taken && plan.report_norms) fold_updates(plan, outcome);
     watch.mark(DSOPT_MS_BASIC_STEP);
     if (plan.report != nullptr) write_report(plan, outcome, plan.report);

@@ -194,6 +194,62 @@ void finish(const OneBitSpan &one) {
     if (span.streaming) fence_streaming();
 }
 
+void lamb_mean(const OneBitSpan &one, double *factors) {
+    const Span &span = *one.span;
+    const TensorJob &job = *span.job;
+    const Scalars s = *span.scalars;
+    Tile t;
+    Buffer y, without, with;
+    for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
+        const int64_t stop = least(leaf + kLeaf, span.end);
+        LeafSum sum_without, sum_with;
+        float largest = 0;
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            t.open_all(one, i, n, false);
+            if (one.mean.rows != nullptr)
+                mean(one.mean, one.worker + i, n, y.at);
+            else
+                feed_tile(one, t, n, y.at);
+            for (int64_t k = 0; k < n; ++k) {
+                const LambUpdate u = lamb_take_mean(s, one.one, y.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f,
+                                                    t.p[k], t.m[k], t.v[k], one.fresh[i + k]);
+                without.at[k] = u.without_decay;
+                with.at[k] = u.update;
+                largest = u.factor > largest || u.factor != u.factor ? u.factor : largest;
+            }
+            sum_without.add(without.at, n);
+            sum_with.add(with.at, n);
+            close(t.m, job.m, job.state_type, i, n);
+        }
+        const int64_t index = job.first_leaf + leaf / kLeaf;
+        span.sums_a[index] = sum_without.fold();
+        span.sums_b[index] = sum_with.fold();
+        factors[index] = double(largest);
+    }
+}
+
+void lamb_weights(const OneBitSpan &one) {
+    const Span &span = *one.span;
+    const TensorJob &job = *span.job;
+    const Scalars s = *span.scalars;
+    const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
+    Tile t;
+    Buffer old;
+    for (int64_t i = span.begin; i < span.end; i += kTile) {
+        const int64_t n = least(kTile, span.end - i);
+        t.open_all(one, i, n, keep);
+        if (needs_old) widen(t.p, old.at, n, F32{});
+        const float lr = s.lr * span.trust;
+        for (int64_t k = 0; k < n; ++k) t.p[k] = t.p[k] - lr * frozen_update(s, t.p[k], t.m[k], t.v[k]);
+        settle(span, t.p, i, n);
+        if (needs_old) subtract(t.p, old.at, n);
+        if (!keep) close(t.p, job.weight, job.weight_type, i, n);
+        publish(span, t.p, old.at, i, n);
+    }
+    if (span.streaming) fence_streaming();
+}
+
 void local(const OneBitSpan &one) {
     const Span &span = *one.span;
     const TensorJob &job = *span.job;
@@ -214,6 +270,7 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN_(a, b) a##b
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
-const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, pack, serve, mean, errors, feed, finish, local};
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, pack,   serve,     mean,         errors,
+                                                      feed,      finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

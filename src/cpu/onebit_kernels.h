@@ -25,6 +25,7 @@ struct OneBitSpan {
     float scale;       // of the kept sums
     float *drift;      // 0/1 Adam, or NULL
     const float *mask; // or NULL
+    float *fresh;      // 1-bit LAMB
     MeanView mean;
 };
 
@@ -40,6 +41,10 @@ struct OneBitKernels {
     void (*errors)(const float *kept, float scale, int64_t n, float *errors);
     void (*feed)(const OneBitSpan &span);
     void (*finish)(const OneBitSpan &span);
+    /// 1-bit LAMB: moments and, a leaf each, sums of squares of the update without and with decay (in span->sums_a and
+    /// sums_b) and the largest factor; then the weights.
+    void (*lamb_mean)(const OneBitSpan &span, double *factors);
+    void (*lamb_weights)(const OneBitSpan &span);
     /// 0/1 Adam between exchanges.
     void (*local)(const OneBitSpan &span);
 };

@@ -19,10 +19,10 @@ enum class Feed : uint8_t {
 };
 /// What becomes of the mean.
 struct OneBitScalars {
-    float scaling;     // 1-bit LAMB: brings momenta of all tensors to the same size
-    float lr_sum;      // 0/1 Adam: learning rates since ranks last agreed
-    bool drops;        // 0/1 Adam of the original on one rank: the momentum does not see the gradient
-    bool anchored;     // `drift` holds the common weights themselves, not the distance to them
+    float scaling; // 1-bit LAMB: brings momenta of all tensors to the same size
+    float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
+    bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
+    bool anchored; // `drift` holds the common weights themselves, not the distance to them
 };
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
@@ -57,6 +57,22 @@ DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, flo
     else
         m = y;
     p = p + -s.lr * frozen_update(s, p, m, v);
+}
+
+/// 1-bit LAMB after the exchange: the momentum, the variance as it would have gone on, and the update, of which norms
+/// are taken. `factor` is how much smaller that variance would have made a step.
+struct LambUpdate {
+    float without_decay, update, factor;
+};
+DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, float y, float mask, float p, float &m,
+                                   float v, float &fresh) {
+    const float old = m;
+    m = y / o.scaling * mask;
+    const float gradient = (m - old * s.beta1) / s.a1;
+    fresh = s.beta2 * fresh + (s.a2 * gradient) * gradient;
+    const float denominator = sqrtf(v) + s.eps;
+    const float without_decay = m / denominator;
+    return {without_decay, s.wd > 0 ? without_decay + s.wd * p : without_decay, denominator / (sqrtf(fresh) + s.eps)};
 }
 
 /// 0/1 Adam between exchanges: a step by this rank alone.

@@ -16,6 +16,9 @@ struct Case {
 void replay_fused_adam(const Case &recorded);
 void replay_fused_lamb(const Case &recorded);
 void replay_compressed_allreduce(const Case &recorded);
+void replay_onebit_adam(const Case &recorded);
+void replay_zero_one_adam(const Case &recorded);
+void replay_onebit_lamb(const Case &recorded);
 void replay_dynamic_loss_scaler(const Case &recorded);
 void replay_fp16_scale_rule(const Case &recorded);
 void replay_fp16_optimizer(const Case &recorded);

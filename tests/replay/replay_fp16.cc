@@ -4,6 +4,7 @@
 #include "engine.h"
 #include "layout.h"
 #include "loss_scale.h"
+#include "onebit_record.h"
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -13,13 +14,14 @@ namespace {
 
 /// An optimizer that the wrappers are put around.
 struct Inner {
-    const char *name;                                   ///< as in the metadata
-    dsopt_group (*group)(Layout &layout, size_t index); ///< NULL: the engine has none such yet
-    bool has_trust_ratios;                              ///< one a tensor
+    const char *name; ///< as in the metadata
+    dsopt_group (*group)(Layout &layout, size_t index);
+    bool has_trust_ratios; ///< one a tensor
 };
 constexpr Inner inners[] = {
-    {"fused_adam", adam_group, false}, {"fused_lamb", lamb_group, true}, {"onebit_adam", nullptr, false},
-    {"zero_one_adam", nullptr, false}, {"onebit_lamb", nullptr, true},
+    {"fused_adam", adam_group, false},         {"fused_lamb", lamb_group, true},
+    {"onebit_adam", onebit_adam_group, false}, {"zero_one_adam", zero_one_adam_group, false},
+    {"onebit_lamb", onebit_lamb_group, true},
 };
 
 /// What the metadata say, the same on every rank.
@@ -28,6 +30,7 @@ struct Setup {
 
     Layout layout;
     const Inner *inner;
+    bool onebit;
     bool flat; ///< a master a group instead of one a parameter
     int64_t steps, ranks;
     int32_t dtype = 0;
@@ -43,7 +46,6 @@ const Inner *read_inner(GoldenFile &file) {
     const std::string &name = file.text("inner");
     for (const Inner &inner : inners) {
         if (name != inner.name) continue;
-        if (inner.group == nullptr) fail("metadata inner: the engine has no '%s' yet", inner.name);
         return &inner;
     }
     fail("metadata inner: '%s' is not known to this program", name.c_str());
@@ -53,9 +55,7 @@ Setup::Setup(GoldenFile &file) :
     layout(file),
     inner(read_inner(file)),
     steps(read_steps(file)),
-    ranks(file.integer("world_size")) {
-    if (ranks != 1)
-        fail("metadata world_size: the engine has this inner optimizer on one rank only, not %lld", (long long)ranks);
+    ranks(read_ranks(file)) {
     if (file.text("dry_run_call") != "constructor")
         fail("metadata dry_run_call: the wrappers' constructor makes it, not '%s'", file.text("dry_run_call").c_str());
     file.ignore("min_sign_margin");
@@ -72,6 +72,8 @@ Setup::Setup(GoldenFile &file) :
     max_norm = layout.common("clip_grad");
     read_scaler(file, wrapper);
     for (size_t g = 0; g < layout.group_count(); ++g) groups.push_back(inner->group(layout, g));
+    onebit = is_onebit(groups[0].algorithm);
+    if (!onebit && ranks != 1) fail("metadata world_size: %s has one rank, not %lld", inner->name, (long long)ranks);
     layout.finish();
 }
 
@@ -100,12 +102,13 @@ struct State {
 
 class Rank {
 public:
-    Rank(const Case &recorded, const Setup &setup, int64_t rank) :
+    Rank(const Case &recorded, Setup &setup, Wire &wire, int64_t rank) :
         file_(recorded.file),
         comparison_(recorded.comparison),
         setup_(setup),
         rank_(rank),
         engine_(recorded.backend),
+        comm_(engine_, wire, rank),
         scaler_(make_scaler()),
         optimizer_(engine_, make_desc()),
         scale_(file_, comparison_, rank, setup.steps) {
@@ -113,7 +116,13 @@ public:
         add_states();
         const int64_t steps = setup_.steps, count = setup_.layout.param_count();
         lr_ = &comparison_.input(file_.name_of("lr", rank_), DSOPT_F64, {steps});
-        (void)comparison_.input("grads_averaged", DSOPT_U8, {steps}); // gradients are recorded as they came out of it
+        if (setup_.onebit) {
+            record_ = std::make_unique<OneBitRecord>(file_, comparison_, setup.layout, setup_.groups, setup_.flat, wire,
+                                                     rank, steps);
+            record_->prepare(optimizer_);
+        } else { // gradients are recorded as they came out of it
+            (void)comparison_.input("grads_averaged", DSOPT_U8, {steps});
+        }
         if (file_.find("grad_present") != nullptr)
             present_ = &comparison_.input("grad_present", DSOPT_U8, {steps, count});
         overflow_ = &scalar("overflow");
@@ -148,6 +157,7 @@ public:
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
         step.count = int64_t(grads.size());
+        if (record_) record_->before();
         optimizer_.step(step);
     }
 
@@ -173,6 +183,7 @@ public:
         if (other != steps.end())
             fail("step %lld: the engine's counters are %g and %g", (long long)t, steps[0], *other);
         comparison_.row(*step_, t, {steps[0]});
+        if (record_) record_->compare(t, optimizer_, false);
         if (coeff_ != nullptr) comparison_.row(*coeff_, t, optimizer_.state_values(coeff_state_));
     }
 
@@ -187,6 +198,7 @@ private:
         desc.masters = setup_.flat ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
         desc.max_norm = setup_.max_norm;
         if (scaler_) desc.scaler = scaler_->get();
+        if (setup_.onebit) desc.data = comm_.get();
         return desc;
     }
 
@@ -271,11 +283,13 @@ private:
     const Setup &setup_;
     int64_t rank_;
     Engine engine_;
+    Comm comm_;
     std::optional<Scaler> scaler_;
     std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
     Optimizer optimizer_;
     std::vector<State> states_;
     ScaleRecord scale_;
+    std::unique_ptr<OneBitRecord> record_;
     double used_ = 1, last_norm_ = 0;
     int64_t step_state_ = 0, coeff_state_ = 0;
     const Tensor *lr_ = nullptr, *present_ = nullptr, *overflow_ = nullptr, *scale_used_ = nullptr;
@@ -285,12 +299,13 @@ private:
 } // namespace
 
 void replay_fp16_optimizer(const Case &recorded) {
-    const Setup setup(recorded.file);
+    Setup setup(recorded.file);
+    Wire wire(setup.ranks);
     std::vector<std::unique_ptr<Rank>> ranks;
-    for (int64_t r = 0; r < setup.ranks; ++r) ranks.push_back(std::make_unique<Rank>(recorded, setup, r));
+    for (int64_t r = 0; r < setup.ranks; ++r) ranks.push_back(std::make_unique<Rank>(recorded, setup, wire, r));
     for (const auto &rank : ranks) rank->compare_start();
     for (int64_t t = 0; t < setup.steps; ++t) {
-        for (const auto &rank : ranks) rank->step(t);
+        wire.on_all([&](int64_t r) { ranks[size_t(r)]->step(t); });
         for (const auto &rank : ranks) rank->compare(t);
     }
 }

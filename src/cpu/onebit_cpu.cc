@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/onebit_cpu.h"
+#include "cpu/compress_cpu.h"
+#include "rules/decide.h"
+#include <cmath>
+#include <cstring>
+
+namespace dsopt::cpu {
+namespace {
+
+double read_double(const int32_t *words) {
+    double value;
+    std::memcpy(&value, words, sizeof value); // state that a caller owns is aligned to its I32 only
+    return value;
+}
+void write_double(int32_t *words, double value) { std::memcpy(words, &value, sizeof value); }
+
+} // namespace
+
+template <class Visit> void OneBitStep::for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit) {
+    cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
+            [&](int64_t i, int64_t begin, int64_t end) {
+                if (!owns(i) || !plan_.jobs[i].present) return;
+                const Span span = span_of(i, begin, end);
+                visit(onebit_span(i, span));
+            });
+}
+
+OneBitSpan OneBitStep::onebit_span(int64_t i, const Span &span) const {
+    const OneBitJob &job = one_.jobs[i];
+    const int32_t group = plan_.jobs[i].group;
+    OneBitSpan result{};
+    result.span = &span;
+    result.feed = feed_;
+    result.one = {.scaling = one_.scaling != nullptr && one_.compat ? one_.scaling[i] : 1.0f,
+                  .lr_sum = one_.lr_sum != nullptr ? float(read_double(one_.lr_sum + 2 * group)) : 0.0f,
+                  .drops = one_.compat && !one_.setup->compresses && feed_ == Feed::gradient,
+                  .anchored = !one_.compat};
+    result.drift = job.drift;
+    result.fresh = job.fresh;
+    result.mask = job.mask;
+    if (job.worker < 0) return result; // one rank
+    result.worker = job.worker;
+    result.kept = one_.exchange.worker;
+    result.scale = one_.exchange.worker_scales()[job.part];
+    result.mean = view_of(one_.exchange, job.part);
+    return result;
+}
+
+/// Own values to the kept sums, bits to all, and back.
+void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
+    const bool compresses = one_.setup->compresses;
+    if (compresses || feed_ == Feed::distance) for_own(cut, span_of, onebit_.feed);
+    if (!compresses) return;
+    const auto &parts = one_.setup->layout.parts;
+    for (size_t k = 0; k < parts.size(); ++k) {
+        const int64_t used = one_.setup->used[k], rest = parts[k].numel - used;
+        if (rest > 0)
+            onebit_.add_error(one_.padding, one_.exchange.worker + parts[k].begin + used,
+                              one_.exchange.worker_scales()[k], rest);
+    }
+    exchange(*one_.context, *one_.comm, one_.exchange, plan_.parallel, plan_.stream);
+    if (one_.padding != nullptr)
+        onebit_.mean(view_of(one_.exchange, 0), parts[0].begin + one_.setup->used[0],
+                     parts[0].numel - one_.setup->used[0], one_.padding);
+}
+
+void OneBitStep::run(const Cut &cut, const SpanOf &span_of) {
+    const int32_t algorithm = one_.setup->rules.algorithm;
+    if (one_.trust_factor != nullptr)
+        for (int64_t i = 0; i < plan_.count; ++i)
+            if (one_.trust_factor[i] == 0) one_.trust_factor[i] = 1;
+    if (one_.stage == Stage::dry) return;
+    if (one_.stage == Stage::full) {
+        if (algorithm == DSOPT_ONEBIT_LAMB) average_trust();
+        return;
+    }
+    if (algorithm == DSOPT_ONEBIT_LAMB) return lamb(cut, span_of);
+    if (algorithm == DSOPT_ZERO_ONE_ADAM) feed_ = one_.stage == Stage::exchange ? Feed::gradient : Feed::distance;
+    if (one_.stage == Stage::local || one_.stage == Stage::sync)
+        for (int64_t g = 0; g < plan_.group_count; ++g) {
+            const double lr = plan_.lr != nullptr ? double(plan_.lr[g]) : plan_.groups[g].lr;
+            write_double(one_.lr_sum + 2 * g, read_double(one_.lr_sum + 2 * g) + lr);
+        }
+    if (one_.stage == Stage::local) return for_own(cut, span_of, onebit_.local);
+    send(cut, span_of);
+    for_own(cut, span_of, onebit_.finish);
+    if (one_.stage == Stage::sync)
+        for (int64_t g = 0; g < plan_.group_count; ++g) write_double(one_.lr_sum + 2 * g, 0);
+}
+
+/// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
+/// count; here the mean of k ratios is divided by 1 - beta^k when it is used.
+void OneBitStep::average_trust() {
+    for (int64_t i = 0; i < plan_.count; ++i) {
+        if (!plan_.jobs[i].present || !is_lamb(plan_.groups[plan_.jobs[i].group].rule)) continue;
+        const double ratio = plan_.trust_ratio[i];
+        if (one_.compat && ratio == 1) continue;
+        one_.trust_average[i] = float(one_.trust_beta * one_.trust_average[i] + (1 - one_.trust_beta) * ratio);
+    }
+}
+
+void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
+    feed_ = Feed::scaled;
+    if (one_.compat && one_.scaling[0] == 0) {
+        // The original has one scale for everything, so momenta are first brought to the same size.
+        double mean = 0;
+        cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
+                [&](int64_t i, int64_t begin, int64_t end) {
+                    const TensorJob &job = plan_.jobs[i];
+                    kernels_.squares(job.m, job.state_type, begin, end, plan_.sums_a, job.first_leaf + begin / kLeaf);
+                });
+        for (int64_t i = 0; i < plan_.count; ++i) {
+            const TensorJob &job = plan_.jobs[i];
+            one_.scaling[i] =
+                job.numel == 0 ? 0.0f : float(std::sqrt(fold_leaves(plan_.sums_a, job)) / std::sqrt(double(job.numel)));
+            mean += double(one_.scaling[i]) / double(plan_.count);
+        }
+        for (int64_t i = 0; i < plan_.count; ++i)
+            one_.scaling[i] = one_.scaling[i] > 0 ? float(mean / double(one_.scaling[i])) : 1.0f;
+    }
+    send(cut, span_of);
+    auto *const factors = reinterpret_cast<double *>(plan_.bad);
+    for_own(cut, span_of, [&](const OneBitSpan &one) { onebit_.lamb_mean(one, factors); });
+    for (int64_t i = 0; i < plan_.count; ++i) {
+        const TensorJob &job = plan_.jobs[i];
+        if (!owns(i) || !job.present) continue;
+        double factor = 0;
+        for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf)
+            factor = factors[leaf] > factor || std::isnan(factors[leaf]) ? factors[leaf] : factor;
+        if (plan_.groups[job.group].weight_decay > 0) {
+            const double update = std::sqrt(fold_leaves(plan_.sums_b, job));
+            const double ratio = std::fmin(1.0, std::sqrt(fold_leaves(plan_.sums_a, job)) / update);
+            factor = factor * ratio + (1 - ratio);
+        }
+        const double last = one_.trust_factor[i];
+        factor = std::fmax(std::fmin(factor, one_.trust_max_change), one_.trust_min_change);
+        factor = std::fmin(factor, last * (1 + one_.trust_threshold));
+        factor = std::fmax(factor, last * (1 - one_.trust_threshold));
+        one_.trust_factor[i] = float(factor);
+        double average = one_.trust_average[i];
+        if (!one_.compat) { // every tensor has been through all full steps
+            const double begun = 1 - std::pow(one_.trust_beta, double(one_.setup->rules.freeze_step));
+            average = begun > 0 ? average / begun : average;
+        }
+        plan_.trust_ratio[i] = float(average * factor);
+    }
+    for_own(cut, span_of, onebit_.lamb_weights);
+}
+
+void OneBitStep::end(bool taken) {
+    if (!taken && one_.compat) return; // the original never hears of a skipped step
+    const bool copies = one_.setup->rules.algorithm == DSOPT_ONEBIT_LAMB;
+    if (!advance_schedule(one_.setup->rules, *one_.schedule)) return;
+    const bool late = one_.compat && one_.schedule->step != one_.setup->rules.freeze_step;
+    for (int64_t i = 0; i < plan_.count; ++i) {
+        const TensorJob &job = plan_.jobs[i];
+        const auto bytes = size_t(job.numel) * sizeof(float);
+        if (bytes == 0) continue;
+        if (copies && one_.jobs[i].fresh != nullptr && !late) std::memcpy(one_.jobs[i].fresh, job.v, bytes);
+        if (one_.jobs[i].drift != nullptr && !one_.compat) std::memcpy(one_.jobs[i].drift, job.weight, bytes);
+    }
+    if (!one_.setup->compresses) return;
+    const CompressLayout &layout = one_.setup->layout;
+    std::memset(one_.exchange.worker, 0, size_t(layout.worker_floats()) * sizeof(float));
+    std::memset(one_.exchange.server, 0, size_t(layout.server_floats()) * sizeof(float));
+}
+
+} // namespace dsopt::cpu

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps of the 1-bit family on the CPU, beside those of backend_cpu.cc.
+#pragma once
+#include "cpu/cut.h"
+#include "cpu/onebit_kernels.h"
+#include "onebit.h"
+#include <functional>
+
+namespace dsopt::cpu {
+
+class OneBitStep {
+public:
+    /// span_of(i, begin, end) as backend_cpu.cc has it.
+    using SpanOf = std::function<Span(int64_t, int64_t, int64_t)>;
+    OneBitStep(const StepPlan &plan, const Kernels &kernels, const OneBitKernels &onebit) :
+        plan_(plan),
+        one_(*plan.onebit),
+        kernels_(kernels),
+        onebit_(onebit) {}
+
+    /// True for tensors that the ordinary sweep leaves to this class.
+    bool owns(int64_t i) const {
+        return one_.stage != Stage::full && !(one_.stage == Stage::dry && one_.jobs[i].averaged) &&
+               !((one_.stage == Stage::exchange || one_.stage == Stage::local || one_.stage == Stage::sync) &&
+                 one_.jobs[i].averaged);
+    }
+    /// Everything else of a step that is taken.
+    void run(const Cut &cut, const SpanOf &span_of);
+    /// What every step ends with, also one that is skipped.
+    void end(bool taken);
+
+private:
+    template <class Visit> void for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit);
+    void exchange_and(const Cut &cut, const SpanOf &span_of);
+    void lamb(const Cut &cut, const SpanOf &span_of);
+    void send(const Cut &cut, const SpanOf &span_of);
+    OneBitSpan onebit_span(int64_t i, const Span &span) const;
+    void average_trust();
+
+    const StepPlan &plan_;
+    const OneBitPlan &one_;
+    const Kernels &kernels_;
+    const OneBitKernels &onebit_;
+    Feed feed_ = Feed::momentum;
+};
+
+} // namespace dsopt::cpu

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// Optimizer's part for the 1-bit family: groups, layout of the exchange, what a step needs.
+#include "onebit.h"
+#include "backend.h"
+#include "comm.h"
+#include "optimizer.h"
+#include <cmath>
+#include <cstring>
+
+namespace dsopt {
+namespace {
+
+void need(bool good, const char *field, double value, const char *range) {
+    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
+}
+
+} // namespace
+
+void set_onebit_defaults(dsopt_group &group) {
+    if (!is_onebit(group.algorithm)) return;
+    group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+    group.freeze_step = 100000;
+    if (group.algorithm == DSOPT_ZERO_ONE_ADAM) {
+        group.var_interval_steps = 16;
+        group.local_interval_steps = 32678; // sic: the original's number, probably meant to be 2^15
+        group.max_local_interval = 16;
+    } else if (group.algorithm == DSOPT_ONEBIT_LAMB) {
+        group.trust_beta = 0.9;
+        group.trust_threshold = 0.1;
+        group.trust_min_change = 0.5;
+        group.trust_max_change = 4;
+    }
+}
+
+void check_onebit_group(const dsopt_group &g) {
+    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ZERO_ONE_ADAM;
+    const bool lamb = g.algorithm == DSOPT_ONEBIT_LAMB;
+    if (onebit && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction: set NO_BIAS_CORRECTION");
+    if (onebit && (g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in the 1-bit family");
+    if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ONEBIT_ADAM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "non_freeze has an effect in 1-bit Adam only");
+    const struct {
+        const char *name;
+        int64_t value;
+        bool used;
+    } counts[] = {{"freeze_step", g.freeze_step, onebit},
+                  {"var_interval_steps", g.var_interval_steps, zero_one},
+                  {"local_interval_steps", g.local_interval_steps, zero_one},
+                  {"max_local_interval", g.max_local_interval, zero_one}};
+    for (const auto &count : counts) {
+        if (!count.used && count.value != 0)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
+        if (count.used)
+            need(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
+    }
+    if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
+    if (!lamb) return;
+    need(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
+    need(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
+    need(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
+         "finite and not negative");
+    need(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
+         "in [0, trust_max_change]");
+}
+
+ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
+    return {group.algorithm,          group.freeze_step,
+            group.var_interval_steps, group.local_interval_steps,
+            group.max_local_interval, compat};
+}
+
+OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
+                              const dsopt_optimizer_desc &desc, const Comm *data) {
+    const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
+    OneBitSetup setup;
+    const dsopt_group *first = nullptr;
+    for (const dsopt_group &group : groups) {
+        if (!is_onebit(group.algorithm)) continue;
+        if (first == nullptr) first = &group;
+        if (group.algorithm != first->algorithm)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
+        const ScheduleRules rules = schedule_rules(group, compat), others = schedule_rules(*first, compat);
+        if (rules.freeze_step != others.freeze_step || rules.var_interval_steps != others.var_interval_steps ||
+            rules.local_interval_steps != others.local_interval_steps ||
+            rules.max_local_interval != others.max_local_interval)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        "freeze_step and the intervals must be the same in all groups of the 1-bit family");
+    }
+    if (first == nullptr) return setup;
+    setup.rules = schedule_rules(*first, compat);
+    const int ranks = data != nullptr ? data->ranks() : 1, rank = data != nullptr ? data->rank() : 0;
+    setup.compresses = ranks > 1;
+    if (setup.compresses && !data->exchanges())
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "the data comm has no all_to_all or no all_gather, which the 1-bit family needs");
+    const bool lamb = first->algorithm == DSOPT_ONEBIT_LAMB;
+    const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
+    std::vector<int64_t> numels; // of parts
+    int32_t group = -1;
+    for (const Param &param : params) {
+        const dsopt_group &g = groups[size_t(param.group)];
+        const bool goes = is_onebit(g.algorithm) && !(g.flags & DSOPT_GROUP_NON_FREEZE);
+        if (!goes && compat && !is_onebit(g.algorithm))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
+        setup.mean.push_back(-1);
+        if (setup.compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
+            setup.mean.back() = setup.mean_numel;
+            setup.mean_numel += param.numel;
+        }
+        if (!goes || !setup.compresses) {
+            setup.worker.push_back(-1);
+            setup.part.push_back(0);
+            continue;
+        }
+        // The original compresses what its optimizer sees as a tensor: the flat master of a group, in LAMB everything.
+        const bool joins = compat && !numels.empty() && (lamb || (masters && param.has_master && param.group == group));
+        group = param.group;
+        if (!joins) {
+            numels.push_back(0);
+            setup.used.push_back(0);
+        }
+        setup.part.push_back(int32_t(numels.size()) - 1);
+        setup.worker.push_back(numels.back()); // within the part; its place is added below
+        numels.back() += param.numel;
+        setup.used.back() += param.numel;
+    }
+    if (setup.compresses)
+        setup.layout =
+            compat ? CompressLayout::padded(ranks, rank, numels) : CompressLayout::bucket(ranks, rank, numels);
+    for (size_t i = 0; i < params.size(); ++i)
+        if (setup.worker[i] >= 0) setup.worker[i] += setup.layout.parts[size_t(setup.part[i])].begin;
+    return setup;
+}
+
+int32_t reduction_of(Stage stage) {
+    switch (stage) {
+    case Stage::dry:
+    case Stage::full: return DSOPT_REDUCE_FULL;
+    case Stage::exchange:
+    case Stage::sync: return DSOPT_REDUCE_COMPRESSED;
+    case Stage::local: break;
+    }
+    return DSOPT_REDUCE_LOCAL;
+}
+
+OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange) const {
+    const OneBitSetup &setup = *onebit_;
+    const auto find = [&]<class T>(const char *name, T *) {
+        const dsopt_tensor *tensor = find_state(state, name);
+        return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
+    };
+    auto *const schedule = find("schedule", static_cast<ScheduleState *>(nullptr));
+    const dsopt_group *own = nullptr;
+    for (const dsopt_group &group : groups_)
+        if (own == nullptr && is_onebit(group.algorithm)) own = &group;
+    OneBitPlan plan{.setup = &setup,
+                    .jobs = jobs,
+                    .stage = stage_of(setup.rules, *schedule),
+                    .compat = setup.rules.compat,
+                    .comm = with_.data.get(),
+                    .exchange = setup.compresses
+                                    ? Exchange(setup.layout, find("worker_error", static_cast<float *>(nullptr)),
+                                               find("server_error", static_cast<float *>(nullptr)),
+                                               static_cast<char *>(workspace) + exchange)
+                                    : Exchange(setup.layout, nullptr, nullptr, nullptr),
+                    .schedule = schedule,
+                    .context = context_.get(),
+                    .lr_sum = find("lr_sum", static_cast<int32_t *>(nullptr)),
+                    .trust_average = find("trust_average", static_cast<float *>(nullptr)),
+                    .trust_factor = find("trust_factor", static_cast<float *>(nullptr)),
+                    .scaling = find("trust_scaling", static_cast<float *>(nullptr)),
+                    .padding = find("exp_avg_pad", static_cast<float *>(nullptr)),
+                    .trust_beta = own->trust_beta,
+                    .trust_threshold = own->trust_threshold,
+                    .trust_min_change = own->trust_min_change,
+                    .trust_max_change = own->trust_max_change};
+    for (size_t i = 0; i < params_.size(); ++i) {
+        const Param &param = params_[i];
+        const dsopt_group &group = groups_[size_t(param.group)];
+        const dsopt_tensor *own_state =
+            state + param.first_state + param.has_master + 2 + bool(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE);
+        OneBitJob job{};
+        job.worker = setup.worker[i];
+        job.part = setup.part[i];
+        job.averaged = !is_onebit(group.algorithm) || (group.flags & DSOPT_GROUP_NON_FREEZE);
+        if (group.algorithm == DSOPT_ZERO_ONE_ADAM) job.drift = static_cast<float *>((own_state++)->data);
+        if (group.algorithm == DSOPT_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
+        if (param.flags & DSOPT_PARAM_MASKED) job.mask = static_cast<const float *>(own_state->data);
+        jobs[i] = job;
+    }
+    return plan;
+}
+
+void Optimizer::average_gradients(const StepPlan &plan, float *mean) const {
+    const OneBitPlan &onebit = *plan.onebit;
+    const Backend &backend = context_->backend();
+    const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
+    const bool some = plan.local_gradients || (onebit.compat && onebit.stage == Stage::dry);
+    const float share = 1.0f / float(with_.data->ranks());
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const int64_t at = onebit_->mean[size_t(i)];
+        TensorJob &job = plan.jobs[i];
+        if (at < 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
+        const dsopt_tensor to{mean + at, job.numel, DSOPT_F32, 0};
+        if (job.grad == nullptr) {
+            backend.clear(to.data, size_t(job.numel) * sizeof(float), plan.stream);
+        } else {
+            const dsopt_tensor from{job.grad, job.numel, int32_t(job.grad_type), 0};
+            backend.axpby(nullptr, &from, 0, &to, 1, plan.parallel, plan.stream);
+            job.grad = to.data;
+            job.grad_type = Dtype::f32;
+        }
+        with_.data->all_reduce(to.data, job.numel, DSOPT_F32, DSOPT_SUM, plan.stream);
+        backend.axpby(&share, &to, 0, &to, 1, plan.parallel, plan.stream);
+    }
+}
+
+int32_t Optimizer::next_reduction(int64_t call) const {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    if (call < 0) throw Error(DSOPT_ERR_ARGUMENT, "call is %lld", static_cast<long long>(call));
+    if (!onebit_) return DSOPT_REDUCE_FULL;
+    ScheduleState state{};
+    if (call == 0) {
+        const StateEntry *entry = nullptr;
+        for (const StateEntry &other : state_)
+            if (std::strcmp(other.name, "schedule") == 0) entry = &other;
+        if (entry != nullptr && entry->data != nullptr) std::memcpy(&state, entry->data, sizeof state);
+        // What the original's wrapper does when it is made, the engine does when its state is first needed.
+        if (state.step == 0 && wrapper() != Wrapper::none) state.step = 1;
+        return reduction_of(stage_of(onebit_->rules, state));
+    }
+    if (onebit_->rules.compat)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
+    for (int64_t i = 1; i < call; ++i) (void)advance_schedule(onebit_->rules, state);
+    return reduction_of(stage_of(onebit_->rules, state));
+}
+
+void Optimizer::forget_like_original() {
+    if (!onebit_ || !onebit_->rules.compat) return;
+    const Backend &backend = context_->backend();
+    const bool zero_one = onebit_->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
+    const auto of = [&](const char *name) -> const StateEntry * {
+        for (const StateEntry &entry : state_)
+            if (std::strcmp(entry.name, name) == 0) return &entry;
+        return nullptr;
+    };
+    ScheduleState schedule;
+    const StateEntry &entry = *of("schedule");
+    backend.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
+    ScheduleState kept{};
+    kept.step = schedule.step;
+    // 0/1 Adam writes the answer to an attribute that nothing reads.
+    kept.frozen = !zero_one && schedule.step >= onebit_->rules.freeze_step;
+    backend.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
+    for (const StateEntry &other : state_) {
+        const auto is = [&](const char *name) { return std::strcmp(other.name, name) == 0; };
+        const bool errors = is("worker_error") || is("server_error") || is("exp_avg_pad");
+        const bool trust = is("trust_average") || is("trust_factor") || is("trust_scaling");
+        if (errors || is("momentum_accumulator") || is("lr_sum") || (trust && kept.frozen == 0))
+            backend.clear(other.data, other.bytes(), nullptr);
+    }
+}
+
+void Optimizer::export_entry(const StateEntry &entry, void *host) const {
+    const bool worker = std::strcmp(entry.name, "worker_error") == 0;
+    if (!worker && std::strcmp(entry.name, "server_error") != 0) {
+        context_->backend().copy_to_host(host, entry.data, entry.bytes(), nullptr);
+        return;
+    }
+    auto *data = static_cast<float *>(entry.data), *out = static_cast<float *>(host);
+    const Exchange exchange(onebit_->layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    context_->backend().compress_errors(exchange, worker ? out : nullptr, worker ? nullptr : out, nullptr);
+    // With scales of zero the errors stand for themselves.
+    const int64_t elements = worker ? onebit_->layout.worker_numel : onebit_->layout.server_numel;
+    std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
+}
+
+} // namespace dsopt

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 1-bit family: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et al. 2021). What their
+// steps need beyond those of other optimizers.
+#pragma once
+#include "compress.h"
+#include "rules/onebit.h"
+#include "rules/schedule.h"
+
+namespace dsopt {
+
+/// One tensor, beside its TensorJob.
+struct OneBitJob {
+    float *drift;      // 0/1 Adam: the way since ranks last agreed, or where that was
+    float *fresh;      // 1-bit LAMB: the variance as it would be
+    const float *mask; // or NULL
+    int64_t worker;    // place of its first element among the worker's; -1: never compressed
+    int32_t part;
+    bool averaged; // in exchange steps the engine averages its gradient
+};
+
+/// How the parameters of an optimizer go into exchanges; made when groups are added.
+struct OneBitSetup {
+    ScheduleRules rules{};
+    CompressLayout layout;
+    std::vector<int64_t> worker; // of every parameter, as in OneBitJob
+    std::vector<int32_t> part;
+    std::vector<int64_t> used; // elements of every part that are some parameter's; the rest is padding
+    std::vector<int64_t> mean; // place of its averaged gradient in workspace, -1 = it has none
+    int64_t mean_numel = 0;
+    bool compresses = false; // more than one rank
+};
+
+/// One step.
+struct OneBitPlan {
+    const OneBitSetup *setup;
+    const OneBitJob *jobs;
+    Stage stage;
+    bool compat;
+    Comm *comm;
+    Exchange exchange; // with setup->compresses
+    ScheduleState *schedule;
+    const Context *context;
+    int32_t *lr_sum;                               // a double a group; 0/1 Adam
+    float *trust_average, *trust_factor, *scaling; // one a tensor; 1-bit LAMB
+    float *padding;                                // 1-bit LAMB of the original: the tail of its flat momentum
+    double trust_beta, trust_threshold, trust_min_change, trust_max_change;
+};
+
+void set_onebit_defaults(dsopt_group &group);
+void check_onebit_group(const dsopt_group &group);
+
+inline bool is_onebit(int32_t algorithm) {
+    return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;
+}
+
+} // namespace dsopt

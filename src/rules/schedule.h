@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which exchange a step of the 1-bit family makes. A few integers that every rank has alike.
+#pragma once
+#include "dsopt.h"
+#include "hd.h"
+
+namespace dsopt {
+
+struct ScheduleRules {
+    int32_t algorithm; // DSOPT_ONEBIT_ADAM, _ZERO_ONE_ADAM, _ONEBIT_LAMB
+    int64_t freeze_step;
+    int64_t var_interval_steps;   // 0/1 Adam: variance updates until their interval doubles
+    int64_t local_interval_steps; // 0/1 Adam: steps until the interval between synchronisations doubles
+    int64_t max_local_interval;
+    bool compat; // the first call is spent on nothing, the last full step has number freeze_step
+};
+
+/// State tensor "schedule", as 8 I32 words.
+struct ScheduleState {
+    int32_t step;   // of the optimizer; in compat mode those that were taken, otherwise calls
+    int32_t frozen; // the variance does not change any more
+    int32_t var_interval, var_counter, local_interval, local_counter; // intervals: 0 = not begun, which means 1
+    int32_t reserved[2];
+};
+static_assert(sizeof(ScheduleState) == 8 * sizeof(int32_t));
+
+/// What a step does.
+enum class Stage : uint8_t {
+    dry,      // compat mode: counts, and does nothing else
+    full,     // gradients are averaged in full precision, the variance moves
+    exchange, // one bit an element
+    local,    // 0/1 Adam: this rank alone
+    sync,     // 0/1 Adam: a local step, then the exchange that brings ranks together again
+};
+
+DSOPT_HD int32_t at_least_one(int32_t interval) { return interval > 0 ? interval : 1; }
+
+DSOPT_HD Stage stage_of(const ScheduleRules &rules, const ScheduleState &s) {
+    if (rules.compat && s.step == 0) return Stage::dry;
+    const int32_t t = s.step + 1;
+    if (rules.algorithm != DSOPT_ZERO_ONE_ADAM) return s.frozen ? Stage::exchange : Stage::full;
+    if (!s.frozen) return t % at_least_one(s.var_interval) == 0 ? Stage::full : Stage::exchange;
+    return t % at_least_one(s.local_interval) == 0 ? Stage::sync : Stage::local;
+}
+
+/// After a step. True if the variance was frozen by it: errors then belong to another quantity and start anew.
+DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
+    const Stage stage = stage_of(rules, s);
+    ++s.step;
+    if (stage == Stage::dry) return false;
+    const int64_t last =
+        rules.algorithm == DSOPT_ZERO_ONE_ADAM && rules.compat ? rules.freeze_step + 1 : rules.freeze_step;
+    if (stage == Stage::local || stage == Stage::sync) {
+        if (++s.local_counter == rules.local_interval_steps) {
+            s.local_counter = 0;
+            const int64_t twice = 2 * int64_t(at_least_one(s.local_interval));
+            s.local_interval = int32_t(twice < rules.max_local_interval ? twice : rules.max_local_interval);
+        }
+        return false;
+    }
+    if (rules.algorithm == DSOPT_ZERO_ONE_ADAM && stage == Stage::full && ++s.var_counter == rules.var_interval_steps) {
+        s.var_counter = 0;
+        // An interval past the freeze is never used up, and must not run over.
+        s.var_interval = at_least_one(s.var_interval) < (1 << 29) ? 2 * at_least_one(s.var_interval) : s.var_interval;
+    }
+    if (s.frozen || s.step < last) return false;
+    s.frozen = 1;
+    return true;
+}
+
+} // namespace dsopt
