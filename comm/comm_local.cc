@@ -239,12 +239,6 @@ void make_local_id(void *id) {
 }
 
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    if (desc.id == nullptr || desc.id_bytes != kLocalIdBytes)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, a LOCAL one %zu", desc.id_bytes,
-                    kLocalIdBytes);
-    if (desc.ranks < 1 || desc.ranks > 4096 || desc.rank < 0 || desc.rank >= desc.ranks)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
-    if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
     auto endpoint = std::make_unique<Endpoint>(Endpoint{find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
@@ -262,7 +256,9 @@ std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, co
                                  .barrier = Endpoint::barrier,
                                  .error = Endpoint::error,
                                  .abort = Endpoint::abort,
-                                 .destroy = Endpoint::destroy};
+                                 .destroy = Endpoint::destroy,
+                                 .memory = DSOPT_MEMORY_HOST,
+                                 .reserved = 0};
     auto comm = std::make_unique<Comm>(std::move(context), table, true);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;

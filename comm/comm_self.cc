@@ -14,6 +14,10 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
     if (table.ranks < 1 || table.rank < 0 || table.rank >= table.ranks)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table: rank %d of %d", table.rank, table.ranks);
     if (table.all_reduce == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.all_reduce is NULL");
+    if (table.memory != DSOPT_MEMORY_HOST && table.memory != DSOPT_MEMORY_BACKEND)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.memory is %d", table.memory);
+    if (table.reserved != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.reserved is %d, must be 0", table.reserved);
     return std::make_unique<Comm>(std::move(context), table, false);
 }
 

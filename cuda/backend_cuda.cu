@@ -249,6 +249,32 @@ public:
         const OnDevice on(device_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const override {
+        const OnDevice on(device_);
+        if (bytes != 0)
+            check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, as_stream(stream)), "cudaMemcpyAsync");
+    }
+    bool finished(void *stream) const override {
+        const OnDevice on(device_);
+        if (capturing(as_stream(stream)))
+            throw Error(DSOPT_ERR_STATE, "the host waits for this comm: its calls cannot be captured");
+        const cudaError_t error = cudaStreamQuery(as_stream(stream));
+        if (error == cudaErrorNotReady) {
+            (void)cudaGetLastError(); // "not ready" is no error
+            return false;
+        }
+        check(error, "cudaStreamQuery");
+        return true;
+    }
+    void wait(void *stream) const override {
+        const OnDevice on(device_);
+        check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+    }
+    int device() const override { return device_; }
+    void on_device(void (*body)(void *), void *argument) const override {
+        const OnDevice on(device_);
+        body(argument);
+    }
 
 private:
     static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }

@@ -196,18 +196,38 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 /*
  * Ranks that agree on norms and on skipped steps. Every rank makes the same calls in the same order. A comm is used by
  * one thread at a time, but dsopt_comm_query and dsopt_comm_abort may be called from any thread at any time.
+ *
+ * The first failure loses the comm: later calls return its status without trying. A rank that does not come, that died
+ * or that made another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
+ * provider notices. Every kind works with every context unless it says otherwise: data that are not in the memory the
+ * kind works in are staged by the engine. The host waits for each exchange, so none can be captured in a graph.
  */
 typedef struct dsopt_comm dsopt_comm;
 
 enum {
     DSOPT_COMM_SELF = 0,  /**< one rank */
     DSOPT_COMM_LOCAL = 1, /**< ranks are threads of this process, host memory */
-    DSOPT_COMM_TABLE = 4  /**< the caller's functions */
+    /** NCCL 2.4 or later, found at run time; needs a CUDA context, works in device memory. A copy that the process has
+     * loaded is taken first; else the environment's DSOPT_NCCL_LIBRARY (an absolute path), else libnccl.so.2.
+     * DSOPT_ERR_MISSING without one. Time-outs count from the call, with what is on the stream before it. Inside the
+     * library they bind with communicators that do not block: those made here from 2.14 on. */
+    DSOPT_COMM_NCCL = 2,
+    DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
+enum {
+    DSOPT_MEMORY_HOST = 0,
+    DSOPT_MEMORY_BACKEND = 1 /**< of the context: device memory on CUDA */
+};
 
-/** Collectives of the caller (MPI, Gloo, ...). Functions return 0 or their own error code, block until done, and take
- * host memory. */
+/**
+ * Collectives of the caller (MPI, Gloo, ...). Functions return 0, or their own error code, or a status of this header
+ * as a negative number where they know it: -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT, -DSOPT_ERR_ABORTED. They block until
+ * done; with DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`.
+ * Optional functions that are NULL are made from the others, at a price in bytes: broadcast from all_gather, all_gather
+ * from broadcast, all_to_all from all_gather, and each of them from all_reduce of I32 where nothing else is there;
+ * barrier from all_reduce.
+ */
 typedef struct dsopt_comm_table {
     size_t size;
     void *self; /**< first argument of every function; must live until `destroy` */
@@ -222,8 +242,10 @@ typedef struct dsopt_comm_table {
     int (*barrier)(void *self);                                                                        /**< optional */
     int (*error)(void *self, char *text,
                  size_t capacity); /**< optional: state of the communicator, any thread; 0 = fine */
-    void (*abort)(void *self);     /**< optional: make blocked calls return, any thread */
-    void (*destroy)(void *self);   /**< optional: last call */
+    void (*abort)(void *self);     /**< optional: make blocked calls return, any thread, more than once */
+    void (*destroy)(void *self);   /**< optional: last call; must not wait for other ranks for ever */
+    int32_t memory;                /**< what the functions take: DSOPT_MEMORY_... */
+    int32_t reserved;
 } dsopt_comm_table;
 
 typedef struct dsopt_comm_desc {
@@ -233,9 +255,12 @@ typedef struct dsopt_comm_desc {
     int32_t ranks; /**< with `id`: number of ranks */
     int32_t
         timeout_ms; /**< longest wait in any call; 0 = 600000; -1 = none. TABLE: the functions' own affair, must be 0 */
-    const void *id; /**< LOCAL: bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
+    const void *id; /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
     size_t id_bytes;
     const dsopt_comm_table *table; /**< TABLE: copied */
+    void *native; /**< NCCL: in place of `id` an ncclComm_t of the caller on the context's device, from a copy of NCCL
+                     that the process has loaded. Borrowed until the comm and what was made with it are gone: never
+                     aborted or destroyed here. After a time-out its collective stays on the stream */
 } dsopt_comm_desc;
 
 typedef struct dsopt_comm_info {
@@ -251,22 +276,29 @@ typedef struct dsopt_comm_info {
 
 /**
  * Make a bootstrap blob on one rank; carry it to the others by any means.
- * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes).
+ * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes), DSOPT_COMM_NCCL (128).
  * @param[out]    id     may be NULL to ask for the size only.
  * @param[in,out] bytes  capacity of `id`; then the size.
- * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob; DSOPT_ERR_SHAPE: capacity. Thread-safety: any.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob, or is not in this build; DSOPT_ERR_SHAPE: capacity;
+ * DSOPT_ERR_MISSING: its library is not on this machine; DSOPT_ERR_COMM: it refused. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
-/** Make a comm; collective where `id` is given. @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came;
- * DSOPT_ERR_COMM. */
+/**
+ * Make a comm; collective where `id` is given.
+ * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM: the provider refused, or the ranks do not
+ * fit together; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
+ * context, or not in this build; DSOPT_ERR_DEVICE: `native` belongs to another device; DSOPT_ERR_BACKEND. The caller
+ * keeps a table, and what `native` is, when this fails.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
                                                      dsopt_comm **comm);
 /** Rank, size, health and counters, without waiting; `info->size` must be set. Thread-safety: any. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info);
-/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Thread-safety:
- * any. */
+/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Other ranks of
+ * other kinds learn of it as of a rank that died. Never blocks for long. Thread-safety: any. */
 DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
-/** Release the handle. Never blocks. */
+/** Release the handle. The last owner of an NCCL comm waits for the other ranks to let go of theirs, 5 seconds at most;
+ * where ending it takes the library still longer, it is left behind. */
 DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
 
 /* -------------------------------------------------------------------------------------------------------- loss scaler

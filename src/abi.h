@@ -35,8 +35,8 @@ template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t val
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
 template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 208; };
-template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 88; };
-template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 48; };
+template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 96; };
+template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 48; };
 template <> struct FirstSize<dsopt_scaler_desc> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value = 56; };

@@ -84,6 +84,14 @@ public:
     virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
     virtual void copy_from_host(void *to, const void *host, size_t bytes, void *stream) const = 0;
     virtual void synchronize(void *stream) const = 0;
+    // For comms.
+    /// In stream order, between host and backend memory in any direction.
+    virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
+    virtual bool finished(void *stream) const = 0;
+    virtual void wait(void *stream) const = 0; // for everything on `stream` and nothing else
+    virtual int device() const = 0;
+    virtual void on_device(void (*body)(void *), void *argument) const = 0; // with the device current in this thread
 };
 
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.

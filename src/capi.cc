@@ -106,13 +106,16 @@ const Context &context_of(const dsopt_context *ctx) {
 }
 
 std::string make_build_info() {
-    char text[512];
+    // Loading NCCL only to say so would put it before the copy that the caller may bring later.
+    const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
+    char text[1024];
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
-                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"], "
+                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s], \"nccl\": \"%s\", "
                   "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
-                  std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(), cpu_isa_name(),
+                  std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
+                  can_nccl ? ", \"nccl\"" : "", nccl_state(), cpu_isa_name(),
 #if defined(_OPENMP)
                   "openmp"
 #else
@@ -154,13 +157,7 @@ void dsopt_context_destroy(dsopt_context *ctx) { delete ctx; }
 dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
     return fence([&] {
         not_null(bytes, "bytes");
-        if (kind != DSOPT_COMM_LOCAL) throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
-        if (id != nullptr) {
-            if (*bytes < kLocalIdBytes)
-                throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", kLocalIdBytes, *bytes);
-            make_local_id(id);
-        }
-        *bytes = kLocalIdBytes;
+        *bytes = make_comm_id(kind, id, *bytes);
     });
 }
 dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm) {

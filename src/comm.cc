@@ -3,13 +3,49 @@
 #include "abi.h"
 #include "onebit.h"
 #include "rules/decide.h"
+#include <chrono>
+#include <mutex>
+#include <thread>
 
 namespace dsopt {
+
+namespace {
+
+/// Device memory that a lost exchange may still write to: given back to nobody.
+void keep_forever(Memory &&memory) {
+    static std::mutex mutex;
+    static auto *const all = new std::vector<Memory>; // reachable, so no leak to a tool that looks for them
+    const std::lock_guard lock(mutex);
+    all->push_back(std::move(memory));
+}
+
+constexpr int64_t padded(int64_t bytes) { return (bytes + 3) / 4 * 4; }
+
+} // namespace
+
+char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
+    if (bytes > bytes_) {
+        bytes = (bytes + 255) / 256 * 256;
+        if (device)
+            device_ = Memory(context, bytes, stream);
+        else if (context->backend().is_host())
+            plain_.resize(bytes);
+        else
+            pinned_ = context->backend().host_buffer(bytes);
+        bytes_ = bytes;
+    }
+    return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
+}
+void Comm::Room::leave_behind() {
+    if (device_.data() != nullptr) keep_forever(std::move(device_));
+    bytes_ = 0;
+}
 
 Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, bool returns_status) :
     context_(std::move(context)),
     table_(table),
-    returns_status_(returns_status) {}
+    returns_status_(returns_status),
+    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()) {}
 
 Comm::~Comm() {
     if (table_.destroy != nullptr) table_.destroy(table_.self);
@@ -22,64 +58,202 @@ void Comm::begin() {
     if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is lost");
 }
 
-void Comm::check(int result, const char *what, int64_t sent, int64_t received) {
-    calls_.fetch_add(1, std::memory_order_relaxed);
-    if (result == 0) {
-        sent_.fetch_add(sent, std::memory_order_relaxed);
-        received_.fetch_add(received, std::memory_order_relaxed);
-        return;
-    }
-    dsopt_status status = returns_status_ ? result : DSOPT_ERR_COMM, first = DSOPT_OK;
+void Comm::lose(dsopt_status status) noexcept {
+    dsopt_status first = DSOPT_OK;
     status_.compare_exchange_strong(first, status);
-    if (first == DSOPT_ERR_ABORTED) status = first;
+}
+
+int Comm::done(int result, int64_t sent, int64_t received) {
+    calls_.fetch_add(1, std::memory_order_relaxed);
+    if (result != 0) return result;
+    sent_.fetch_add(sent, std::memory_order_relaxed);
+    received_.fetch_add(received, std::memory_order_relaxed);
+    return 0;
+}
+
+void Comm::fail(int result, const char *what, void *stream) {
+    dsopt_status status = DSOPT_ERR_COMM;
+    if (returns_status_)
+        status = result;
+    else if (result <= -DSOPT_ERR_COMM && result >= -DSOPT_ERR_ABORTED)
+        status = -result;
+    lose(status);
+    if (status_.load() == DSOPT_ERR_ABORTED) status = DSOPT_ERR_ABORTED;
     char text[256] = "";
     if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
+    if (device_) {
+        // What is still on the stream may write to the rooms, and giving them back would wait for it.
+        bool over = false;
+        try {
+            for (int i = 0; i < 100 && !over; ++i) {
+                over = context_->backend().finished(stream);
+                if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            }
+        } catch (const std::exception &) { // the stream has failed: nothing runs any more
+            over = true;
+        }
+        if (!over)
+            for (Room *room : {&staging_, &spare_, &gathered_}) room->leave_behind();
+    }
     throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
                 text[0] != 0 ? text : status_name(status), result);
 }
 
-void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
+void Comm::move(void *to, const void *from, int64_t bytes, void *stream) const {
+    if (to == from || bytes == 0) return;
+    if (device_)
+        context_->backend().enqueue_copy(to, from, size_t(bytes), stream);
+    else
+        std::memmove(to, from, size_t(bytes));
+}
+void Comm::clear(void *data, int64_t bytes, void *stream) const {
+    if (device_)
+        context_->backend().clear(data, size_t(bytes), stream);
+    else
+        std::memset(data, 0, size_t(bytes));
+}
+
+/// Calls call(send, recv) with both in memory that the provider takes. In place if they are the same.
+template <class Call>
+void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
+               void *stream, const Call &call) {
+    const Backend &backend = context_->backend();
+    if (!backend.is_host()) (void)backend.finished(stream); // refuses a stream that is being captured
+    try {
+        int result = 0;
+        if (backend.is_host() || (place == Place::backend) == device_) {
+            result = call(send, recv);
+        } else {
+            const int64_t second = send == recv ? 0 : (sent + 63) / 64 * 64;
+            char *const room = staging_.get(context_, device_, size_t(second + received), stream);
+            backend.enqueue_copy(room, send, size_t(sent), stream);
+            if (!device_) backend.wait(stream);
+            result = call(room, room + second);
+            if (result == 0) {
+                backend.enqueue_copy(recv, room + second, size_t(received), stream);
+                backend.wait(stream); // the room is free for the next call, or the host reads the result
+            }
+        }
+        if (result != 0) fail(result, what, stream);
+    } catch (const Error &error) {
+        lose(error.status());
+        throw;
+    } catch (const std::exception &) {
+        lose(DSOPT_ERR_NOMEM);
+        throw;
+    }
+}
+
+int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
+    const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
+    return done(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), moved, moved);
+}
+
+int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
+    const int64_t moved = bytes * (ranks() - 1);
+    if (table_.all_gather != nullptr)
+        return done(table_.all_gather(table_.self, send, recv, bytes, stream), moved, moved);
+    char *const rows = static_cast<char *>(recv);
+    if (table_.broadcast != nullptr) {
+        move(rows + rank() * bytes, send, bytes, stream);
+        for (int root = 0; root < ranks(); ++root)
+            if (const int result = cast(rows + root * bytes, bytes, root, stream)) return result;
+        return 0;
+    }
+    // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
+    const int64_t row = padded(bytes);
+    char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
+    clear(room, row * ranks(), stream);
+    move(room + rank() * row, send, bytes, stream);
+    if (const int result = reduce(room, row / 4 * ranks(), DSOPT_I32, DSOPT_SUM, stream)) return result;
+    for (int other = 0; other < ranks(); ++other) move(rows + other * bytes, room + other * row, bytes, stream);
+    return 0;
+}
+
+int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
+    const int64_t moved = bytes * (ranks() - 1);
+    if (table_.all_to_all != nullptr)
+        return done(table_.all_to_all(table_.self, send, recv, bytes, stream), moved, moved);
+    // Row by row, so that the room stays as small as the result. `gather` may need the spare room: this one is its own.
+    const char *const rows = static_cast<const char *>(send);
+    char *const room = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
+    for (int to = 0; to < ranks(); ++to) {
+        if (const int result = gather(rows + to * bytes, room, bytes, stream)) return result;
+        if (to == rank()) move(recv, room, bytes * ranks(), stream);
+    }
+    return 0;
+}
+
+int Comm::cast(void *buffer, int64_t bytes, int root, void *stream) {
+    const bool sends = rank() == root;
+    if (table_.broadcast != nullptr)
+        return done(table_.broadcast(table_.self, buffer, bytes, root, stream), sends ? bytes : 0, sends ? 0 : bytes);
+    if (table_.all_gather != nullptr) {
+        char *const room = spare_.get(context_, device_, size_t(bytes * ranks()), stream);
+        if (const int result = gather(buffer, room, bytes, stream)) return result;
+        if (!sends) move(buffer, room + root * bytes, bytes, stream);
+        return 0;
+    }
+    char *const room = spare_.get(context_, device_, size_t(padded(bytes)), stream);
+    clear(room, padded(bytes), stream);
+    if (sends) move(room, buffer, bytes, stream);
+    if (const int result = reduce(room, padded(bytes) / 4, DSOPT_I32, DSOPT_SUM, stream)) return result;
+    if (!sends) move(buffer, room, bytes, stream);
+    return 0;
+}
+
+void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place) {
     begin();
     if (ranks() == 1 || count == 0) return;
-    const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
-    check(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), "all-reduce", moved, moved);
+    const int64_t bytes = count * int64_t(dtype_size(dtype));
+    run("all-reduce", data, bytes, data, bytes, place, stream,
+        [&](const void *, void *there) { return reduce(there, count, dtype, op, stream); });
 }
 
-void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
+void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1 && table_.all_to_all == nullptr)
-        return context_->backend().copy(recv, send, size_t(bytes), stream);
-    const int64_t moved = bytes * (ranks() - 1);
-    check(table_.all_to_all(table_.self, send, recv, bytes, stream), "all-to-all", moved, moved);
+    if (ranks() == 1 && table_.all_to_all == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    run("all-to-all", send, bytes * ranks(), recv, bytes * ranks(), place, stream,
+        [&](const void *from, void *to) { return transpose(from, to, bytes, stream); });
 }
 
-void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream) {
+void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1 && table_.all_gather == nullptr)
-        return context_->backend().copy(recv, send, size_t(bytes), stream);
-    const int64_t moved = bytes * (ranks() - 1);
-    check(table_.all_gather(table_.self, send, recv, bytes, stream), "all-gather", moved, moved);
+    if (ranks() == 1 && table_.all_gather == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    run("all-gather", send, bytes, recv, bytes * ranks(), place, stream,
+        [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
 }
 
-void Comm::broadcast(void *buffer, int64_t bytes, int root, void *stream) {
+void Comm::broadcast(void *buffer, int64_t bytes, int root, void *stream, Place place) {
     begin();
+    if (root < 0 || root >= ranks()) throw Error(DSOPT_ERR_ARGUMENT, "root %d of %d ranks", root, ranks());
     if (ranks() == 1 || bytes == 0) return;
-    const bool sends = rank() == root;
-    check(table_.broadcast(table_.self, buffer, bytes, root, stream), "broadcast", sends ? bytes : 0,
-          sends ? 0 : bytes);
+    run("broadcast", buffer, bytes, buffer, bytes, place, stream,
+        [&](const void *, void *there) { return cast(there, bytes, root, stream); });
+}
+
+void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const {
+    if (send == recv) return;
+    if (place == Place::backend)
+        context_->backend().enqueue_copy(recv, send, size_t(bytes), stream);
+    else
+        std::memmove(recv, send, size_t(bytes));
 }
 
 void Comm::barrier() {
     begin();
-    if (ranks() == 1 || table_.barrier == nullptr) return;
-    check(table_.barrier(table_.self), "barrier", 0, 0);
+    if (ranks() == 1) return;
+    if (table_.barrier == nullptr) {
+        int32_t nothing = 0;
+        return all_reduce(&nothing, 1, DSOPT_I32, DSOPT_SUM, nullptr);
+    }
+    if (const int result = done(table_.barrier(table_.self), 0, 0)) fail(result, "barrier", nullptr);
 }
 
 void Comm::abort() noexcept {
-    dsopt_status first = DSOPT_OK;
-    status_.compare_exchange_strong(first, DSOPT_ERR_ABORTED);
+    lose(DSOPT_ERR_ABORTED);
     if (table_.abort != nullptr) table_.abort(table_.self);
 }
 
@@ -126,20 +300,49 @@ bool has_peers(const CommSet &comms) {
 }
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    const bool has_id = desc.id != nullptr || desc.id_bytes != 0;
+    const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
+    const bool meets = desc.kind == DSOPT_COMM_LOCAL || desc.kind == DSOPT_COMM_NCCL;
     if (desc.kind != DSOPT_COMM_TABLE && desc.table != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
-    if (desc.kind != DSOPT_COMM_LOCAL && (has_id || desc.rank != 0 || desc.ranks != 0 || desc.timeout_ms != 0))
+    if (desc.kind != DSOPT_COMM_NCCL && desc.native != nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
+    if (!meets && (by_id || desc.timeout_ms != 0))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d", desc.kind);
+    if (desc.native != nullptr && by_id)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native knows its ranks: id, rank and ranks must be 0");
+    if (meets && desc.native == nullptr) {
+        if (desc.ranks < 1 || desc.ranks > 65536 || desc.rank < 0 || desc.rank >= desc.ranks)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
+        const size_t bytes = make_comm_id(desc.kind, nullptr, 0);
+        if (desc.id == nullptr || desc.id_bytes != bytes)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
+                        desc.kind, bytes);
+    }
+    if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     switch (desc.kind) {
     case DSOPT_COMM_SELF: return make_self_comm(std::move(context));
     case DSOPT_COMM_LOCAL: return make_local_comm(std::move(context), desc);
+    case DSOPT_COMM_NCCL: return make_nccl_comm(std::move(context), desc);
     case DSOPT_COMM_TABLE:
         return make_table_comm(std::move(context),
                                read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"));
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
+}
+
+size_t make_comm_id(int32_t kind, void *id, size_t capacity) {
+    size_t bytes = 0;
+    void (*make)(void *) = nullptr;
+    switch (kind) {
+    case DSOPT_COMM_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
+    case DSOPT_COMM_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
+    default: throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
+    }
+    if (id == nullptr) return bytes;
+    if (capacity < bytes) throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", bytes, capacity);
+    make(id);
+    return bytes;
 }
 
 } // namespace dsopt

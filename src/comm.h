@@ -5,10 +5,15 @@
 #include "context.h"
 #include <atomic>
 #include <memory>
-#include <mutex>
+#include <vector>
 
 namespace dsopt {
 
+/// Where the data of a call are.
+enum class Place { host, backend };
+
+/// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
+/// and what the provider lacks is made from what it has. Both happen in this class alone.
 class Comm {
 public:
     /// `returns_status`: the table's functions return dsopt_status and the last error text is set.
@@ -20,27 +25,54 @@ public:
     const std::shared_ptr<const Context> &context() const { return context_; }
     int rank() const { return table_.rank; }
     int ranks() const { return table_.ranks; }
-    /// True if it can do what 1-bit compression needs.
-    bool exchanges() const { return ranks() == 1 || (table_.all_to_all != nullptr && table_.all_gather != nullptr); }
+    // All return when the result is there. Any failure loses the comm: ranks would no longer be at the same call.
     /// In place. With one rank nothing happens.
-    void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
+    void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place = Place::host);
     /// `send` has ranks() rows of `bytes`, row d goes to rank d; `recv` gets row s from rank s. With one rank a copy.
-    void all_to_all(const void *send, void *recv, int64_t bytes, void *stream);
-    /// `recv` gets ranks() rows of `bytes`.
-    void all_gather(const void *send, void *recv, int64_t bytes, void *stream);
-    void broadcast(void *buffer, int64_t bytes, int root, void *stream);
+    void all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
+    /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
+    void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
+    void broadcast(void *buffer, int64_t bytes, int root, void *stream, Place place = Place::host);
     void barrier();
 
     void abort() noexcept;
     dsopt_comm_info info() const;
 
 private:
+    /// Memory that the provider works in, kept for the next call.
+    class Room {
+    public:
+        char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
+        void leave_behind();
+
+    private:
+        Memory device_;
+        HostBuffer pinned_;
+        std::vector<char> plain_;
+        size_t bytes_ = 0;
+    };
+
     void begin();
-    void check(int result, const char *what, int64_t sent, int64_t received);
+    template <class Call>
+    void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
+             const Call &call);
+    void fail(int result, const char *what, void *stream);
+    void lose(dsopt_status status) noexcept;
+    int done(int result, int64_t sent, int64_t received);
+    void move(void *to, const void *from, int64_t bytes, void *stream) const;
+    void clear(void *data, int64_t bytes, void *stream) const;
+    // In the provider's memory; 0 or its error.
+    int reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
+    int gather(const void *send, void *recv, int64_t bytes, void *stream);
+    int transpose(const void *send, void *recv, int64_t bytes, void *stream);
+    int cast(void *buffer, int64_t bytes, int root, void *stream);
+    void copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const;
 
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
     bool returns_status_;
+    bool device_; // the provider takes device memory
+    Room staging_, spare_, gathered_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
     std::atomic<int64_t> calls_{0}, sent_{0}, received_{0};
 };
@@ -49,9 +81,16 @@ private:
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
 std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table);
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 constexpr size_t kLocalIdBytes = 16;
 void make_local_id(void *id);
+constexpr size_t kNcclIdBytes = 128;
+void make_nccl_id(void *id);
+/// "nccl" where a comm of the kind can be made here, else why not.
+const char *nccl_state();
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+/// Size of the blob of a kind, which is written to `id` unless that is NULL.
+size_t make_comm_id(int32_t kind, void *id, size_t capacity);
 
 } // namespace dsopt

@@ -94,9 +94,6 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
     setup.rules = schedule_rules(*first, compat);
     const int ranks = data != nullptr ? data->ranks() : 1, rank = data != nullptr ? data->rank() : 0;
     setup.compresses = ranks > 1;
-    if (setup.compresses && !data->exchanges())
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "the data comm has no all_to_all or no all_gather, which the 1-bit family needs");
     const bool lamb = first->algorithm == DSOPT_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of parts
@@ -214,7 +211,7 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean) const {
             job.grad = to.data;
             job.grad_type = Dtype::f32;
         }
-        with_.data->all_reduce(to.data, job.numel, DSOPT_F32, DSOPT_SUM, plan.stream);
+        with_.data->all_reduce(to.data, job.numel, DSOPT_F32, DSOPT_SUM, plan.stream, Place::backend);
         backend.axpby(&share, &to, 0, &to, 1, plan.parallel, plan.stream);
     }
 }

@@ -139,6 +139,13 @@ public:
         copy(to, host, bytes, nullptr);
     }
     void synchronize(void *) const override {}
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
+        copy(to, from, bytes, nullptr);
+    }
+    bool finished(void *) const override { return true; }
+    void wait(void *) const override {}
+    int device() const override { return 0; }
+    void on_device(void (*body)(void *), void *argument) const override { body(argument); }
 
     void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
                        void *) const override {

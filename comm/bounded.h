@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls into libraries that may never come back.
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace dsopt {
+
+/// A point in time; far away for a negative number of milliseconds.
+class Deadline {
+public:
+    explicit Deadline(int timeout_ms) :
+        bounded_(timeout_ms >= 0),
+        at_(std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded_ ? timeout_ms : 0)) {}
+    bool over() const { return bounded_ && std::chrono::steady_clock::now() >= at_; }
+    bool bounded() const { return bounded_; }
+    std::chrono::steady_clock::time_point at() const { return at_; }
+
+private:
+    bool bounded_;
+    std::chrono::steady_clock::time_point at_;
+};
+
+/// Naps between two looks: none at first, because most exchanges are short, a millisecond in the end.
+class Pause {
+public:
+    void operator()() {
+        if (++looks_ < 200)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(looks_ < 1200 ? 50 : 1000));
+    }
+
+private:
+    int looks_ = 0;
+};
+
+/// Runs `body` on a thread of its own. False if it has not returned by then, or no thread could be had: the thread and
+/// what `body` holds are left behind.
+template <class Body> bool run_bounded(const Deadline &deadline, Body body) {
+    struct Shared {
+        explicit Shared(Body &&b) : body(std::move(b)) {}
+        Body body;
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool done = false;
+    };
+    try {
+        const auto shared = std::make_shared<Shared>(std::move(body));
+        std::thread thread([shared] {
+            shared->body();
+            const std::lock_guard lock(shared->mutex);
+            shared->done = true;
+            shared->changed.notify_all();
+        });
+        std::unique_lock lock(shared->mutex);
+        const auto done = [&] { return shared->done; };
+        if (!deadline.bounded())
+            shared->changed.wait(lock, done);
+        else if (!shared->changed.wait_until(lock, deadline.at(), done)) {
+            thread.detach();
+            return false;
+        }
+        lock.unlock();
+        thread.join();
+        return true;
+    } catch (const std::exception &) { return false; }
+}
+
+} // namespace dsopt

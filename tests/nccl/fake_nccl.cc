@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fake_nccl.h"
+#include "cuda_runtime.h"
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <sched.h>
+#include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace {
+
+enum Result { success, cuda_error, system_error, internal_error, bad_argument, bad_usage, remote_error, in_progress };
+enum Kind : int { reduces, gathers, casts, sends, receives };
+const char *const kKinds[] = {"all-reduce", "all-gather", "broadcast", "send", "receive"};
+constexpr int kMaxRanks = 8;
+constexpr size_t kChunk = size_t(16) << 10;
+
+struct UniqueId {
+    char name[128];
+};
+struct Call {
+    Kind kind;
+    int type, op, root;
+    size_t count;
+};
+struct Slot {
+    std::atomic<int> pid;
+    std::atomic<uint64_t> arrived;
+    Call call;
+};
+struct Channel { // from one rank to another
+    std::atomic<uint64_t> full, taken;
+    size_t bytes;
+    char data[kChunk];
+};
+struct Shared {
+    std::atomic<int> joined;
+    Slot slots[kMaxRanks];
+    char chunks[kMaxRanks][kChunk];
+    Channel channels[kMaxRanks][kMaxRanks];
+};
+
+size_t element(int type) {
+    constexpr size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+    return type >= 0 && type < 10 ? sizes[type] : 0;
+}
+bool set_to(const char *variable, const char *value) {
+    const char *const is = std::getenv(variable);
+    return is != nullptr && std::strcmp(is, value) == 0;
+}
+void nap(int &looks) {
+    if (++looks < 64)
+        sched_yield();
+    else
+        usleep(looks < 512 ? 50 : 500);
+}
+
+thread_local std::string t_last;
+std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0};
+
+} // namespace
+
+struct FakeComm {
+    int rank, ranks, device = 0;
+    Shared *shared = nullptr;
+    std::string name, message;
+    std::mutex mutex; // of the message
+    std::atomic<int> state{in_progress}, users{0}, pending{0};
+    std::atomic<bool> aborted{false}, stuck{false};
+    uint64_t meetings = 0;
+    int calls = 0;
+    std::thread joiner;
+
+    bool fault(const char *kind, int call) const {
+        const char *const all = std::getenv("DSOPT_FAKE_NCCL_FAULT");
+        if (all == nullptr) return false;
+        const std::string wanted = std::to_string(rank) + ":" + std::to_string(call) + ":" + kind + ",";
+        return (std::string(",") + all + ",").find("," + wanted) != std::string::npos;
+    }
+};
+
+namespace {
+
+[[gnu::format(printf, 3, 4)]] Result fail(FakeComm *comm, Result result, const char *format, ...) {
+    char text[256];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    t_last = text;
+    if (comm != nullptr) {
+        const std::lock_guard lock(comm->mutex);
+        comm->message = text;
+        int before = success;
+        comm->state.compare_exchange_strong(before, result);
+    }
+    return result;
+}
+
+/// Counts a thread that is inside with a communicator.
+class Inside {
+public:
+    explicit Inside(FakeComm *comm) : comm_(comm) {
+        if (comm_->aborted) ++g_inside;
+        ++comm_->users;
+    }
+    ~Inside() { --comm_->users; }
+    Inside(const Inside &) = delete;
+    Inside &operator=(const Inside &) = delete;
+
+private:
+    FakeComm *comm_;
+};
+
+/// False once the communicator has failed or was aborted.
+bool wait_until(FakeComm *comm, const std::function<bool()> &ready) {
+    for (int looks = 0; !ready(); nap(looks)) {
+        if (comm->aborted || comm->state != success) return false;
+        if (looks % 64 != 63 || !set_to("DSOPT_FAKE_NCCL_DEAD", "error")) continue;
+        for (int other = 0; other < comm->ranks; ++other) {
+            const int pid = comm->shared->slots[other].pid;
+            if (pid < 0 || (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH)) {
+                fail(comm, remote_error, "rank %d is gone", other);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+bool meet(FakeComm *comm) {
+    const uint64_t wanted = ++comm->meetings;
+    comm->shared->slots[comm->rank].arrived = wanted;
+    for (int other = 0; other < comm->ranks; ++other)
+        if (!wait_until(comm, [&] { return comm->shared->slots[other].arrived >= wanted; })) return false;
+    return true;
+}
+
+template <class T> void reduce_as(const FakeComm *comm, void *to, size_t count, int op) {
+    for (size_t i = 0; i < count; ++i) {
+        T total{};
+        for (int rank = 0; rank < comm->ranks; ++rank) {
+            T value;
+            std::memcpy(&value, comm->shared->chunks[rank] + i * sizeof(T), sizeof value);
+            if (rank == 0)
+                total = value;
+            else
+                total = op == 0 ? T(total + value) : value > total ? value : total;
+        }
+        std::memcpy(static_cast<char *>(to) + i * sizeof(T), &total, sizeof total);
+    }
+}
+
+struct Posted {
+    FakeComm *comm;
+    Call call;
+    const void *from;
+    void *to;
+    int peer;
+    cudaStream_t stream;
+    int number;
+};
+
+/// All copy a piece in, meet, take what they need, and meet again.
+void run_collective(const Posted &posted) {
+    FakeComm *const comm = posted.comm;
+    const Call &call = posted.call;
+    Shared &shared = *comm->shared;
+    shared.slots[comm->rank].call = call;
+    if (!meet(comm)) return;
+    for (int other = 0; other < comm->ranks; ++other) {
+        const Call &theirs = shared.slots[other].call;
+        if (theirs.kind == call.kind && theirs.type == call.type && theirs.op == call.op && theirs.root == call.root &&
+            theirs.count == call.count)
+            continue;
+        fail(comm, bad_usage, "rank %d calls %s of %zu elements, rank %d %s of %zu", comm->rank, kKinds[call.kind],
+             call.count, other, kKinds[theirs.kind], theirs.count);
+        return;
+    }
+    const size_t size = element(call.type), most = kChunk / size;
+    char *const to = static_cast<char *>(posted.to);
+    for (size_t at = 0; at < call.count; at += most) {
+        if (!meet(comm)) return;
+        const size_t count = std::min(most, call.count - at);
+        std::memcpy(shared.chunks[comm->rank], static_cast<const char *>(posted.from) + at * size, count * size);
+        if (!meet(comm)) return;
+        if (call.kind == reduces) {
+            if (call.type == 7) reduce_as<float>(comm, to + at * size, count, call.op);
+            if (call.type == 8) reduce_as<double>(comm, to + at * size, count, call.op);
+            if (call.type == 2) reduce_as<int32_t>(comm, to + at * size, count, call.op);
+        } else if (call.kind == gathers) {
+            for (int rank = 0; rank < comm->ranks; ++rank)
+                std::memcpy(to + (size_t(rank) * call.count + at) * size, shared.chunks[rank], count * size);
+        } else {
+            std::memcpy(to + at * size, shared.chunks[call.root], count * size);
+        }
+    }
+    (void)meet(comm);
+}
+
+/// Sends and receives of one group advance together.
+void run_exchange(const std::vector<Posted> &group) {
+    FakeComm *const comm = group[0].comm;
+    std::vector<size_t> done(group.size(), 0);
+    size_t left = 0;
+    for (const Posted &posted : group) left += posted.call.count * element(posted.call.type);
+    const auto advance = [&] {
+        bool moved = false;
+        for (size_t i = 0; i < group.size(); ++i) {
+            const Posted &posted = group[i];
+            const size_t rest = posted.call.count * element(posted.call.type) - done[i];
+            const bool sending = posted.call.kind == sends;
+            Channel &channel = sending ? comm->shared->channels[comm->rank][posted.peer]
+                                       : comm->shared->channels[posted.peer][comm->rank];
+            const bool waiting = channel.full != channel.taken;
+            if (rest == 0 || sending == waiting) continue;
+            const size_t bytes = sending ? std::min(rest, kChunk) : channel.bytes;
+            if (bytes > rest) {
+                fail(comm, bad_usage, "rank %d receives less than rank %d sends", comm->rank, posted.peer);
+                return true;
+            }
+            if (sending) {
+                std::memcpy(channel.data, static_cast<const char *>(posted.from) + done[i], bytes);
+                channel.bytes = bytes;
+                ++channel.full;
+            } else {
+                std::memcpy(static_cast<char *>(posted.to) + done[i], channel.data, bytes);
+                ++channel.taken;
+            }
+            done[i] += bytes;
+            left -= bytes;
+            moved = true;
+        }
+        return moved;
+    };
+    while (left != 0)
+        if (!wait_until(comm, advance)) return;
+}
+
+void run_posted(void *argument) {
+    const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
+    FakeComm *const comm = (*group)[0].comm;
+    for (const Posted &posted : *group) {
+        if (comm->fault("kill", posted.number)) kill(getpid(), SIGKILL);
+        if (comm->fault("async", posted.number)) fail(comm, remote_error, "a planted error");
+        if (comm->fault("hang", posted.number))
+            for (int looks = 600; !comm->aborted;) nap(looks);
+    }
+    if (comm->state == success && !comm->aborted) {
+        if ((*group)[0].call.kind >= sends)
+            run_exchange(*group);
+        else
+            for (const Posted &posted : *group) run_collective(posted);
+    }
+    --comm->pending;
+}
+
+thread_local int t_depth = 0;
+thread_local std::vector<Posted> t_group;
+
+Result flush() {
+    if (t_group.empty()) return success;
+    auto group = std::make_unique<std::vector<Posted>>();
+    group->swap(t_group);
+    FakeComm *const comm = (*group)[0].comm;
+    const cudaStream_t stream = (*group)[0].stream;
+    ++comm->pending;
+    for (const Posted &posted : *group)
+        if (comm->fault("busy", posted.number)) comm->stuck = true;
+    if (cudaLaunchHostFunc(stream, run_posted, group.get()) != cudaSuccess) {
+        --comm->pending;
+        return fail(comm, cuda_error, "the stream takes no work");
+    }
+    (void)group.release();
+    return comm->stuck ? in_progress : success;
+}
+
+Result post(FakeComm *comm, const Call &call, const void *from, void *to, int peer, cudaStream_t stream) {
+    if (comm == nullptr) return fail(nullptr, bad_argument, "no communicator");
+    const Inside inside(comm);
+    if (comm->state != success) return fail(nullptr, bad_usage, "the communicator is not ready");
+    int device = -1;
+    if (cudaGetDevice(&device) != cudaSuccess || device != comm->device)
+        return fail(nullptr, bad_usage, "device %d is current, the communicator is on %d", device, comm->device);
+    if (element(call.type) == 0 || call.root < 0 || call.root >= comm->ranks || peer < 0 || peer >= comm->ranks)
+        return fail(nullptr, bad_argument, "type %d, root %d, peer %d", call.type, call.root, peer);
+    const int number = comm->calls++;
+    if (comm->fault("error", number)) return fail(comm, system_error, "a planted error");
+    t_group.push_back({comm, call, from, to, peer, stream, number});
+    return t_depth != 0 ? success : flush();
+}
+
+void join(FakeComm *comm) {
+    ++comm->shared->joined;
+    for (int looks = 0; comm->shared->joined < comm->ranks && !comm->aborted;) nap(looks);
+    shm_unlink(comm->name.c_str()); // everybody has it, or nobody will come: nothing stays behind
+    int before = in_progress;
+    if (!comm->aborted) comm->state.compare_exchange_strong(before, success);
+}
+
+Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocking) {
+    *out = nullptr;
+    if (ranks < 1 || ranks > kMaxRanks || rank < 0 || rank >= ranks || std::strncmp(id.name, "/fake-nccl-", 11) != 0)
+        return fail(nullptr, bad_argument, "rank %d of %d, or the id", rank, ranks);
+    auto comm = std::make_unique<FakeComm>();
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->name = id.name;
+    if (comm->fault("init", 0)) return fail(nullptr, system_error, "a planted error");
+    if (cudaGetDevice(&comm->device) != cudaSuccess) return fail(nullptr, cuda_error, "no device");
+    const int file = shm_open(id.name, O_RDWR | O_CREAT, 0600);
+    if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) return fail(nullptr, system_error, "no shared memory");
+    void *const memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (memory == MAP_FAILED) return fail(nullptr, system_error, "no shared memory");
+    comm->shared = static_cast<Shared *>(memory);
+    comm->shared->slots[rank].pid = getpid();
+    ++g_made;
+    FakeComm *const made = *out = comm.release();
+    if (blocking)
+        join(made);
+    else
+        made->joiner = std::thread(join, made);
+    return blocking ? success : in_progress;
+}
+
+void leave(FakeComm *comm) {
+    comm->shared->slots[comm->rank].pid = -1;
+    munmap(comm->shared, sizeof(Shared));
+    delete comm;
+}
+
+} // namespace
+
+// ------------------------------------------------------------------------------------------------------------- the ABI
+#define API extern "C" __attribute__((visibility("default")))
+
+API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside}; }
+
+API Result ncclGetUniqueId(UniqueId *id) {
+    std::memset(id, 0, sizeof *id);
+    std::snprintf(id->name, sizeof id->name, "/fake-nccl-%d-%d", int(getpid()), ++g_ids);
+    return success;
+}
+API Result ncclCommInitRank(FakeComm **comm, int ranks, UniqueId id, int rank) {
+    return make(comm, ranks, id, rank, true);
+}
+API Result ncclCommAbort(FakeComm *comm) {
+    if (comm->users != 0) ++g_inside;
+    comm->aborted = true;
+    if (set_to("DSOPT_FAKE_NCCL_ABORT", "hang")) sleep(20);
+    ++g_aborted;
+    if (comm->joiner.joinable()) comm->joiner.join();
+    for (int looks = 0; comm->pending != 0;) nap(looks); // what is on the stream sees the flag
+    leave(comm);
+    return success;
+}
+API Result ncclCommDestroy(FakeComm *comm) {
+    ++g_destroyed;
+    if (comm->joiner.joinable()) comm->joiner.join();
+    for (int looks = 0; comm->pending != 0;) nap(looks);
+    leave(comm);
+    return success;
+}
+API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
+    const Inside inside(comm);
+    *error = comm->stuck && comm->state == success ? in_progress : Result(comm->state.load());
+    return success;
+}
+API Result ncclCommCount(FakeComm *comm, int *ranks) {
+    *ranks = comm->ranks;
+    return success;
+}
+API Result ncclCommUserRank(FakeComm *comm, int *rank) {
+    *rank = comm->rank;
+    return success;
+}
+API Result ncclCommCuDevice(FakeComm *comm, int *device) {
+    *device = comm->device;
+    return success;
+}
+API const char *ncclGetErrorString(Result result) {
+    const char *const texts[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
+                                 "invalid argument", "invalid usage",        "remote rank gone",       "in progress"};
+    return texts[result];
+}
+API Result ncclAllReduce(const void *from, void *to, size_t count, int type, int op, FakeComm *comm, cudaStream_t on) {
+    return post(comm, {reduces, type, op, 0, count}, from, to, 0, on);
+}
+API Result ncclAllGather(const void *from, void *to, size_t count, int type, FakeComm *comm, cudaStream_t on) {
+    return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
+}
+API Result ncclBroadcast(const void *from, void *to, size_t count, int type, int root, FakeComm *comm,
+                         cudaStream_t on) {
+    return post(comm, {casts, type, 0, root, count}, from, to, 0, on);
+}
+API Result ncclGroupStart() {
+    ++t_depth;
+    return success;
+}
+API Result ncclGroupEnd() {
+    if (t_depth == 0) return fail(nullptr, bad_usage, "no group");
+    return --t_depth != 0 ? success : flush();
+}
+
+#if !defined(FAKE_NCCL_OLD) // what 2.4 does not have
+API Result ncclCommInitRankConfig(FakeComm **comm, int ranks, UniqueId id, int rank, const void *config) {
+    struct Head {
+        size_t size;
+        unsigned magic, version;
+        int blocking;
+    } head;
+    std::memcpy(&head, config, sizeof head);
+    if (head.magic != 0xcafebeef || head.size < sizeof head) return fail(nullptr, bad_argument, "the config");
+    return make(comm, ranks, id, rank, head.blocking != 0);
+}
+API Result ncclCommFinalize(FakeComm *comm) {
+    const Inside inside(comm);
+    if (comm->state != success) return bad_usage;
+    comm->state = in_progress;
+    ++comm->pending;
+    std::thread([comm] { // until the others are here too
+        const uint64_t wanted = ++comm->meetings;
+        comm->shared->slots[comm->rank].arrived = wanted;
+        for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
+            if (comm->shared->slots[other].arrived >= wanted || comm->shared->slots[other].pid == -1)
+                ++other;
+            else
+                nap(looks);
+        if (!comm->aborted) comm->state = success;
+        --comm->pending;
+    })
+        .detach();
+    return in_progress;
+}
+API Result ncclSend(const void *from, size_t count, int type, int peer, FakeComm *comm, cudaStream_t on) {
+    return post(comm, {sends, type, 0, 0, count}, from, nullptr, peer, on);
+}
+API Result ncclRecv(void *to, size_t count, int type, int peer, FakeComm *comm, cudaStream_t on) {
+    return post(comm, {receives, type, 0, 0, count}, nullptr, to, peer, on);
+}
+API const char *ncclGetLastError(FakeComm *comm) {
+    thread_local std::string text;
+    text = t_last;
+    if (comm != nullptr) {
+        const std::lock_guard lock(comm->mutex);
+        if (!comm->message.empty()) text = comm->message;
+    }
+    return text.c_str();
+}
+#endif

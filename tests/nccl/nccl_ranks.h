@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks of a comm on the emulated device, each with a context and a stream of its own.
+#pragma once
+#include "comm.h"
+#include "cuda_runtime.h"
+#include "fake_nccl.h"
+#include <chrono>
+#include <cstring>
+#include <dlfcn.h>
+#include <functional>
+#include <gtest/gtest.h>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace nccl_test {
+
+using dsopt::Comm;
+using dsopt::Place;
+using Bytes = std::vector<char>;
+using Clock = std::chrono::steady_clock;
+
+inline int milliseconds_since(Clock::time_point begin) {
+    return int(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count());
+}
+inline void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
+
+inline void run_ranks(int ranks, const std::function<void(int rank)> &body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank)
+        threads.emplace_back([&body, rank] {
+            try {
+                // One device each, as the library wants it: cudaFree waits for all of a device, peers' work included.
+                if (cudaSetDevice(rank) != cudaSuccess) throw std::runtime_error("no device");
+                body(rank);
+            } catch (const std::exception &error) { ADD_FAILURE() << "rank " << rank << ": " << error.what(); }
+        });
+    for (std::thread &thread : threads) thread.join();
+}
+
+/// What `body` throws, as at the C boundary.
+struct Outcome {
+    dsopt_status status = DSOPT_OK;
+    std::string text;
+};
+template <class Body> Outcome outcome_of(Body &&body) {
+    try {
+        body();
+        return {};
+    } catch (const dsopt::Error &error) { return {error.status(), error.what()}; }
+}
+inline testing::AssertionResult fails(const Outcome &outcome, dsopt_status status, const char *part = "") {
+    if (outcome.status == status && outcome.text.find(part) != std::string::npos) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << outcome.status << " instead of " << status << ": " << outcome.text;
+}
+
+inline std::shared_ptr<const dsopt::Context> cuda_context(int device = 0) {
+    dsopt_context_desc desc{};
+    desc.size = sizeof desc;
+    desc.backend = DSOPT_CUDA;
+    desc.device = device;
+    desc.threads = 1;
+    return std::make_shared<const dsopt::Context>(desc);
+}
+inline std::string new_id() {
+    std::string id(dsopt::kNcclIdBytes, '\0');
+    dsopt::make_nccl_id(id.data());
+    return id;
+}
+inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int timeout_ms) {
+    dsopt_comm_desc desc{};
+    desc.size = sizeof desc;
+    desc.kind = DSOPT_COMM_NCCL;
+    desc.rank = rank;
+    desc.ranks = ranks;
+    desc.timeout_ms = timeout_ms;
+    desc.id = id.data();
+    desc.id_bytes = id.size();
+    return desc;
+}
+
+/// Bytes on the device, filled and read by the host.
+class DeviceBytes {
+public:
+    explicit DeviceBytes(const Bytes &from) : bytes_(from.size()) {
+        EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
+        if (bytes_ != 0) { EXPECT_EQ(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess); }
+    }
+    ~DeviceBytes() { (void)cudaFree(data_); }
+    DeviceBytes(const DeviceBytes &) = delete;
+    DeviceBytes &operator=(const DeviceBytes &) = delete;
+    void *data() const { return data_; }
+    Bytes get() const {
+        Bytes to(bytes_);
+        if (bytes_ != 0) { EXPECT_EQ(cudaMemcpy(to.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess); }
+        return to;
+    }
+
+private:
+    void *data_ = nullptr;
+    size_t bytes_;
+};
+
+/// A comm and the stream that its calls go to.
+class Rank {
+public:
+    Rank(const std::shared_ptr<const dsopt::Context> &context, const dsopt_comm_desc &desc) :
+        comm(dsopt::make_comm(context, desc)) {
+        EXPECT_EQ(cudaSetDevice(context->backend().device()), cudaSuccess);
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    ~Rank() {
+        comm.reset();
+        (void)cudaStreamDestroy(stream);
+    }
+    Rank(const Rank &) = delete;
+    Rank &operator=(const Rank &) = delete;
+
+    /// Runs call(data, result) on copies in `place`, and gives what is in the result afterwards.
+    template <class Call> Bytes on(Place place, const Bytes &from, size_t result_bytes, const Call &call) const {
+        Bytes to(result_bytes, 0x55);
+        if (place == Place::host) {
+            Bytes copy = from;
+            call(copy.data(), to.data());
+            return to;
+        }
+        const DeviceBytes copy(from), there(to);
+        call(copy.data(), there.data());
+        EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        return there.get();
+    }
+    /// Adds up one number over the ranks.
+    double add(double value) const {
+        comm->all_reduce(&value, 1, DSOPT_F64, DSOPT_SUM, stream);
+        return value;
+    }
+
+    std::unique_ptr<Comm> comm;
+    cudaStream_t stream = nullptr;
+};
+
+/// Ranks in one process, each on its own device.
+class World {
+public:
+    explicit World(int ranks, int timeout_ms = 60000) : ranks_(static_cast<size_t>(ranks)) {
+        const std::string id = new_id();
+        run_ranks(ranks, [&](int rank) {
+            ranks_[size_t(rank)] = std::make_unique<Rank>(cuda_context(rank), desc_of(id, rank, ranks, timeout_ms));
+        });
+    }
+    ~World() {
+        run_ranks(int(ranks_.size()), [&](int rank) { ranks_[size_t(rank)].reset(); });
+    }
+    World(const World &) = delete;
+    World &operator=(const World &) = delete;
+    Rank &operator[](int rank) const { return *ranks_[size_t(rank)]; }
+    void drop(int rank) { ranks_[size_t(rank)].reset(); }
+
+private:
+    std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+/// A setting of the double, for one test.
+class Environment {
+public:
+    Environment(const char *name, const char *value) : name_(name) { setenv(name, value, 1); }
+    ~Environment() { unsetenv(name_); }
+    Environment(const Environment &) = delete;
+    Environment &operator=(const Environment &) = delete;
+
+private:
+    const char *name_;
+};
+
+/// A function of the library that the engine has loaded.
+template <class F> F *in_double(const char *name) {
+    const char *const path = std::getenv("DSOPT_NCCL_LIBRARY");
+    void *const library = dlopen(path != nullptr ? path : "libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+    void *const found = library != nullptr ? dlsym(library, name) : nullptr;
+    if (found == nullptr) throw std::runtime_error(std::string("not loaded: ") + name);
+    return reinterpret_cast<F *>(found);
+}
+inline FakeNcclCounts counts() { return in_double<FakeNcclCounts()>("fake_nccl_counts")(); }
+
+/// Every collective, in both kinds of memory, with sizes around a word and a piece.
+void exercise(const Rank &rank);
+
+} // namespace nccl_test

@@ -1,0 +1,585 @@
+// SPDX-License-Identifier: Apache-2.0
+// The NCCL provider on the emulated device, over a test double of the library. --rank: one rank as a process.
+#include "fakert.h"
+#include "nccl_api.h"
+#include "nccl_ranks.h"
+#include <cmath>
+#include <csignal>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace nccl_test {
+
+namespace {
+char value_at(int rank, size_t i) { return char(rank * 31 + int(i % 101) + 1); }
+Bytes bytes_of(int rank, size_t count) {
+    Bytes bytes(count);
+    for (size_t i = 0; i < count; ++i) bytes[i] = value_at(rank, i);
+    return bytes;
+}
+template <class T> void exercise_sums(const Rank &rank, Place place, size_t count, int32_t dtype) {
+    const int ranks = rank.comm->ranks();
+    for (const int32_t op : {DSOPT_SUM, DSOPT_MAX}) {
+        std::vector<T> own(count), wanted(count);
+        for (size_t i = 0; i < count; ++i) {
+            for (int other = 0; other < ranks; ++other) {
+                const T theirs = T(int(i % 57) * (other + 1) - 100);
+                if (other == rank.comm->rank()) own[i] = theirs;
+                wanted[i] = other == 0 ? theirs : op == DSOPT_SUM ? T(wanted[i] + theirs) : std::max(wanted[i], theirs);
+            }
+        }
+        Bytes data(count * sizeof(T)), result(count * sizeof(T));
+        if (count != 0) std::memcpy(data.data(), own.data(), data.size());
+        if (count != 0) std::memcpy(result.data(), wanted.data(), result.size());
+        if (place == Place::host) {
+            rank.comm->all_reduce(data.data(), int64_t(count), dtype, op, rank.stream, place);
+            EXPECT_EQ(data, result);
+        } else {
+            const DeviceBytes there(data);
+            rank.comm->all_reduce(there.data(), int64_t(count), dtype, op, rank.stream, place);
+            EXPECT_EQ(cudaStreamSynchronize(rank.stream), cudaSuccess);
+            EXPECT_EQ(there.get(), result);
+        }
+    }
+}
+} // namespace
+
+void exercise(const Rank &rank) {
+    Comm &comm = *rank.comm;
+    const int ranks = comm.ranks();
+    for (const Place place : {Place::host, Place::backend}) {
+        for (const size_t count : {0, 1, 1000, 20000}) {
+            exercise_sums<float>(rank, place, count, DSOPT_F32);
+            exercise_sums<double>(rank, place, count, DSOPT_F64);
+            exercise_sums<int32_t>(rank, place, count, DSOPT_I32);
+        }
+        for (const size_t bytes : {size_t(1), size_t(3), size_t(4), size_t(70001)}) {
+            Bytes gathered, rows, columns;
+            for (int other = 0; other < ranks; ++other) {
+                const Bytes theirs = bytes_of(other, bytes);
+                gathered.insert(gathered.end(), theirs.begin(), theirs.end());
+                const Bytes to_other = bytes_of(comm.rank() * ranks + other, bytes);
+                rows.insert(rows.end(), to_other.begin(), to_other.end());
+                const Bytes from_other = bytes_of(other * ranks + comm.rank(), bytes);
+                columns.insert(columns.end(), from_other.begin(), from_other.end());
+            }
+            const auto all = bytes * size_t(ranks);
+            EXPECT_EQ(
+                rank.on(place, bytes_of(comm.rank(), bytes), all,
+                        [&](void *from, void *to) { comm.all_gather(from, to, int64_t(bytes), rank.stream, place); }),
+                gathered);
+            EXPECT_EQ(
+                rank.on(place, rows, all,
+                        [&](void *from, void *to) { comm.all_to_all(from, to, int64_t(bytes), rank.stream, place); }),
+                columns);
+            for (int root = 0; root < ranks; ++root) {
+                Bytes data = bytes_of(comm.rank(), bytes);
+                if (place == Place::host) {
+                    comm.broadcast(data.data(), int64_t(bytes), root, rank.stream, place);
+                } else {
+                    const DeviceBytes there(data);
+                    comm.broadcast(there.data(), int64_t(bytes), root, rank.stream, place);
+                    EXPECT_EQ(cudaStreamSynchronize(rank.stream), cudaSuccess);
+                    data = there.get();
+                }
+                EXPECT_EQ(data, bytes_of(root, bytes));
+            }
+        }
+        comm.barrier();
+    }
+}
+
+namespace {
+
+TEST(Nccl, CollectivesInBothKindsOfMemory) {
+    for (const int ranks : {1, 2, 3}) {
+        const World world(ranks);
+        run_ranks(ranks, [&](int rank) {
+            EXPECT_EQ(world[rank].comm->rank(), rank);
+            EXPECT_EQ(world[rank].comm->ranks(), ranks);
+            exercise(world[rank]);
+            EXPECT_EQ(world[rank].comm->info().status, DSOPT_OK);
+        });
+    }
+}
+
+TEST(Nccl, HealthyCommIsDestroyedAndNotAborted) {
+    (void)new_id();
+    const FakeNcclCounts before = counts();
+    { const World world(2); }
+    EXPECT_EQ(counts().made - before.made, 2);
+    EXPECT_EQ(counts().destroyed - before.destroyed, 2);
+    EXPECT_EQ(counts().aborted, before.aborted);
+}
+
+TEST(Nccl, CountsCallsAndBytes) {
+    const World world(3);
+    run_ranks(3, [&](int rank) {
+        Comm &comm = *world[rank].comm;
+        char from[30] = {}, to[30];
+        comm.all_to_all(from, to, 10, world[rank].stream);
+        comm.all_gather(from, to, 10, world[rank].stream);
+        comm.broadcast(from, 10, 1, world[rank].stream);
+        const dsopt_comm_info info = comm.info();
+        EXPECT_EQ(info.calls, 3);
+        EXPECT_EQ(info.bytes_sent, 40 + (rank == 1 ? 10 : 0));
+        EXPECT_EQ(info.bytes_received, 40 + (rank == 1 ? 0 : 10));
+    });
+}
+
+TEST(Nccl, CreatingTimesOutWhenARankDoesNotComeAndNothingIsLeft) {
+    const auto context = cuda_context();
+    const std::string id = new_id();
+    const FakeNcclCounts before = counts();
+    const auto begin = Clock::now();
+    const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
+    EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT, "2 ranks"));
+    EXPECT_GE(milliseconds_since(begin), 100);
+    EXPECT_LT(milliseconds_since(begin), 20000);
+    EXPECT_EQ(counts().made - before.made, counts().aborted - before.aborted);
+}
+
+TEST(Nccl, RefusalToMakeACommunicatorHasTheLibrarysText) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:init");
+    const auto context = cuda_context();
+    const std::string id = new_id();
+    const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 1, 1000)); });
+    EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "a planted error"));
+}
+
+TEST(Nccl, RankThatDoesNotCallTimesTheOthersOutAndTheCommIsLost) {
+    const World world(3, 300);
+    const FakeNcclCounts before = counts();
+    run_ranks(2, [&](int rank) {
+        const auto begin = Clock::now();
+        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "300 ms"));
+        EXPECT_GE(milliseconds_since(begin), 300);
+        EXPECT_LT(milliseconds_since(begin), 20000);
+        EXPECT_EQ(world[rank].comm->info().status, DSOPT_ERR_TIMEOUT);
+        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "lost"));
+        EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess) << "nothing hangs on the stream";
+    });
+    EXPECT_EQ(counts().aborted - before.aborted, 2);
+    EXPECT_TRUE(fails(outcome_of([&] { world[2].add(1); }), DSOPT_ERR_TIMEOUT)) << "the late one";
+}
+
+TEST(Nccl, RankThatHangsInACollectiveTimesOutToo) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:1:hang");
+    const World world(2, 300);
+    run_ranks(2, [&](int rank) {
+        EXPECT_EQ(world[rank].add(rank + 1), 3);
+        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT));
+    });
+}
+
+TEST(Nccl, CallThatStaysInProgressTimesOut) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:busy,1:0:busy");
+    const World world(2, 200);
+    run_ranks(2, [&](int rank) { EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT)); });
+}
+
+TEST(Nccl, ErrorOfACallBecomesAStatusWithTheLibrarysText) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:0:error");
+    const World world(2, 300);
+    run_ranks(2, [&](int rank) {
+        const Outcome outcome = outcome_of([&] { world[rank].add(1); });
+        if (rank == 1)
+            EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "unhandled system error, a planted error"));
+        else
+            EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT));
+    });
+}
+
+TEST(Nccl, ErrorThatComesLaterBecomesAStatusToo) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
+    const World world(2);
+    run_ranks(2, [&](int rank) {
+        EXPECT_EQ(world[rank].add(1), 2);
+        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_COMM, "remote rank gone"));
+    });
+}
+
+TEST(Nccl, DifferentCallsAreNamedByTheDouble) {
+    const World world(2, 5000);
+    run_ranks(2, [&](int rank) {
+        double values[2] = {};
+        const Outcome outcome = outcome_of(
+            [&] { world[rank].comm->all_reduce(values, rank + 1, DSOPT_F64, DSOPT_SUM, world[rank].stream); });
+        EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "elements"));
+    });
+}
+
+TEST(Nccl, AbortFromAnotherThreadReleasesABlockedRankAndNobodyIsInsideMeanwhile) {
+    for (int round = 0; round < 5; ++round) {
+        World world(2, -1);
+        const FakeNcclCounts before = counts();
+        std::thread blocked([&] { EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED)); });
+        give_time();
+        world[0].comm->abort();
+        blocked.join();
+        EXPECT_EQ(world[0].comm->info().status, DSOPT_ERR_ABORTED);
+        EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED));
+        world[1].comm->abort();
+        EXPECT_EQ(counts().aborted - before.aborted, 2) << "an idle one is ended by the abort itself";
+        EXPECT_EQ(counts().inside_while_aborted, 0);
+    }
+}
+
+TEST(Nccl, AbortAtAnyMomentLeavesNobodyBehind) {
+    for (int round = 0; round < 20; ++round) {
+        const World world(2, 20000);
+        std::thread aborter([&] {
+            std::this_thread::sleep_for(std::chrono::microseconds(round * 100));
+            for (const int rank : {0, 1}) world[rank].comm->abort();
+        });
+        run_ranks(2, [&](int rank) {
+            Outcome outcome;
+            while (outcome.status == DSOPT_OK) outcome = outcome_of([&] { EXPECT_EQ(world[rank].add(1), 2); });
+            EXPECT_EQ(outcome.status, DSOPT_ERR_ABORTED) << outcome.text;
+        });
+        aborter.join();
+    }
+    EXPECT_EQ(counts().inside_while_aborted, 0);
+}
+
+TEST(Nccl, DestroyReturnsWhenThePeerNeverLetsGo) {
+    World world(2);
+    const FakeNcclCounts before = counts();
+    const auto begin = Clock::now();
+    world.drop(0);
+    EXPECT_LT(milliseconds_since(begin), 10000);
+    EXPECT_EQ(counts().aborted - before.aborted, 1);
+}
+
+TEST(Nccl, AbortThatHangsIsLeftBehind) {
+    World world(2, 100);
+    EXPECT_TRUE(fails(outcome_of([&] {
+                          const Environment slow("DSOPT_FAKE_NCCL_ABORT", "hang");
+                          const auto begin = Clock::now();
+                          try {
+                              world[0].add(1);
+                          } catch (...) {
+                              EXPECT_LT(milliseconds_since(begin), 10000);
+                              throw;
+                          }
+                      }),
+                      DSOPT_ERR_TIMEOUT));
+    const auto begin = Clock::now();
+    world.drop(0);
+    EXPECT_LT(milliseconds_since(begin), 10000) << "not tried again";
+    world[1].comm->abort();
+}
+
+TEST(Nccl, CallsCannotBeCaptured) {
+    const World world(1);
+    const World two(2);
+    const Rank &rank = two[0];
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamBeginCapture(rank.stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    EXPECT_TRUE(fails(outcome_of([&] { rank.add(1); }), DSOPT_ERR_STATE, "captured"));
+    EXPECT_EQ(cudaStreamEndCapture(rank.stream, &graph), cudaSuccess);
+    (void)cudaGraphDestroy(graph);
+    EXPECT_EQ(rank.comm->info().status, DSOPT_OK) << "refused, not lost";
+}
+
+// ------------------------------------------------------------------------------------------- the caller's communicator
+class Borrowed : public testing::Test {
+protected:
+    const dsopt::nccl::Api api{dsopt::Library::any(dsopt::nccl::kSoname, dsopt::nccl::kKnown, dsopt::nccl::kVariable)};
+    dsopt::nccl::Communicator theirs[2] = {};
+    FakeNcclCounts before{};
+
+    void SetUp() override {
+        dsopt::nccl::UniqueId id;
+        ASSERT_EQ(api.get_unique_id(&id), dsopt::nccl::success);
+        run_ranks(2, [&](int rank) { EXPECT_EQ(api.init(&theirs[rank], 2, id, rank), dsopt::nccl::success); });
+        before = counts();
+    }
+    void TearDown() override {
+        EXPECT_EQ(counts().destroyed, before.destroyed);
+        EXPECT_EQ(counts().aborted, before.aborted);
+        for (const auto comm : theirs) EXPECT_EQ(api.abort(comm), dsopt::nccl::success);
+    }
+    static dsopt_comm_desc desc(void *native, int timeout_ms = 60000) {
+        dsopt_comm_desc desc{};
+        desc.size = sizeof desc;
+        desc.kind = DSOPT_COMM_NCCL;
+        desc.timeout_ms = timeout_ms;
+        desc.native = native;
+        return desc;
+    }
+};
+
+TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
+    run_ranks(2, [&](int rank) {
+        for (int round = 0; round < 2; ++round) {
+            const Rank mine(cuda_context(rank), desc(theirs[rank]));
+            EXPECT_EQ(mine.comm->rank(), rank);
+            EXPECT_EQ(mine.comm->ranks(), 2);
+            exercise(mine);
+        }
+    });
+}
+
+TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
+    const auto mine = std::make_unique<Rank>(cuda_context(), desc(theirs[0], 200));
+    EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
+    mine->comm->abort();
+    const auto begin = Clock::now();
+    mine->comm.reset(); // what the collective may still write to is left behind
+    EXPECT_LT(milliseconds_since(begin), 10000);
+    // The other one comes after all, so that the stream ends.
+    const Rank other(cuda_context(1), desc(theirs[1], 5000));
+    EXPECT_EQ(other.add(1), 2);
+}
+
+TEST_F(Borrowed, OfAnotherDeviceIsRefused) {
+    const auto context = cuda_context(1);
+    EXPECT_TRUE(
+        fails(outcome_of([&] { (void)dsopt::make_comm(context, desc(theirs[0])); }), DSOPT_ERR_DEVICE, "device 0"));
+}
+
+TEST_F(Borrowed, WithAnIdAsWellIsRefused) {
+    const std::string id = new_id();
+    dsopt_comm_desc both = desc_of(id, 0, 2, 0);
+    both.native = theirs[0];
+    const auto context = cuda_context();
+    EXPECT_TRUE(fails(outcome_of([&] { (void)dsopt::make_comm(context, both); }), DSOPT_ERR_UNSUPPORTED, "native"));
+}
+
+// ------------------------------------------------------------------------------------------------ through the C header
+TEST(NcclHeader, IdHasItsSize) {
+    size_t bytes = 0;
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, nullptr, &bytes), DSOPT_OK);
+    EXPECT_EQ(bytes, 128u);
+    char a[200] = {}, b[200] = {};
+    bytes = 127;
+    EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, a, &bytes), DSOPT_ERR_SHAPE);
+    bytes = sizeof a;
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, a, &bytes), DSOPT_OK) << dsopt_last_error();
+    EXPECT_EQ(bytes, 128u);
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, b, &bytes), DSOPT_OK);
+    EXPECT_NE(std::memcmp(a, b, 128), 0);
+}
+
+TEST(NcclHeader, RefusesWhatDoesNotFit) {
+    dsopt_context *cpu = nullptr, *gpu = nullptr;
+    dsopt_comm *comm = nullptr;
+    ASSERT_EQ(dsopt_context_create(nullptr, &cpu), DSOPT_OK);
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.backend = DSOPT_CUDA;
+    ASSERT_EQ(dsopt_context_create(&where, &gpu), DSOPT_OK);
+    const std::string id = new_id();
+    dsopt_comm_desc desc = desc_of(id, 0, 1, 0);
+    EXPECT_EQ(dsopt_comm_create(cpu, &desc, &comm), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_NE(std::strstr(dsopt_last_error(), "CUDA context"), nullptr);
+    desc.id_bytes = 16;
+    EXPECT_EQ(dsopt_comm_create(gpu, &desc, &comm), DSOPT_ERR_ARGUMENT);
+    desc = desc_of(id, 1, 1, 0);
+    EXPECT_EQ(dsopt_comm_create(gpu, &desc, &comm), DSOPT_ERR_ARGUMENT);
+    desc = desc_of(id, 0, 1, -2);
+    EXPECT_EQ(dsopt_comm_create(gpu, &desc, &comm), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(comm, nullptr);
+    EXPECT_NE(std::strstr(dsopt_build_info(), "\"table\", \"nccl\"]"), nullptr) << dsopt_build_info();
+    dsopt_context_destroy(cpu);
+    dsopt_context_destroy(gpu);
+}
+
+/// One rank's optimizer on the device: a gradient of `grad` everywhere, clipped to a norm of 1 over the model's ranks.
+class Trainer {
+public:
+    Trainer(const std::string &id, int rank, int ranks, int timeout_ms) : param_(values(0.5f)), grad_(values(3)) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = DSOPT_CUDA;
+        where.device = rank;
+        EXPECT_EQ(dsopt_context_create(&where, &context_), DSOPT_OK);
+        const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms);
+        EXPECT_EQ(dsopt_comm_create(context_, &desc, &comm_), DSOPT_OK) << dsopt_last_error();
+        DSOPT_NEW(dsopt_optimizer_desc, how);
+        how.model = comm_;
+        how.max_norm = 1;
+        EXPECT_EQ(dsopt_optimizer_create(context_, &how, &opt_), DSOPT_OK);
+        dsopt_group group;
+        EXPECT_EQ(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW), DSOPT_OK);
+        dsopt_param param{};
+        param.tensor = {param_.data(), kCount, DSOPT_F32, 0};
+        param.flags = DSOPT_PARAM_MODEL_PARALLEL;
+        EXPECT_EQ(dsopt_optimizer_add_group(opt_, &group, &param, 1), DSOPT_OK) << dsopt_last_error();
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+    }
+    ~Trainer() {
+        dsopt_optimizer_destroy(opt_);
+        dsopt_comm_destroy(comm_);
+        dsopt_context_destroy(context_);
+        (void)cudaStreamDestroy(stream_);
+    }
+    Trainer(const Trainer &) = delete;
+    Trainer &operator=(const Trainer &) = delete;
+    dsopt_status step() const {
+        const dsopt_tensor grad = {grad_.data(), kCount, DSOPT_F32, 0};
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = &grad;
+        step.count = 1;
+        step.stream = stream_;
+        const dsopt_status status = dsopt_optimizer_step(opt_, &step);
+        EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+        return status;
+    }
+    double norm() const {
+        DSOPT_NEW(dsopt_report, report);
+        EXPECT_EQ(dsopt_optimizer_report(opt_, &report), DSOPT_OK);
+        return report.grad_norm;
+    }
+    Bytes param() const { return param_.get(); }
+
+private:
+    static constexpr int64_t kCount = 100;
+    static Bytes values(float value) {
+        Bytes bytes(kCount * sizeof value);
+        for (size_t i = 0; i < size_t(kCount); ++i) std::memcpy(&bytes[i * sizeof value], &value, sizeof value);
+        return bytes;
+    }
+    DeviceBytes param_, grad_;
+    dsopt_context *context_ = nullptr;
+    dsopt_comm *comm_ = nullptr;
+    dsopt_optimizer *opt_ = nullptr;
+    cudaStream_t stream_ = nullptr;
+};
+
+TEST(NcclHeader, StepAgreesOnTheNormOverTheRanks) {
+    const std::string id = new_id();
+    run_ranks(2, [&](int rank) {
+        const Trainer trainer(id, rank, 2, 60000);
+        for (int step = 0; step < 3; ++step) ASSERT_EQ(trainer.step(), DSOPT_OK) << dsopt_last_error();
+        EXPECT_DOUBLE_EQ(trainer.norm(), std::sqrt(2 * 100 * 9.0));
+    });
+}
+
+TEST(NcclHeader, StepThatTimesOutChangesNothing) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:hang,1:1:hang");
+    const std::string id = new_id();
+    run_ranks(2, [&](int rank) {
+        const Trainer trainer(id, rank, 2, 200);
+        ASSERT_EQ(trainer.step(), DSOPT_OK) << dsopt_last_error();
+        const Bytes before = trainer.param();
+        EXPECT_EQ(trainer.step(), DSOPT_ERR_TIMEOUT);
+        EXPECT_EQ(trainer.param(), before);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------ ranks as processes
+std::string hex(const std::string &bytes) {
+    std::string text;
+    for (const char byte : bytes) {
+        char digits[3];
+        std::snprintf(digits, sizeof digits, "%02x", unsigned(static_cast<unsigned char>(byte)));
+        text += digits;
+    }
+    return text;
+}
+std::string from_hex(const char *text) {
+    std::string bytes;
+    for (; text[0] != 0; text += 2) bytes.push_back(char(std::strtol(std::string(text, 2).c_str(), nullptr, 16)));
+    return bytes;
+}
+
+/// Three sums; the exit code is the status.
+int run_process(char **argv) {
+    const int rank = std::atoi(argv[0]), ranks = std::atoi(argv[1]);
+    const std::string id = from_hex(argv[2]);
+    const Outcome outcome = outcome_of([&] {
+        const Rank mine(cuda_context(), desc_of(id, rank, ranks, 1500));
+        for (int i = 0; i < 3; ++i)
+            if (mine.add(rank) != ranks * (ranks - 1) / 2) throw dsopt::Error(DSOPT_ERR_INTERNAL, "a wrong sum");
+    });
+    return outcome.status;
+}
+
+/// Their exit codes, or minus the signal that ended them.
+std::vector<int> run_processes(int ranks) {
+    const std::string id = hex(new_id());
+    std::vector<pid_t> children;
+    for (int rank = 0; rank < ranks; ++rank) {
+        const std::string number = std::to_string(rank), count = std::to_string(ranks);
+        const pid_t child = fork();
+        if (child == 0) {
+            execl("/proc/self/exe", "test_nccl", "--rank", number.c_str(), count.c_str(), id.c_str(), nullptr);
+            _exit(127);
+        }
+        children.push_back(child);
+    }
+    std::vector<int> codes;
+    for (const pid_t child : children) {
+        int status = 0;
+        EXPECT_EQ(waitpid(child, &status, 0), child);
+        codes.push_back(WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status));
+    }
+    return codes;
+}
+
+TEST(NcclProcesses, AddUp) { EXPECT_EQ(run_processes(3), (std::vector<int>{0, 0, 0})); }
+
+TEST(NcclProcesses, KilledRankTimesTheOthersOutWhereNothingIsSeenOfIt) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:1:kill");
+    EXPECT_EQ(run_processes(3), (std::vector<int>{DSOPT_ERR_TIMEOUT, -SIGKILL, DSOPT_ERR_TIMEOUT}));
+}
+
+TEST(NcclProcesses, KilledRankIsAnErrorToTheOthersWhereTheNetworkTells) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:2:kill");
+    const Environment seen("DSOPT_FAKE_NCCL_DEAD", "error");
+    // A rank that waits for its parent to collect it still has a process id, so the last one may only see the time-out.
+    for (const int code : run_processes(2))
+        EXPECT_TRUE(code == -SIGKILL || code == DSOPT_ERR_COMM || code == DSOPT_ERR_TIMEOUT) << code;
+}
+
+// ---------------------------------------------------------------------------------- other libraries; see meson.build
+TEST(OldNccl, WithoutSendAndReceiveAndConfigsServesEveryCollective) {
+    const World world(3);
+    run_ranks(3, [&](int rank) { exercise(world[rank]); });
+}
+TEST(OldNccl, CreatingTimesOutAndTheThreadThatWaitsIsLeftBehind) {
+    const auto context = cuda_context();
+    const std::string id = new_id();
+    const auto begin = Clock::now();
+    const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
+    EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT, "2 ranks"));
+    EXPECT_LT(milliseconds_since(begin), 20000);
+}
+TEST(OldNccl, CallTimesOut) {
+    const World world(2, 200);
+    EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_TIMEOUT));
+}
+
+TEST(NoNccl, IsMissingWithATextThatHelps) {
+    const auto context = cuda_context();
+    const std::string id(128, 'x');
+    const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
+    EXPECT_TRUE(fails(outcome, DSOPT_ERR_MISSING, "DSOPT_NCCL_LIBRARY"));
+    EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_MISSING, "DSOPT_NCCL_LIBRARY"));
+    dsopt_comm_desc borrowed{};
+    borrowed.size = sizeof borrowed;
+    borrowed.kind = DSOPT_COMM_NCCL;
+    borrowed.native = &borrowed;
+    EXPECT_TRUE(fails(outcome_of([&] { (void)dsopt::make_comm(context, borrowed); }), DSOPT_ERR_MISSING, "native"));
+}
+TEST(NoNccl, RelativePathIsRefused) {
+    const Environment path("DSOPT_NCCL_LIBRARY", "libnccl.so.2");
+    EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_ARGUMENT, "absolute"));
+}
+TEST(NoNccl, LibraryThatLacksFunctionsIsRefused) {
+    const Environment path("DSOPT_NCCL_LIBRARY", std::getenv("DSOPT_TEST_OTHER_LIBRARY"));
+    EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_MISSING, "ncclGetUniqueId"));
+}
+
+} // namespace
+} // namespace nccl_test
+
+int main(int argc, char **argv) {
+    fakert::Config config = fakert::config_from_environment();
+    config.devices = 3;
+    config.mode = fakert::Mode::threads; // collectives wait inside a stream
+    fakert::reset(config);
+    if (argc == 5 && std::strcmp(argv[1], "--rank") == 0) return nccl_test::run_process(argv + 2);
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
+}
