@@ -291,7 +291,7 @@ TEST(ExpertParallel, ExpertNumbersNeedTheirComms) {
         EXPECT_TRUE(fails(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w", 0, expert}}),
                           DSOPT_ERR_ARGUMENT, "'w'"));
     EXPECT_TRUE(
-        fails(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w", 4}}), DSOPT_ERR_ARGUMENT, "'w'"));
+        fails(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w", 8}}), DSOPT_ERR_ARGUMENT, "'w'"));
     EXPECT_EQ(opt, nullptr);
 }
 

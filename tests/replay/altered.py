@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -64,6 +65,19 @@ class Golden:
             if offsets[0] >= end:
                 self.header[other]["data_offsets"] = [offset - (end - begin) for offset in offsets]
 
+    def values(self, name):
+        """Of a tensor that ranks may share."""
+        if name not in self.header:
+            head, _, tail = name.split("/")
+            name = f"{head}/all/{tail}"
+        if name not in self.header:
+            head, _, tail = name.split("/")
+            return [value for other in self.tensors() if other.startswith(head + "/") and other.endswith("/" + tail)
+                    for value in self.values(other)]
+        begin, end = self.header[name]["data_offsets"]
+        code = CODES[self.header[name]["dtype"]]
+        return struct.unpack_from(f"<{(end - begin) // struct.calcsize(code)}{code}", self.data, begin)
+
     def alter(self, name, rng):
         """Change one value; False if the tensor is empty."""
         dtype = self.header[name]["dtype"]
@@ -75,7 +89,15 @@ class Golden:
         change = {"d": change_float, "f": change_float, "H": change_half, "B": change_flag}.get(code, change_integer)
         if name.split("/")[0] in SCALES:
             change = change_scale
-        index, value = change(values, dtype, rng)
+        if name.split("/")[0] in ("worker_error", "server_error"):
+            # Errors are what rounding left of much larger numbers: their scale says how much may be left.
+            scale = max(map(abs, self.values(name.replace("_error", "_scale"))), default=0)
+            peak = max(map(abs, values))
+            index = rng.randrange(len(values))
+            delta = 3e-5 * max(peak, 0.1 * scale) if max(peak, scale) > 0 else 1.0
+            value = values[index] + delta
+        else:
+            index, value = change(values, dtype, rng)
         struct.pack_into("<" + code, self.data, begin + index * struct.calcsize(code), value)
         return True
 
@@ -137,7 +159,9 @@ def damaged(path):
     for name in dict.fromkeys((golden.compared()[0], golden.tensors()[0])):
         golden = Golden(path)
         golden.drop(name)
-        yield f"without tensor {name}", golden.bytes(), name
+        # What a rank does not have is looked for under the name that all ranks share.
+        shared = re.sub(r"/r\d+$", "", re.sub(r"/r\d+/", "/all/", name))
+        yield f"without tensor {name}", golden.bytes(), shared
 
     golden = Golden(path)
     golden.metadata()["stowaway"] = "1"

@@ -136,4 +136,10 @@ std::string Comparison::summary() const {
     return text;
 }
 
+Rule error_rule(Comparison &comparison, const Tensor &error, const Tensor &scale) {
+    const double largest = comparison.peak(scale);
+    const double own = std::max(2e-5 * comparison.peak(error), 1e-6 * largest);
+    return {Rule::within, std::min(4e-6 * largest, own)};
+}
+
 } // namespace replay

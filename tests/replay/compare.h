@@ -63,4 +63,8 @@ private:
     int64_t count_ = 0, wrong_ = 0;
 };
 
+/// For what compression still owes: 4e-6 of the largest scale that made it. Where the errors stay far below that, no
+/// more than 2e-5 of their own peak, down to what rounding at that scale leaves.
+Rule error_rule(Comparison &comparison, const Tensor &error, const Tensor &scale);
+
 } // namespace replay

@@ -161,9 +161,8 @@ void OneBitRecord::compare_errors(int64_t t, Optimizer &optimizer) {
                 ss = Row{wire_.gathered(rank_).data(), count}.scale(size_t(e.place));
             }
         }
-        // Errors are measured against the largest scale that made them.
-        comparison_.row(*e.worker_error, t, w, {Rule::within, 4e-6 * comparison_.peak(*e.worker_scale)});
-        comparison_.row(*e.server_error, t, s, {Rule::within, 4e-6 * comparison_.peak(*e.server_scale)});
+        comparison_.row(*e.worker_error, t, w, error_rule(comparison_, *e.worker_error, *e.worker_scale));
+        comparison_.row(*e.server_error, t, s, error_rule(comparison_, *e.server_error, *e.server_scale));
         comparison_.row(*e.worker_scale, t, {ws});
         comparison_.row(*e.server_scale, t, {ss});
     }
@@ -174,7 +173,8 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
     const auto put = [&](const char *name, double value) { comparison_.row(*scalar(name), t, {value}); };
     const bool exchanged = wire_.exchanges(rank_) != exchanges_;
     // The original compresses zeros in its dry run, the engine does not.
-    put("compressed_calls", dry ? scalar("compressed_calls")->value(t) : exchanged ? double(padded_.size()) : 0);
+    const bool compressed = dry ? wire_.ranks() > 1 : exchanged;
+    put("compressed_calls", compressed ? double(padded_.size()) : 0);
     int32_t reduction = 0;
     check(dsopt_optimizer_next_reduction(optimizer.get(), 0, &reduction), "dsopt_optimizer_next_reduction");
     put("enable_backward_allreduce", reduction == DSOPT_REDUCE_FULL);

@@ -88,9 +88,10 @@ private:
     static std::vector<double> part(const std::vector<float> &all, int64_t begin, int64_t numel) {
         return {all.begin() + begin, all.begin() + begin + numel};
     }
-    /// Errors are measured against the largest scale that made them.
     Rule rule(size_t b, bool worker) {
-        return {Rule::within, 4e-6 * comparison_.peak(worker ? *buffers_[b].worker_scale : *buffers_[b].server_scale)};
+        const Buffer &buffer = buffers_[b];
+        return worker ? error_rule(comparison_, *buffer.worker_error, *buffer.worker_scale)
+                      : error_rule(comparison_, *buffer.server_error, *buffer.server_scale);
     }
 
     GoldenFile &file_;
