@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef DSOPT_MPI_H
+#define DSOPT_MPI_H
+/**
+ * A dsopt_comm over MPI (3.0 or later), compiled by the program with its own MPI, so that one libdsopt serves them all:
+ *
+ *     MPI_Init(&argc, &argv);
+ *     dsopt_comm *comm; dsopt_mpi_comm(ctx, MPI_COMM_WORLD, &comm);
+ *
+ * Everything here is static and built on the table of dsopt.h. The table takes host memory; data of a CUDA context are
+ * staged by the engine.
+ *
+ *  - Calls that use the comm, and the release of its last owner, call MPI: from the thread, or threads, that
+ * MPI_Init_thread allows. dsopt_comm_abort calls no MPI and may come from any thread.
+ *  - MPI is asked again and again, never waited for, so a rank that hangs gives the others DSOPT_ERR_TIMEOUT. What such
+ * a call has begun cannot be taken back: buffers and communicator are left behind, and MPI_Finalize may wait for the
+ * rank that hangs; MPI_Abort does not. When a rank dies most launchers end the job, before anybody can report anything.
+ *  - Ranks that make different calls, or with different sizes, get DSOPT_ERR_COMM.
+ *  - Released after MPI_Finalize, or in a child of fork(), the comm gives back its memory alone.
+ */
+#include "dsopt.h"
+#include <mpi.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Bytes that go to MPI at once; more go in pieces, because its counts are int. */
+#ifndef DSOPT_MPI_PIECE
+#define DSOPT_MPI_PIECE (4 << 20)
+#endif
+
+/* What follows up to dsopt_mpi_comm_timeout is private. */
+typedef struct dsopt_mpi_ {
+    MPI_Comm comm;
+    int rank, ranks;
+    int timeout_ms;
+    int aborted; /* by any thread */
+    int lost;    /* MPI may still write to `send` and `recv` */
+    long process;
+    double begin;      /* of the call, for the time-out */
+    char *send, *recv; /* pieces: the caller's own memory may be gone when MPI comes back to a call that timed out */
+    char text[256];
+} dsopt_mpi_;
+
+static inline int dsopt_mpi_fail_(dsopt_mpi_ *self, int code) {
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    if (code > 0 && MPI_Error_string(code, text, &length) == MPI_SUCCESS)
+        (void)snprintf(self->text, sizeof self->text, "%.250s", text);
+    self->lost = 1;
+    return code;
+}
+
+/* 0 when the request is over. */
+static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int started) {
+    const double begin = MPI_Wtime();
+    if (started != MPI_SUCCESS) return dsopt_mpi_fail_(self, started);
+    for (;;) {
+        int over = 0;
+        double now;
+        const int code = MPI_Test(request, &over, MPI_STATUS_IGNORE);
+        if (code != MPI_SUCCESS) return dsopt_mpi_fail_(self, code);
+        if (over) return 0;
+        now = MPI_Wtime();
+        if (__atomic_load_n(&self->aborted, __ATOMIC_ACQUIRE)) return dsopt_mpi_fail_(self, -DSOPT_ERR_ABORTED);
+        if (self->timeout_ms >= 0 && (now - self->begin) * 1e3 >= self->timeout_ms) {
+            (void)snprintf(self->text, sizeof self->text, "not all ranks came within %d ms", self->timeout_ms);
+            return dsopt_mpi_fail_(self, -DSOPT_ERR_TIMEOUT);
+        }
+        if (now - begin < 0.05)
+            (void)sched_yield(); /* MPI moves data only while it is asked */
+        else
+            (void)poll(NULL, 0, 1);
+    }
+}
+
+/* Do all ranks make this call? MPI itself would mix up calls that differ, or wait for ever. */
+static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, int32_t dtype, int32_t op) {
+    int64_t *const mine = (int64_t *)(void *)self->send, *const most = (int64_t *)(void *)self->recv;
+    const int64_t call[4] = {kind, count, dtype, op};
+    MPI_Request request;
+    int i, code;
+    if (self->lost) return -DSOPT_ERR_COMM;
+    self->begin = MPI_Wtime();
+    for (i = 0; i < 4; ++i) {
+        mine[2 * i] = call[i];
+        mine[2 * i + 1] = -call[i];
+    }
+    code = MPI_Iallreduce(mine, most, 8, MPI_INT64_T, MPI_MAX, self->comm, &request);
+    code = dsopt_mpi_wait_(self, &request, code);
+    if (code) return code;
+    for (i = 0; i < 4; ++i)
+        if (most[2 * i] != -most[2 * i + 1]) {
+            (void)snprintf(self->text, sizeof self->text, "ranks called different collectives or sizes");
+            return -DSOPT_ERR_COMM;
+        }
+    return 0;
+}
+
+static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, int64_t count, int32_t dtype,
+                                        int32_t op, void *stream) {
+    dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
+    const int64_t size = dtype == DSOPT_F64 ? 8 : 4, most = DSOPT_MPI_PIECE / size;
+    const MPI_Datatype type = dtype == DSOPT_F64 ? MPI_DOUBLE : dtype == DSOPT_F32 ? MPI_FLOAT : MPI_INT32_T;
+    const MPI_Op what = op == DSOPT_MAX ? MPI_MAX : MPI_SUM;
+    int64_t at;
+    int code = dsopt_mpi_begin_(self, 1, count, dtype, op);
+    (void)stream;
+    for (at = 0; !code && at < count; at += most) {
+        const int part = (int)(count - at < most ? count - at : most);
+        const size_t bytes = (size_t)(part * size);
+        MPI_Request request;
+        memcpy(self->send, (const char *)send + at * size, bytes);
+        if (dtype == DSOPT_I32 || op == DSOPT_MAX) {
+            code = MPI_Iallreduce(self->send, self->recv, part, type, what, self->comm, &request);
+            code = dsopt_mpi_wait_(self, &request, code);
+        } else {
+            /* MPI leaves open whether an all-reduce adds up in the same order on every rank. */
+            code = MPI_Ireduce(self->send, self->recv, part, type, what, 0, self->comm, &request);
+            code = dsopt_mpi_wait_(self, &request, code);
+            if (code) break;
+            code = MPI_Ibcast(self->recv, part, type, 0, self->comm, &request);
+            code = dsopt_mpi_wait_(self, &request, code);
+        }
+        if (!code) memcpy((char *)recv + at * size, self->recv, bytes);
+    }
+    return code;
+}
+
+/* Rows of `bytes` from or for every rank, a few columns at a time. */
+static inline int dsopt_mpi_rows_(dsopt_mpi_ *self, const void *send, void *recv, int64_t bytes, int all_to_all) {
+    const int64_t most = DSOPT_MPI_PIECE / self->ranks > 0 ? DSOPT_MPI_PIECE / self->ranks : 1;
+    int64_t at;
+    int row, code = dsopt_mpi_begin_(self, all_to_all ? 2 : 3, bytes, 0, 0);
+    for (at = 0; !code && at < bytes; at += most) {
+        const int part = (int)(bytes - at < most ? bytes - at : most);
+        MPI_Request request;
+        for (row = 0; row < (all_to_all ? self->ranks : 1); ++row)
+            memcpy(self->send + (int64_t)row * part, (const char *)send + row * bytes + at, (size_t)part);
+        if (all_to_all)
+            code = MPI_Ialltoall(self->send, part, MPI_BYTE, self->recv, part, MPI_BYTE, self->comm, &request);
+        else
+            code = MPI_Iallgather(self->send, part, MPI_BYTE, self->recv, part, MPI_BYTE, self->comm, &request);
+        code = dsopt_mpi_wait_(self, &request, code);
+        for (row = 0; !code && row < self->ranks; ++row)
+            memcpy((char *)recv + row * bytes + at, self->recv + (int64_t)row * part, (size_t)part);
+    }
+    return code;
+}
+static inline int dsopt_mpi_all_to_all_(void *of, const void *send, void *recv, int64_t bytes, void *stream) {
+    (void)stream;
+    return dsopt_mpi_rows_((dsopt_mpi_ *)of, send, recv, bytes, 1);
+}
+static inline int dsopt_mpi_all_gather_(void *of, const void *send, void *recv, int64_t bytes, void *stream) {
+    (void)stream;
+    return dsopt_mpi_rows_((dsopt_mpi_ *)of, send, recv, bytes, 0);
+}
+
+static inline int dsopt_mpi_broadcast_(void *of, void *buffer, int64_t bytes, int32_t root, void *stream) {
+    dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
+    int64_t at;
+    int code = dsopt_mpi_begin_(self, 4, bytes, root, 0);
+    (void)stream;
+    for (at = 0; !code && at < bytes; at += DSOPT_MPI_PIECE) {
+        const int part = (int)(bytes - at < DSOPT_MPI_PIECE ? bytes - at : DSOPT_MPI_PIECE);
+        MPI_Request request;
+        if (self->rank == root) memcpy(self->recv, (const char *)buffer + at, (size_t)part);
+        code = MPI_Ibcast(self->recv, part, MPI_BYTE, root, self->comm, &request);
+        code = dsopt_mpi_wait_(self, &request, code);
+        if (!code && self->rank != root) memcpy((char *)buffer + at, self->recv, (size_t)part);
+    }
+    return code;
+}
+
+static inline int dsopt_mpi_barrier_(void *of) { return dsopt_mpi_begin_((dsopt_mpi_ *)of, 5, 0, 0, 0); }
+
+static inline int dsopt_mpi_error_(void *of, char *text, size_t capacity) {
+    (void)snprintf(text, capacity, "%s", ((dsopt_mpi_ *)of)->text);
+    return ((dsopt_mpi_ *)of)->lost;
+}
+static inline void dsopt_mpi_abort_(void *of) { __atomic_store_n(&((dsopt_mpi_ *)of)->aborted, 1, __ATOMIC_RELEASE); }
+static inline void dsopt_mpi_destroy_(void *of) {
+    dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
+    int finalized = 1;
+    if (self->process == (long)getpid()) (void)MPI_Finalized(&finalized);
+    /* The communicator of a lost one has a collective under way: freeing it is not allowed then. */
+    if (!finalized && !self->lost && self->comm != MPI_COMM_NULL) (void)MPI_Comm_free(&self->comm);
+    if (!self->lost || finalized) {
+        free(self->send);
+        free(self->recv);
+    }
+    free(self);
+}
+
+/** dsopt_mpi_comm with a longest wait: milliseconds, 0 = 600000, -1 = none; for this call too. */
+static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
+                                                  dsopt_comm **comm) {
+    dsopt_mpi_ *self;
+    int initialized = 0, finalized = 0, code;
+    MPI_Request request;
+    dsopt_status status;
+    DSOPT_NEW(dsopt_comm_table, table);
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    if (timeout_ms < -1) return DSOPT_ERR_ARGUMENT;
+    (void)MPI_Initialized(&initialized);
+    (void)MPI_Finalized(&finalized);
+    if (!initialized || finalized) return DSOPT_ERR_STATE;
+    self = (dsopt_mpi_ *)calloc(1, sizeof *self);
+    if (!self) return DSOPT_ERR_NOMEM;
+    self->comm = MPI_COMM_NULL;
+    self->process = (long)getpid();
+    self->timeout_ms = timeout_ms == 0 ? 600000 : timeout_ms;
+    self->send = (char *)malloc(DSOPT_MPI_PIECE + 64);
+    self->recv = (char *)malloc(DSOPT_MPI_PIECE + 64);
+    if (!self->send || !self->recv) {
+        dsopt_mpi_destroy_(self);
+        return DSOPT_ERR_NOMEM;
+    }
+    self->begin = MPI_Wtime();
+    code = MPI_Comm_idup(mpi, &self->comm, &request);
+    code = dsopt_mpi_wait_(self, &request, code);
+    if (code) return code < 0 ? -code : DSOPT_ERR_COMM; /* MPI still writes to *self */
+    code = MPI_Comm_set_errhandler(self->comm, MPI_ERRORS_RETURN);
+    if (!code) code = MPI_Comm_rank(self->comm, &self->rank);
+    if (!code) code = MPI_Comm_size(self->comm, &self->ranks);
+    if (code) {
+        dsopt_mpi_destroy_(self);
+        return DSOPT_ERR_COMM;
+    }
+    table.self = self;
+    table.rank = self->rank;
+    table.ranks = self->ranks;
+    table.all_reduce = dsopt_mpi_all_reduce_;
+    table.all_to_all = dsopt_mpi_all_to_all_;
+    table.all_gather = dsopt_mpi_all_gather_;
+    table.broadcast = dsopt_mpi_broadcast_;
+    table.barrier = dsopt_mpi_barrier_;
+    table.error = dsopt_mpi_error_;
+    table.abort = dsopt_mpi_abort_;
+    table.destroy = dsopt_mpi_destroy_;
+    desc.kind = DSOPT_COMM_TABLE;
+    desc.table = &table;
+    status = dsopt_comm_create(ctx, &desc, comm);
+    if (status != DSOPT_OK) dsopt_mpi_destroy_(self);
+    return status;
+}
+
+/**
+ * Make a comm over the ranks of `mpi`, which is duplicated; all of them must call. Its errors do not end the program,
+ * as those of other communicators do by default.
+ * @return as dsopt_comm_create; DSOPT_ERR_STATE: before MPI_Init or after MPI_Finalize; DSOPT_ERR_TIMEOUT;
+ * DSOPT_ERR_COMM: MPI refused. dsopt_last_error() has a text for failures of dsopt_comm_create alone.
+ */
+static inline dsopt_status dsopt_mpi_comm(dsopt_context *ctx, MPI_Comm mpi, dsopt_comm **comm) {
+    return dsopt_mpi_comm_timeout(ctx, mpi, 0, comm);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,23 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# run.sh MPIRUN PROGRAM SCENARIO: with 2 and with 4 ranks on this machine, as root too, more ranks than cores too. Every rank
+# has to say that it is done: launchers differ in what they make of exit codes.
+set -u
+[ "$1" != none ] || { echo "mpi: skipped, no MPI is installed"; exit 77; }
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader
+export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_warn_on_fork=0
+# MPI libraries keep memory until the end; what a time-out leaves behind is left on purpose.
+export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0"
+case $1 in
+*mpich*) cores= ;;
+*) cores=--oversubscribe ;;
+esac
+for ranks in 2 4; do
+    said=$(timeout 60 "$1" $cores -n $ranks "$2" "$3" 2>&1)
+    code=$?
+    done=$(echo "$said" | grep -o 'that is done' | wc -l)
+    [ "$done" = $ranks ] && ! echo "$said" | grep -q 'line [0-9]*: not ' && continue
+    echo "$said"
+    echo "$3 with $ranks ranks: $done of them are done, exit code $code"
+    exit 1
+done

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// The MPI adapter, compiled with small pieces. Every rank is a process: run.sh. The argument names what happens; a rank
+// for which it does not happen so says it and exits with 1.
+#define DSOPT_MPI_PIECE 4096
+#include "dsopt_mpi.h"
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+int failures = 0, rank = 0, ranks = 1;
+#define EXPECT(condition)                                                                                              \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            std::printf("rank %d, line %d: not %s; last error: %s\n", rank, __LINE__, #condition, dsopt_last_error()); \
+            ++failures;                                                                                                \
+        }                                                                                                              \
+    } while (false)
+
+dsopt_context *context() {
+    static dsopt_context *one = nullptr;
+    if (one == nullptr) EXPECT(dsopt_context_create(nullptr, &one) == DSOPT_OK);
+    return one;
+}
+dsopt_comm *world(int timeout_ms = 60000) {
+    dsopt_comm *comm = nullptr;
+    EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, timeout_ms, &comm) == DSOPT_OK);
+    return comm;
+}
+/// A call that every rank must make: the norm of a tensor with one element, over the ranks.
+dsopt_status meet(dsopt_comm *comm, double *norm = nullptr, int32_t kind = DSOPT_NORM_L2) {
+    float value = float(rank + 1);
+    const dsopt_tensor tensor = {&value, 1, DSOPT_F32, 0};
+    dsopt_norm_result result = {};
+    const dsopt_status status = dsopt_tensors_norm(context(), &tensor, 1, kind, 0, comm, &result, nullptr);
+    if (norm != nullptr) *norm = result.norm;
+    return status;
+}
+dsopt_status status_of(dsopt_comm *comm) {
+    DSOPT_NEW(dsopt_comm_info, info);
+    EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
+    return info.status;
+}
+void nap(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+
+// The functions of the table by themselves: sizes around the pieces.
+struct Table {
+    dsopt_mpi_ self{};
+    Table() {
+        EXPECT(MPI_Comm_dup(MPI_COMM_WORLD, &self.comm) == MPI_SUCCESS);
+        self.rank = rank;
+        self.ranks = ranks;
+        self.timeout_ms = 60000;
+        self.process = getpid();
+        self.send = static_cast<char *>(std::malloc(DSOPT_MPI_PIECE + 64));
+        self.recv = static_cast<char *>(std::malloc(DSOPT_MPI_PIECE + 64));
+    }
+    ~Table() {
+        EXPECT(MPI_Comm_free(&self.comm) == MPI_SUCCESS);
+        std::free(self.send);
+        std::free(self.recv);
+    }
+    Table(const Table &) = delete;
+    Table &operator=(const Table &) = delete;
+};
+
+template <class T> void check_reduce(Table &table, int32_t dtype, size_t count) {
+    for (const int32_t op : {DSOPT_SUM, DSOPT_MAX}) {
+        std::vector<T> data(count), wanted(count);
+        for (size_t i = 0; i < count; ++i) {
+            const auto of = [&](int other) { return T((other + 1) * int(i % 91) - 50); };
+            data[i] = of(rank);
+            wanted[i] = of(0);
+            for (int other = 1; other < ranks; ++other)
+                wanted[i] = op == DSOPT_SUM ? T(wanted[i] + of(other)) : std::max(wanted[i], of(other));
+        }
+        std::vector<T> apart(count);
+        EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), apart.data(), int64_t(count), dtype, op, nullptr) == 0);
+        EXPECT(apart == wanted);
+        EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), data.data(), int64_t(count), dtype, op, nullptr) == 0);
+        EXPECT(data == wanted);
+    }
+}
+
+void collectives() {
+    Table table;
+    for (const size_t count : {size_t(0), size_t(1), size_t(511), size_t(512), size_t(513), size_t(5000)}) {
+        check_reduce<float>(table, DSOPT_F32, count);
+        check_reduce<double>(table, DSOPT_F64, count);
+        check_reduce<int32_t>(table, DSOPT_I32, count);
+    }
+    const auto value = [](int from, int to, size_t i) { return char(from * 37 + to * 11 + int(i % 113)); };
+    for (const size_t bytes :
+         {size_t(0), size_t(1), size_t(1023), size_t(1024), size_t(1025), size_t(4096), size_t(20001)}) {
+        const size_t all = bytes * size_t(ranks);
+        std::vector<char> rows(all), columns(all), wanted(all), row(bytes), gathered(all), everything(all);
+        for (int other = 0; other < ranks; ++other)
+            for (size_t i = 0; i < bytes; ++i) {
+                rows[size_t(other) * bytes + i] = value(rank, other, i);
+                wanted[size_t(other) * bytes + i] = value(other, rank, i);
+                everything[size_t(other) * bytes + i] = value(other, 0, i);
+            }
+        for (size_t i = 0; i < bytes; ++i) row[i] = value(rank, 0, i);
+        EXPECT(dsopt_mpi_all_to_all_(&table.self, rows.data(), columns.data(), int64_t(bytes), nullptr) == 0);
+        EXPECT(columns == wanted);
+        EXPECT(dsopt_mpi_all_gather_(&table.self, row.data(), gathered.data(), int64_t(bytes), nullptr) == 0);
+        EXPECT(gathered == everything);
+        for (int root = 0; root < ranks; ++root) {
+            std::vector<char> buffer = row, theirs(bytes);
+            for (size_t i = 0; i < bytes; ++i) theirs[i] = value(root, 0, i);
+            EXPECT(dsopt_mpi_broadcast_(&table.self, buffer.data(), int64_t(bytes), root, nullptr) == 0);
+            EXPECT(buffer == theirs);
+        }
+    }
+    EXPECT(dsopt_mpi_barrier_(&table.self) == 0);
+}
+
+/// Floats of very different sizes: an order of its own on some rank would show.
+void same_bits() {
+    Table table;
+    std::vector<float> data(3000);
+    for (size_t i = 0; i < data.size(); ++i)
+        data[i] = std::ldexp(std::sin(float(i + 1) * float(rank + 3)), int(i * 7 + size_t(rank) * 5) % 40 - 20);
+    EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), data.data(), 3000, DSOPT_F32, DSOPT_SUM, nullptr) == 0);
+    std::vector<float> first = data;
+    EXPECT(MPI_Bcast(first.data(), 3000, MPI_FLOAT, 0, MPI_COMM_WORLD) == MPI_SUCCESS);
+    EXPECT(std::memcmp(first.data(), data.data(), data.size() * sizeof(float)) == 0);
+}
+
+void step() {
+    dsopt_comm *const comm = world();
+    dsopt_optimizer *opt = nullptr;
+    DSOPT_NEW(dsopt_optimizer_desc, how);
+    how.model = comm;
+    how.max_norm = 1;
+    EXPECT(dsopt_optimizer_create(context(), &how, &opt) == DSOPT_OK);
+    dsopt_comm_destroy(comm); // lives on in the optimizer
+    dsopt_group group;
+    EXPECT(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW) == DSOPT_OK);
+    std::vector<float> weight(100, 0.5f), grad(100, float(rank + 1));
+    dsopt_param param = {};
+    param.tensor = {weight.data(), 100, DSOPT_F32, 0};
+    param.flags = DSOPT_PARAM_MODEL_PARALLEL;
+    EXPECT(dsopt_optimizer_add_group(opt, &group, &param, 1) == DSOPT_OK);
+    const dsopt_tensor gradient = {grad.data(), 100, DSOPT_F32, 0};
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = &gradient;
+    step.count = 1;
+    double squares = 0;
+    for (int other = 1; other <= ranks; ++other) squares += 100.0 * other * other;
+    for (int i = 0; i < 3; ++i) EXPECT(dsopt_optimizer_step(opt, &step) == DSOPT_OK);
+    DSOPT_NEW(dsopt_report, report);
+    EXPECT(dsopt_optimizer_report(opt, &report) == DSOPT_OK);
+    EXPECT(std::fabs(report.grad_norm - std::sqrt(squares)) < 1e-9);
+    dsopt_optimizer_destroy(opt);
+}
+
+void info() {
+    dsopt_comm *const comm = world();
+    DSOPT_NEW(dsopt_comm_info, info);
+    EXPECT(meet(comm) == DSOPT_OK);
+    EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
+    EXPECT(info.rank == rank && info.ranks == ranks && info.calls > 0 && info.status == DSOPT_OK);
+    // One that the program is done with, and a part of the ranks.
+    MPI_Comm half;
+    EXPECT(MPI_Comm_split(MPI_COMM_WORLD, rank % 2, 0, &half) == MPI_SUCCESS);
+    dsopt_comm *part = nullptr;
+    EXPECT(dsopt_mpi_comm(context(), half, &part) == DSOPT_OK);
+    EXPECT(MPI_Comm_free(&half) == MPI_SUCCESS);
+    EXPECT(meet(part) == DSOPT_OK);
+    EXPECT(dsopt_comm_query(part, &info) == DSOPT_OK && info.ranks == (ranks + (rank % 2 == 0)) / 2);
+    dsopt_comm_destroy(part);
+    dsopt_comm_destroy(comm);
+}
+
+void different_calls() {
+    dsopt_comm *const comm = world();
+    EXPECT(meet(comm, nullptr, rank == 0 ? DSOPT_NORM_MAX : DSOPT_NORM_L2) == DSOPT_ERR_COMM);
+    EXPECT(std::strstr(dsopt_last_error(), "different collectives") != nullptr);
+    EXPECT(meet(comm) == DSOPT_ERR_COMM);
+    dsopt_comm_destroy(comm);
+}
+
+void rank_that_hangs() {
+    dsopt_comm *const comm = world(300);
+    if (rank == 0) nap(2000);
+    const auto begin = std::chrono::steady_clock::now();
+    EXPECT(meet(comm) == DSOPT_ERR_TIMEOUT);
+    if (rank != 0) EXPECT(std::strstr(dsopt_last_error(), "300 ms") != nullptr);
+    EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(1500));
+    EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
+    dsopt_comm_destroy(comm);
+}
+
+void rank_that_hangs_in_creating() {
+    dsopt_comm *comm = nullptr;
+    if (rank == 0) nap(1000);
+    const dsopt_status status = dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, 200, &comm);
+    if (rank != 0) EXPECT(status == DSOPT_ERR_TIMEOUT && comm == nullptr);
+    dsopt_comm_destroy(comm);
+}
+
+void abort_from_another_thread() {
+    dsopt_comm *const comm = world(-1);
+    std::thread other([&] {
+        nap(100 + 20 * rank);
+        dsopt_comm_abort(comm);
+    });
+    // Rank 0 never calls, so the others are blocked until they are told.
+    if (rank != 0) EXPECT(meet(comm) == DSOPT_ERR_ABORTED);
+    other.join();
+    EXPECT(status_of(comm) == DSOPT_ERR_ABORTED);
+    EXPECT(meet(comm) == DSOPT_ERR_ABORTED);
+    dsopt_comm_destroy(comm);
+}
+
+dsopt_comm *kept;
+void released_after_finalize() {
+    kept = world();
+    EXPECT(meet(kept) == DSOPT_OK);
+}
+
+void released_in_a_child() {
+    dsopt_comm *const comm = world();
+    const pid_t child = fork();
+    if (child == 0) {
+        dsopt_comm_destroy(comm);
+        _exit(0);
+    }
+    EXPECT(child > 0);
+    nap(50);
+    EXPECT(meet(comm) == DSOPT_OK);
+    dsopt_comm_destroy(comm);
+}
+
+void out_of_time() { // before MPI_Init; after MPI_Finalize: main
+    dsopt_comm *comm = nullptr;
+    EXPECT(dsopt_mpi_comm(context(), MPI_COMM_WORLD, &comm) == DSOPT_ERR_STATE);
+    EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, -2, &comm) == DSOPT_ERR_ARGUMENT);
+    EXPECT(comm == nullptr);
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    const std::map<std::string, void (*)()> scenarios = {{"collectives", collectives},
+                                                         {"same-bits", same_bits},
+                                                         {"step", step},
+                                                         {"info", info},
+                                                         {"different-calls", different_calls},
+                                                         {"rank-that-hangs", rank_that_hangs},
+                                                         {"rank-that-hangs-in-creating", rank_that_hangs_in_creating},
+                                                         {"abort-from-another-thread", abort_from_another_thread},
+                                                         {"released-after-finalize", released_after_finalize},
+                                                         {"released-in-a-child", released_in_a_child}};
+    if (argc != 2 || scenarios.count(argv[1]) == 0) return 2;
+    out_of_time();
+    int level = 0;
+    EXPECT(MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level) == MPI_SUCCESS);
+    EXPECT(MPI_Comm_rank(MPI_COMM_WORLD, &rank) == MPI_SUCCESS && MPI_Comm_size(MPI_COMM_WORLD, &ranks) == MPI_SUCCESS);
+    EXPECT(ranks > 1);
+    scenarios.at(argv[1])();
+    EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS); // also after a failure: other communicators go on
+    if (std::strncmp(argv[1], "rank-that-hangs", 15) == 0 || std::strncmp(argv[1], "abort", 5) == 0) {
+        // What was begun is still there: MPI_Finalize may wait for it.
+        std::fflush(stdout);
+        if (failures != 0) MPI_Abort(MPI_COMM_WORLD, 1);
+        EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS);
+        std::printf("that is done\n");
+        std::fflush(stdout);
+        nap(200);
+        MPI_Abort(MPI_COMM_WORLD, 0);
+    }
+    EXPECT(MPI_Finalize() == MPI_SUCCESS);
+    out_of_time();
+    dsopt_comm_destroy(kept);
+    dsopt_context_destroy(context());
+    std::printf("that is done\n");
+    return failures != 0;
+}
