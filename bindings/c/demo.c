@@ -14,6 +14,7 @@
 #include "dsopt.h"
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,6 +32,7 @@ struct row {
     int32_t algorithm;
     double lr;              // at its highest
     double loss_scale;      // weights and gradients are F16, with this scale to begin with; 0: they are F32
+    int ranks;              // a rank for each quarter of the batch, with weights of its own; they talk through a comm
     const char *checkpoint; // file name
 };
 static const struct row rows[] = {
@@ -46,6 +48,18 @@ static const struct row rows[] = {
      .lr = 2e-3,
      .loss_scale = 0x1p24,
      .checkpoint = "fp16.safetensors"},
+    {.name = "1-bit Adam, 4 ranks",
+     .title = "1-bit Adam on 4 ranks",
+     .algorithm = DSOPT_ONEBIT_ADAM,
+     .lr = 2e-3,
+     .ranks = 1,
+     .checkpoint = "onebit_adam.safetensors"},
+    {.name = "0/1 Adam, 4 ranks",
+     .title = "0/1 Adam on 4 ranks",
+     .algorithm = DSOPT_ZERO_ONE_ADAM,
+     .lr = 2e-3,
+     .ranks = 1,
+     .checkpoint = "zero_one_adam.safetensors"},
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
@@ -53,11 +67,35 @@ struct plan {
     int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
     size_t held_out;                // at most so many characters, evenly spaced, when there are more
     int32_t scale_window;           // good steps until the loss scale is doubled
+    int64_t freeze_step;            // of the rows on several ranks: the variance moves until then
+    int64_t local_interval_steps;   // 0/1 Adam: ranks then meet in ever fewer steps, up to every fourth
 };
 // Training that lasts for days waits for 1000 good steps; in as few as here the loss scale would then hardly move.
-static const struct plan full_plan = {
-    .steps = 3000, .warm_up = 150, .points = 24, .held_out = 32768, .scale_window = 200};
-static const struct plan quick_plan = {.steps = 40, .warm_up = 4, .points = 5, .held_out = 1024, .scale_window = 10};
+static const struct plan full_plan = {.steps = 3000,
+                                      .warm_up = 150,
+                                      .points = 24,
+                                      .held_out = 32768,
+                                      .scale_window = 200,
+                                      .freeze_step = 600,
+                                      .local_interval_steps = 600};
+static const struct plan quick_plan = {.steps = 40,
+                                       .warm_up = 4,
+                                       .points = 5,
+                                       .held_out = 1024,
+                                       .scale_window = 10,
+                                       .freeze_step = 10,
+                                       .local_interval_steps = 10};
+
+// One of several ranks: a thread that steps on a quarter of the batch. The first one has the trainer's own weights.
+struct rank {
+    struct trainer *trainer;
+    int index;
+    struct tensors *weights;
+    dsopt_tensor params[TENSORS], grads[TENSORS];
+    dsopt_comm *comm;
+    dsopt_optimizer *optimizer;
+    pthread_t thread;
+};
 
 struct trainer {
     const struct text *text;
@@ -76,6 +114,11 @@ struct trainer {
     uint16_t *half; // memory of both lists
     dsopt_scaler *scaler;
     const float *loss_scale;
+    struct rank rank[QUARTERS];
+    const struct row *row;
+    int ranks; // 0: all quarters are one batch
+    unsigned char id[64];
+    size_t id_bytes;
 };
 
 static void check(dsopt_status status) {
@@ -93,7 +136,9 @@ static void *need(void *memory) {
 }
 
 /* ---------------------------------------------------------------------------------------------------- setting up */
-static void create_optimizer(struct trainer *t, const struct row *row) {
+static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *row, const dsopt_tensor *weights,
+                                         dsopt_comm *comm) {
+    dsopt_optimizer *optimizer;
     struct shape shapes[TENSORS];
     dsopt_param params[TENSORS];
     dsopt_group group;
@@ -101,7 +146,7 @@ static void create_optimizer(struct trainer *t, const struct row *row) {
     model_shapes(t->text->vocabulary, shapes);
     memset(params, 0, sizeof params);
     for (int i = 0; i < TENSORS; ++i) {
-        params[i].tensor = t->scaler ? t->half_params[i] : t->params[i];
+        params[i].tensor = weights[i];
         params[i].name = shapes[i].name;
         params[i].dims = shapes[i].dims;
         params[i].ndim = shapes[i].ndim;
@@ -110,12 +155,80 @@ static void create_optimizer(struct trainer *t, const struct row *row) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.max_norm = 1.0;
     desc.scaler = t->scaler;
-    check(dsopt_optimizer_create(t->context, &desc, &t->optimizer));
+    desc.data = comm;
+    if (comm) desc.flags = DSOPT_OPTIMIZER_AVERAGES;
+    check(dsopt_optimizer_create(t->context, &desc, &optimizer));
     check(dsopt_group_init(&group, sizeof group, row->algorithm));
+    if (comm) group.freeze_step = t->plan->freeze_step;
+    if (row->algorithm == DSOPT_ZERO_ONE_ADAM) {
+        group.local_interval_steps = t->plan->local_interval_steps;
+        group.max_local_interval = 4;
+    }
     group.weight_decay = 0.01;
-    check(dsopt_optimizer_add_group(t->optimizer, &group, params, WEIGHTS));
+    check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
     group.weight_decay = 0; // a bias has nothing to be pulled to zero for
-    check(dsopt_optimizer_add_group(t->optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
+    check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
+    return optimizer;
+}
+
+/* -------------------------------------------------------------------------------------------------------- ranks */
+static void on_all_ranks(struct trainer *t, void *(*body)(void *rank)) {
+    for (int q = 0; q < QUARTERS; ++q)
+        if (pthread_create(&t->rank[q].thread, NULL, body, &t->rank[q])) {
+            fprintf(stderr, "demo: no thread for rank %d\n", q);
+            exit(1);
+        }
+    for (int q = 0; q < QUARTERS; ++q) pthread_join(t->rank[q].thread, NULL);
+}
+
+static void *join_comm(void *argument) {
+    struct rank *r = argument;
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_LOCAL;
+    desc.rank = r->index;
+    desc.ranks = QUARTERS;
+    desc.id = r->trainer->id;
+    desc.id_bytes = r->trainer->id_bytes;
+    check(dsopt_comm_create(r->trainer->context, &desc, &r->comm)); // returns when all are there
+    r->optimizer = create_optimizer(r->trainer, r->trainer->row, r->params, r->comm);
+    return NULL;
+}
+
+static void *rank_step(void *argument) {
+    struct rank *r = argument;
+    DSOPT_NEW(dsopt_step, args);
+    args.grads = r->grads;
+    args.count = TENSORS;
+    args.flags = DSOPT_STEP_ZERO_GRADS;
+    check(dsopt_optimizer_step(r->optimizer, &args));
+    return NULL;
+}
+
+static void create_ranks(struct trainer *t) {
+    t->ranks = QUARTERS;
+    t->id_bytes = sizeof t->id;
+    check(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, t->id, &t->id_bytes));
+    for (int q = 0; q < QUARTERS; ++q) {
+        struct rank *r = &t->rank[q];
+        r->trainer = t;
+        r->index = q;
+        r->weights = q == 0 ? t->parameters : need(tensors_create(t->text->vocabulary));
+        memcpy(r->weights->all, t->parameters->all, t->parameters->size * sizeof(float));
+        for (int i = 0; i < TENSORS; ++i) {
+            r->params[i] = (dsopt_tensor){r->weights->tensor[i], t->params[i].numel, DSOPT_F32, 0};
+            r->grads[i] = (dsopt_tensor){t->gradient[q]->tensor[i], t->params[i].numel, DSOPT_F32, 0};
+        }
+    }
+    on_all_ranks(t, join_comm);
+    t->optimizer = t->rank[0].optimizer;
+}
+
+static void destroy_ranks(struct trainer *t) {
+    for (int q = 0; q < t->ranks; ++q) {
+        if (q > 0) dsopt_optimizer_destroy(t->rank[q].optimizer);
+        if (q > 0) tensors_destroy(t->rank[q].weights);
+        dsopt_comm_destroy(t->rank[q].comm);
+    }
 }
 
 static void create_half(struct trainer *t, const struct row *row) {
@@ -154,12 +267,17 @@ static void trainer_create(struct trainer *t, const struct row *row, const struc
         t->params[i] = (dsopt_tensor){t->parameters->tensor[i], shapes[i].numel, DSOPT_F32, 0};
         t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_F32, 0};
     }
+    t->row = row;
     if (row->loss_scale > 0) create_half(t, row);
-    create_optimizer(t, row);
+    if (row->ranks)
+        create_ranks(t);
+    else
+        t->optimizer = create_optimizer(t, row, t->scaler ? t->half_params : t->params, NULL);
 }
 
 static void trainer_destroy(struct trainer *t) {
     dsopt_optimizer_destroy(t->optimizer);
+    destroy_ranks(t);
     dsopt_scaler_destroy(t->scaler);
     free(t->half);
     for (int q = 0; q < QUARTERS; ++q) {
@@ -171,15 +289,16 @@ static void trainer_destroy(struct trainer *t) {
 
 /* ------------------------------------------------------------------------------------------------------ training */
 // Adds a quarter's share of the mean gradient over the global batch, times the loss scale, to gradient[q]; and of the
-// mean loss to loss[q].
+// mean loss to loss[q]. A rank wants the mean over its own quarter.
 static void quarter_gradient(void *trainer, int q) {
     struct trainer *t = trainer;
     uint64_t random = SEED + (uint64_t)t->step * QUARTERS + (uint64_t)q;
     size_t at[QUARTER_BATCH];
     for (int i = 0; i < QUARTER_BATCH; ++i)
         at[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
-    t->loss[q] += model_gradient(t->parameters, t->text->symbols, at, QUARTER_BATCH, *t->loss_scale / BATCH,
-                                 t->gradient[q], t->activations[q]) /
+    const float share = *t->loss_scale / (t->ranks ? QUARTER_BATCH : BATCH);
+    t->loss[q] += model_gradient(t->ranks ? t->rank[q].weights : t->parameters, t->text->symbols, at, QUARTER_BATCH,
+                                 share, t->gradient[q], t->activations[q]) /
                   BATCH;
 }
 
@@ -197,7 +316,7 @@ static double run_quarters(struct trainer *t, void (*body)(void *trainer, int q)
 static double batch_gradient(struct trainer *t, int64_t step) {
     t->step = step;
     const double loss = run_quarters(t, quarter_gradient);
-    for (int q = 1; q < QUARTERS; ++q) {
+    for (int q = 1; q < QUARTERS && !t->ranks; ++q) {
         float *restrict sum = t->gradient[0]->all, *restrict part = t->gradient[q]->all;
         for (size_t i = 0; i < t->parameters->size; ++i) {
             sum[i] += part[i];
@@ -292,8 +411,14 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         args.grads = t->scaler ? t->half_grads : t->grads;
         args.count = TENSORS;
         args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds
-        check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, learning_rate(plan, row->lr, step)));
-        check(dsopt_optimizer_step(t->optimizer, &args));
+        const double lr = learning_rate(plan, row->lr, step);
+        for (int q = 1; q < t->ranks; ++q)
+            check(dsopt_optimizer_set(t->rank[q].optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, lr));
+        check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, lr));
+        if (t->ranks)
+            on_all_ranks(t, rank_step);
+        else
+            check(dsopt_optimizer_step(t->optimizer, &args));
         result->optimizer_seconds += now() - before;
     }
     result->total_seconds = now() - progress.started;
@@ -301,6 +426,14 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
     check(dsopt_optimizer_report(t->optimizer, &report));
     result->skipped = report.skipped;
     if (t->scaler) print_loss_scale(row->loss_scale, report.loss_scale, report.skipped);
+    if (t->ranks) {
+        DSOPT_NEW(dsopt_comm_info, info);
+        check(dsopt_comm_query(t->rank[0].comm, &info));
+        result->bytes_sent = (double)info.bytes_sent / (double)plan->steps;
+        // What a ring all-reduce of fp32 gradients sends.
+        const double full = 2.0 * (QUARTERS - 1) / QUARTERS * 4.0 * (double)t->parameters->size;
+        result->reduction = full / result->bytes_sent;
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------------- results */

@@ -9,7 +9,8 @@ struct result {
     const char *name;
     double first_loss, final_loss; // held-out, nats a character
     int64_t skipped;               // steps
-    double bytes_sent;             // a rank and step
+    double bytes_sent;             // a rank and step; 0 without ranks
+    double reduction;              // how many times more averaging fp32 gradients would send
     int64_t steps;
     double optimizer_seconds, total_seconds;
     double *curve_step, *curve_loss; // held-out loss after so many steps
