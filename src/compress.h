@@ -67,6 +67,8 @@ private:
 struct Exchange {
     const CompressLayout *layout = nullptr;
     float *worker = nullptr, *server = nullptr;
+    const int32_t *active =
+        nullptr; // a bit for each of the worker's elements, lowest first: it takes part; NULL = all do
     // Rows: one a rank, one a rank, one, one a rank. Sums: one a leaf.
     char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
     double *sums = nullptr;

@@ -170,11 +170,13 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
                     .trust_average = find("trust_average", static_cast<float *>(nullptr)),
                     .trust_factor = find("trust_factor", static_cast<float *>(nullptr)),
                     .scaling = find("trust_scaling", static_cast<float *>(nullptr)),
+                    .active = find("active", static_cast<int32_t *>(nullptr)),
                     .padding = find("exp_avg_pad", static_cast<float *>(nullptr)),
                     .trust_beta = own->trust_beta,
                     .trust_threshold = own->trust_threshold,
                     .trust_min_change = own->trust_min_change,
                     .trust_max_change = own->trust_max_change};
+    plan.exchange.active = plan.active;
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_group &group = groups_[size_t(param.group)];

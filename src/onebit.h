@@ -42,6 +42,7 @@ struct OneBitPlan {
     const Context *context;
     int32_t *lr_sum;                               // a double a group; 0/1 Adam
     float *trust_average, *trust_factor, *scaling; // one a tensor; 1-bit LAMB
+    int32_t *active;                               // standard mode: whose variance is not 0, as Exchange::active
     float *padding;                                // 1-bit LAMB of the original: the tail of its flat momentum
     double trust_beta, trust_threshold, trust_min_change, trust_max_change;
 };

@@ -24,6 +24,15 @@ void for_each_leaf(const std::vector<int64_t> &first, const Parallel &parallel, 
     });
 }
 
+int64_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
+    if (active == nullptr) return numel;
+    int64_t count = 0, at = begin; // at a whole word
+    for (; at + 32 <= begin + numel; at += 32) count += __builtin_popcount(uint32_t(active[at / 32]));
+    const auto rest = unsigned(begin + numel - at);
+    if (rest != 0) count += __builtin_popcount(uint32_t(active[at / 32]) & ((1u << rest) - 1));
+    return count;
+}
+
 float rms(const double *sums, int64_t leaves, int64_t numel) {
     double sum = 0;
     for (int64_t leaf = 0; leaf < leaves; ++leaf) sum += sums[leaf];
@@ -87,7 +96,7 @@ void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel
     float *scales = exchange.worker_scales();
     for (size_t i = 0; i < layout.parts.size(); ++i)
         scales[i] = rms(exchange.sums + layout.part_leaf[i], layout.part_leaf[i + 1] - layout.part_leaf[i],
-                        layout.parts[i].numel);
+                        count_active(exchange.active, layout.parts[i].begin, layout.parts[i].numel));
     for (int d = 0; d < layout.ranks; ++d) {
         float *row = Exchange::scales(exchange.row(exchange.send, d));
         std::memset(row, 0, size_t(layout.row_scales) * sizeof(float));
@@ -109,13 +118,14 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
                       slot = segment.part - first_part;
         exchange.sums[layout.segment_leaf[size_t(i)] + leaf] =
             kernels.serve(exchange.recv, layout.row_bytes(), layout.row_scales, layout.ranks, slot,
-                          segment.server + begin, n, exchange.server + segment.server + begin, scales[slot], bits);
+                          segment.server + begin, n, exchange.server + segment.server + begin, scales[slot],
+                          exchange.active != nullptr ? exchange.active + (segment.begin + begin) / 32 : nullptr, bits);
     });
     std::memset(Exchange::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
     for (size_t i = 0; i < segments.size(); ++i) {
         const int64_t slot = segments[i].part - first_part;
         scales[slot] = rms(exchange.sums + layout.segment_leaf[i], layout.segment_leaf[i + 1] - layout.segment_leaf[i],
-                           segments[i].numel);
+                           count_active(exchange.active, segments[i].begin, segments[i].numel));
         Exchange::scales(exchange.result)[slot] = scales[slot];
     }
 }

@@ -17,6 +17,14 @@ void errors(const float *__restrict kept, float scale, int64_t n, float *__restr
     for (int64_t i = 0; i < n; ++i) errors[i] = error_of(kept[i], scale);
 }
 
+/// `first`: of x[0] among the bits.
+void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t at = first + i;
+        x[i] = (uint32_t(active[at / 32]) >> (at % 32)) & 1u ? x[i] : 0.0f;
+    }
+}
+
 /// Most significant bit first, 1 = not negative.
 void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     int64_t i = 0;
@@ -64,7 +72,7 @@ const uint8_t *bits_of_row(const char *row, int64_t row_scales) {
 }
 
 double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit, int64_t n,
-             float *kept, float scale, uint8_t *bits) {
+             float *kept, float scale, const int32_t *active, uint8_t *bits) {
     LeafSum total;
     Buffer sum, values;
     const float share = 1.0f / float(ranks);
@@ -78,6 +86,7 @@ double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks,
                 for (int64_t k = 0; k < size; ++k) sum.at[k] += values.at[k];
         }
         add_error(sum.at, kept + i, scale, size);
+        if (active != nullptr) leave_out(kept + i, size, active, i);
         total.add(kept + i, size);
         pack_bits(kept + i, size, bits + (bit + i) / 8);
     }
@@ -155,6 +164,7 @@ void feed(const OneBitSpan &one) {
         if (one.kept == nullptr) continue; // one rank
         feed_tile(one, t, n, x.at);
         add_error(x.at, one.kept + one.worker + i, one.scale, n);
+        if (one.active != nullptr) leave_out(one.kept + one.worker + i, n, one.active, one.worker + i);
     }
 }
 
@@ -212,7 +222,8 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
             else
                 feed_tile(one, t, n, y.at);
             for (int64_t k = 0; k < n; ++k) {
-                const LambUpdate u = lamb_take_mean(s, one.one, y.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f,
+                const float value = one.one.anchored && t.v[k] == 0 ? 0.0f : y.at[k];
+                const LambUpdate u = lamb_take_mean(s, one.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f,
                                                     t.p[k], t.m[k], t.v[k], one.fresh[i + k]);
                 without.at[k] = u.without_decay;
                 with.at[k] = u.update;

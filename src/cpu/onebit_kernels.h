@@ -20,23 +20,25 @@ struct OneBitSpan {
     const Span *span;
     Feed feed;
     OneBitScalars one;
-    int64_t worker;    // place of the tensor's first element among the worker's
-    float *kept;       // the worker's elements
-    float scale;       // of the kept sums
-    float *drift;      // 0/1 Adam, or NULL
-    const float *mask; // or NULL
-    float *fresh;      // 1-bit LAMB
+    int64_t worker;        // place of the tensor's first element among the worker's
+    float *kept;           // the worker's elements
+    float scale;           // of the kept sums
+    const int32_t *active; // of the exchange
+    float *drift;          // 0/1 Adam, or NULL
+    const float *mask;     // or NULL
+    float *fresh;          // 1-bit LAMB
     MeanView mean;
 };
 
 struct OneBitKernels {
+    // `active`: bits of the stretch, lowest first, or NULL; what does not take part is 0 and owes nothing.
     /// kept = x + what is owed; x NULL = 0.
     void (*add_error)(const float *x, float *kept, float scale, int64_t n);
     /// Sum of squares of a leaf, and its bits: whole bytes, those behind the end are 1.
     double (*pack)(const float *kept, int64_t n, uint8_t *bits);
     /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.
     double (*serve)(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit,
-                    int64_t n, float *kept, float scale, uint8_t *bits);
+                    int64_t n, float *kept, float scale, const int32_t *active, uint8_t *bits);
     void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y);
     void (*errors)(const float *kept, float scale, int64_t n, float *errors);
     void (*feed)(const OneBitSpan &span);

@@ -22,7 +22,9 @@ struct OneBitScalars {
     float scaling; // 1-bit LAMB: brings momenta of all tensors to the same size
     float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
     bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
-    bool anchored; // `drift` holds the common weights themselves, not the distance to them
+    /// Standard mode. `drift` holds the common weights themselves, not the distance to them; and an element whose
+    /// variance is 0 when it freezes stays where it is: a sign has no zero, and would be divided by eps.
+    bool anchored;
 };
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
@@ -45,6 +47,7 @@ DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
 /// After the exchange, with `y` the mean that all ranks have.
 DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
                         float &drift) {
+    if (o.anchored && v == 0) y = 0;
     if (feed == Feed::distance) {
         if (o.lr_sum != 0) m = -(y / o.lr_sum); // no rate at all: nobody moved, the momentum stays
         const float common = o.anchored ? drift : p - drift;
@@ -77,7 +80,7 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
 
 /// 0/1 Adam between exchanges: a step by this rank alone.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &drift) {
-    m = s.beta1 * m + s.a1 * unscale(s, g);
+    m = s.beta1 * m + s.a1 * (o.anchored && v == 0 ? 0.0f : unscale(s, g));
     const float change = -s.lr * frozen_update(s, p, m, v);
     p = p + change;
     if (!o.anchored) drift = drift + change;
