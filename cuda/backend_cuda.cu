@@ -216,7 +216,6 @@ public:
     void compress_feed(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
         no_compression();
     }
-    void compress_pack(const Exchange &, const Parallel &, void *) const override { no_compression(); }
     void compress_serve(const Exchange &, const Parallel &, void *) const override { no_compression(); }
     void compress_decode(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
         no_compression();

@@ -68,11 +68,10 @@ public:
     /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
     virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                                void *stream) const = 0;
-    // 1-bit compression, compress.h. The list's tensors go to the kept sums; rows are filled from those; rows of all
-    // ranks become a row of results; the list gets what all rows of results say.
+    // 1-bit compression, compress.h. The list's tensors go to the kept sums and those to rows; rows of all ranks become
+    // a row of results; the list gets what all rows of results say.
     virtual void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
                                const Parallel &parallel, void *stream) const = 0;
-    virtual void compress_pack(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
     virtual void compress_serve(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
     virtual void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
                                  const Parallel &parallel, void *stream) const = 0;

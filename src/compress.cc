@@ -99,7 +99,6 @@ Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream) {
     const Backend &backend = context.backend();
     const int64_t bytes = exchange.layout->row_bytes();
-    backend.compress_pack(exchange, parallel, stream);
     comm.all_to_all(exchange.send, exchange.recv, bytes, stream, Place::backend);
     backend.compress_serve(exchange, parallel, stream);
     comm.all_gather(exchange.result, exchange.results, bytes, stream, Place::backend);

@@ -81,7 +81,7 @@ struct Exchange {
     uint8_t *bits(char *row) const { return reinterpret_cast<uint8_t *>(row) + layout->row_scales * 4; }
 };
 
-/// From kept sums to rows of results on every rank.
+/// From rows to rows of results on every rank.
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.

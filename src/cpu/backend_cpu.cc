@@ -149,10 +149,8 @@ public:
 
     void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
                        void *) const override {
-        cpu::feed(onebit_, exchange, list, count, parallel);
-    }
-    void compress_pack(const Exchange &exchange, const Parallel &parallel, void *) const override {
-        cpu::pack(onebit_, exchange, parallel);
+        (void)count;
+        cpu::feed_and_pack(onebit_, exchange, list, parallel);
     }
     void compress_serve(const Exchange &exchange, const Parallel &parallel, void *) const override {
         cpu::serve(onebit_, exchange, parallel);

@@ -48,51 +48,30 @@ MeanView view_of(const Exchange &exchange, int32_t part) {
             unit.begin,       unit.chunk,         unit.server,       part};
 }
 
-void feed_padding(const OneBitKernels &kernels, const Exchange &exchange, const int64_t *used, const float *values) {
+void begin_rows(const Exchange &exchange) {
+    // Bits between tensors, too.
+    std::memset(exchange.send, 0xff, size_t(exchange.layout->row_bytes() * exchange.layout->ranks));
+}
+
+void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i, int64_t leaf) {
     const CompressLayout &layout = *exchange.layout;
-    for (size_t i = 0; i < layout.parts.size(); ++i) {
-        const CompressLayout::Part &part = layout.parts[i];
-        if (part.numel > used[i])
-            kernels.add_error(values, exchange.worker + part.begin + used[i], exchange.worker_scales()[i],
-                              part.numel - used[i]);
+    const CompressLayout::Part &part = layout.parts[size_t(i)];
+    const CompressLayout::Unit &unit = layout.units[size_t(part.unit)];
+    int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
+    uint8_t bits[kLeaf / 8];
+    exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
+    for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
+        const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
+        const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
+        std::memcpy(exchange.bits(exchange.row(exchange.send, d)) + (unit.server + in_chunk) / 8, from, size_t(bytes));
+        from += bytes;
+        at += size;
+        n -= size;
     }
 }
 
-void feed(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
-          const Parallel &parallel) {
+void end_rows(const Exchange &exchange) {
     const CompressLayout &layout = *exchange.layout;
-    (void)count;
-    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
-        const CompressLayout::Part &part = layout.parts[size_t(i)];
-        const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, part.numel);
-        const int64_t real = std::clamp(list[i].numel, begin, end); // the rest is padding
-        float *kept = exchange.worker + part.begin;
-        const float scale = exchange.worker_scales()[i];
-        if (real > begin)
-            kernels.add_error(static_cast<const float *>(list[i].data) + begin, kept + begin, scale, real - begin);
-        if (end > real) kernels.add_error(nullptr, kept + real, scale, end - real);
-    });
-}
-
-void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
-    const CompressLayout &layout = *exchange.layout;
-    std::memset(exchange.send, 0xff, size_t(layout.row_bytes() * layout.ranks)); // between tensors, too
-    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
-        const CompressLayout::Part &part = layout.parts[size_t(i)];
-        const CompressLayout::Unit &unit = layout.units[size_t(part.unit)];
-        int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
-        uint8_t bits[kLeaf / 8];
-        exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
-        for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
-            const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
-            const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
-            std::memcpy(exchange.bits(exchange.row(exchange.send, d)) + (unit.server + in_chunk) / 8, from,
-                        size_t(bytes));
-            from += bytes;
-            at += size;
-            n -= size;
-        }
-    });
     float *scales = exchange.worker_scales();
     for (size_t i = 0; i < layout.parts.size(); ++i)
         scales[i] = rms(exchange.sums + layout.part_leaf[i], layout.part_leaf[i + 1] - layout.part_leaf[i],
@@ -103,6 +82,31 @@ void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel
         for (const CompressLayout::Segment &segment : layout.chunks[size_t(d)])
             row[segment.part - layout.first_part[size_t(d)]] = scales[segment.part];
     }
+}
+
+void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list,
+                   const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    begin_rows(exchange);
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const CompressLayout::Part &part = layout.parts[size_t(i)];
+        const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, part.numel);
+        const int64_t real = std::clamp(list[i].numel, begin, end); // the rest is padding
+        float *kept = exchange.worker + part.begin;
+        const float scale = exchange.worker_scales()[i];
+        if (real > begin)
+            kernels.add_error(static_cast<const float *>(list[i].data) + begin, kept + begin, scale, real - begin);
+        if (end > real) kernels.add_error(nullptr, kept + real, scale, end - real);
+        pack_leaf(kernels, exchange, i, leaf);
+    });
+    end_rows(exchange);
+}
+
+void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+    begin_rows(exchange);
+    for_each_leaf(exchange.layout->part_leaf, parallel,
+                  [&](int64_t i, int64_t leaf) { pack_leaf(kernels, exchange, i, leaf); });
+    end_rows(exchange);
 }
 
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {

@@ -7,10 +7,13 @@
 namespace dsopt::cpu {
 
 MeanView view_of(const Exchange &exchange, int32_t part);
-void feed(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
-          const Parallel &parallel);
-/// Elements that are no tensor's: they owe something all the same.
-void feed_padding(const OneBitKernels &kernels, const Exchange &exchange, const int64_t *used, const float *values);
+/// From the list's tensors to rows, in one pass: a leaf is packed while it is in the first-level cache.
+void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list,
+                   const Parallel &parallel);
+/// Before any leaf is packed, one leaf of the kept sums, and when all are.
+void begin_rows(const Exchange &exchange);
+void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t part, int64_t leaf);
+void end_rows(const Exchange &exchange);
 void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,

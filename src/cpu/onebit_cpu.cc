@@ -50,15 +50,36 @@ OneBitSpan OneBitStep::onebit_span(int64_t i, const Span &span) const {
 
 /// Own values to the kept sums, bits to all, and back.
 void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
-    const bool compresses = one_.setup->compresses;
-    if (compresses || feed_ == Feed::distance) for_own(cut, span_of, onebit_.feed);
-    if (!compresses) return;
-    const auto &parts = one_.setup->layout.parts;
-    for (size_t k = 0; k < parts.size(); ++k) {
-        const int64_t used = one_.setup->used[k], rest = parts[k].numel - used;
-        if (rest > 0)
-            onebit_.add_error(one_.padding, one_.exchange.worker + parts[k].begin + used,
-                              one_.exchange.worker_scales()[k], rest);
+    if (!one_.setup->compresses) {
+        if (feed_ == Feed::distance) for_own(cut, span_of, onebit_.feed);
+        return;
+    }
+    const CompressLayout &layout = one_.setup->layout;
+    const auto &parts = layout.parts;
+    if (!one_.compat) { // every part is one tensor and begins with its leaves: they are packed while they are in the
+                        // cache
+        begin_rows(one_.exchange);
+        for_own(cut, span_of, [&](const OneBitSpan &one) {
+            Span leaf = *one.span;
+            OneBitSpan of_leaf = one;
+            of_leaf.span = &leaf;
+            for (int64_t begin = one.span->begin; begin < one.span->end; begin += kLeaf) {
+                leaf.begin = begin;
+                leaf.end = std::min(begin + kLeaf, one.span->end);
+                onebit_.feed(of_leaf);
+                pack_leaf(onebit_, one_.exchange, one.mean.part, begin / kLeaf);
+            }
+        });
+        end_rows(one_.exchange);
+    } else {
+        for_own(cut, span_of, onebit_.feed);
+        for (size_t k = 0; k < parts.size(); ++k) {
+            const int64_t used = one_.setup->used[k], rest = parts[k].numel - used;
+            if (rest > 0)
+                onebit_.add_error(one_.padding, one_.exchange.worker + parts[k].begin + used,
+                                  one_.exchange.worker_scales()[k], rest);
+        }
+        pack(onebit_, one_.exchange, plan_.parallel);
     }
     exchange(*one_.context, *one_.comm, one_.exchange, plan_.parallel, plan_.stream);
     if (one_.padding != nullptr)
