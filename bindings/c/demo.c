@@ -67,8 +67,10 @@ struct plan {
     int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
     size_t held_out;                // at most so many characters, evenly spaced, when there are more
     int32_t scale_window;           // good steps until the loss scale is doubled
-    int64_t freeze_step;            // of the rows on several ranks: the variance moves until then
-    int64_t local_interval_steps;   // 0/1 Adam: ranks then meet in ever fewer steps, up to every fourth
+    int64_t freeze_step;            // of 1-bit Adam: the variance moves until then
+    int64_t zero_one_freeze_step;
+    int64_t var_interval_steps;   // 0/1 Adam: so many changes of the variance until they become half as frequent
+    int64_t local_interval_steps; // 0/1 Adam: ranks then meet in ever fewer steps, up to every fourth
 };
 // Training that lasts for days waits for 1000 good steps; in as few as here the loss scale would then hardly move.
 static const struct plan full_plan = {.steps = 3000,
@@ -77,13 +79,17 @@ static const struct plan full_plan = {.steps = 3000,
                                       .held_out = 32768,
                                       .scale_window = 200,
                                       .freeze_step = 600,
-                                      .local_interval_steps = 600};
+                                      .zero_one_freeze_step = 1000,
+                                      .var_interval_steps = 100,
+                                      .local_interval_steps = 250};
 static const struct plan quick_plan = {.steps = 40,
                                        .warm_up = 4,
                                        .points = 5,
                                        .held_out = 1024,
                                        .scale_window = 10,
                                        .freeze_step = 10,
+                                       .zero_one_freeze_step = 16,
+                                       .var_interval_steps = 8,
                                        .local_interval_steps = 10};
 
 // One of several ranks: a thread that steps on a quarter of the batch. The first one has the trainer's own weights.
@@ -161,6 +167,8 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
     check(dsopt_group_init(&group, sizeof group, row->algorithm));
     if (comm) group.freeze_step = t->plan->freeze_step;
     if (row->algorithm == DSOPT_ZERO_ONE_ADAM) {
+        group.freeze_step = t->plan->zero_one_freeze_step;
+        group.var_interval_steps = t->plan->var_interval_steps;
         group.local_interval_steps = t->plan->local_interval_steps;
         group.max_local_interval = 4;
     }

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""packbits_sequence.py LIBDSOPT [NUMEL...]: local work of the compressed all-reduce beside the original's operations.
+
+Needs PyTorch and NumPy (Debian: python3-torch). Rank 0 of 8 on both sides, with collectives that do nothing, in turns, in one
+process: what is timed is the worker's part, the server's part of an eighth, and decoding, not the network.
+  dsopt      dsopt_compressed_allreduce, standard mode, one tensor
+  framework  compressed_allreduce of the original with its cupy packbits replaced by NumPy's: add error, norm, sign, pack, new
+             error; unpack to a matrix, weighted sum, the same again; unpack and multiply
+"""
+import ctypes
+import os
+import statistics
+import sys
+import time
+
+import numpy
+import torch
+
+RANKS = 8
+ROUNDS = int(os.environ.get("ROUNDS", "9"))
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+MOVE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+REDUCE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
+                          ctypes.c_int32, ctypes.c_void_p)
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+
+class Table(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("self", ctypes.c_void_p), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
+                ("all_reduce", REDUCE), ("all_to_all", MOVE), ("all_gather", MOVE)] + [
+                    (name, ctypes.c_void_p) for name in ("broadcast", "barrier", "error", "abort", "destroy")] + [
+                    ("memory", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+
+
+class CommDesc(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("kind", ctypes.c_int32), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
+                ("timeout_ms", ctypes.c_int32), ("id", ctypes.c_void_p), ("id_bytes", ctypes.c_size_t),
+                ("table", ctypes.c_void_p), ("native", ctypes.c_void_p)]
+
+
+class Compressed(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("tensors", ctypes.c_void_p), ("count", ctypes.c_int64),
+                ("worker_error", ctypes.c_void_p), ("server_error", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
+                ("workspace_bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("compat", ctypes.c_int32),
+                ("reserved", ctypes.c_int32)]
+
+
+class Dsopt:
+    def __init__(self, path, x):
+        self.lib = ctypes.CDLL(path)
+        self.lib.dsopt_last_error.restype = ctypes.c_char_p
+        context, self.comm = ctypes.c_void_p(), ctypes.c_void_p()
+        self.check(self.lib.dsopt_context_create(None, ctypes.byref(context)))
+        self.table = Table(ctypes.sizeof(Table), None, 0, RANKS, REDUCE(lambda *_: 0), MOVE(lambda *_: 0), MOVE(lambda *_: 0))
+        desc = CommDesc(size=ctypes.sizeof(CommDesc), kind=4, table=ctypes.addressof(self.table))
+        self.check(self.lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
+        self.x = x
+        self.list = (Tensor * 1)(Tensor(x.data_ptr(), x.numel(), 1, 0))
+        self.args = Compressed(size=ctypes.sizeof(Compressed), tensors=ctypes.addressof(self.list), count=1)
+        worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
+        self.check(self.lib.dsopt_compressed_sizes(self.comm, ctypes.byref(self.args), ctypes.byref(worker),
+                                                   ctypes.byref(server), ctypes.byref(space)))
+        self.keep = [torch.zeros(worker.value), torch.zeros(server.value), torch.zeros(space.value + 256, dtype=torch.uint8)]
+        self.args.worker_error, self.args.server_error = (t.data_ptr() for t in self.keep[:2])
+        self.args.workspace = (self.keep[2].data_ptr() + 255) // 256 * 256
+        self.args.workspace_bytes = space.value
+
+    def check(self, status):
+        if status:
+            sys.exit(self.lib.dsopt_last_error().decode())
+
+    def call(self):
+        self.check(self.lib.dsopt_compressed_allreduce(self.comm, ctypes.byref(self.args)))
+
+
+class Framework:
+    def __init__(self, x):
+        self.x = x
+        self.worker_error, self.server_error = torch.zeros_like(x), torch.zeros(x.numel() // RANKS)
+
+    @staticmethod
+    def compress(buffer, error):
+        buffer.add_(error)
+        scale = buffer.norm() / buffer.numel() ** 0.5
+        error.set_((buffer - scale * buffer.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)).storage())
+        return numpy.packbits(buffer.sign().add_(1).bool().numpy()), scale
+
+    @staticmethod
+    def unpack(bits):
+        return torch.from_numpy(numpy.unpackbits(bits)).float().add_(-0.5).mul_(2.0)
+
+    def call(self):
+        bits, scale = self.compress(self.x, self.worker_error)
+        chunk = bits[:bits.size // RANKS]
+        received, scales = numpy.stack([chunk] * RANKS), scale.repeat(RANKS)
+        mean = self.unpack(received).view(RANKS, -1).mul_(scales.mul_(1 / RANKS).unsqueeze(1)).sum(0)
+        own, scale = self.compress(mean, self.server_error)
+        self.x.copy_(self.unpack(numpy.concatenate([own] * RANKS)).view(RANKS, -1).mul_(scale.repeat(RANKS).unsqueeze(1))
+                     .view(-1))
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    print("| elements | threads | dsopt ms | ns an element | framework ms | framework / dsopt |\n| --- | --- | --- | --- | --- | --- |")
+    for numel in [int(word) for word in sys.argv[2:]] or [1 << 18, 1 << 20, 1 << 26]:
+        numel = (numel + 63) // 64 * 64
+        sides = [Dsopt(sys.argv[1], torch.randn(numel)), Framework(torch.randn(numel))]
+        repeat = max(1, (1 << 22) // numel)
+        times = [[], []]
+        for round_ in range(ROUNDS + 1):
+            for k in (0, 1) if round_ % 2 else (1, 0):
+                start = time.perf_counter()
+                for _ in range(repeat):
+                    sides[k].call()
+                if round_:
+                    times[k].append((time.perf_counter() - start) / repeat)
+        a, b = (statistics.median(t) for t in times)
+        print("| %d | %d | %.3f | %.2f | %.2f | %.1f |" % (numel, torch.get_num_threads(), a * 1e3, a / numel * 1e9, b * 1e3,
+                                                       b / a), flush=True)
+
+
+if __name__ == "__main__":
+    main()
