@@ -30,7 +30,7 @@ __global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state
 
 /// Parts of StepPlan::extra.
 struct Extra {
-    size_t table, map, squares, bad, control, outcome, bytes;
+    size_t table, map, squares, updates, cell, control, outcome, bytes;
     Extra(int64_t tensors, int64_t groups, int64_t leaves) {
         size_t at = 0;
         const auto place = [&](size_t size) {
@@ -41,7 +41,8 @@ struct Extra {
         table = place(table_bytes(tensors, groups));
         map = place(size_t(leaves) * sizeof(int32_t));
         squares = place(size_t(tensors) * sizeof(double));
-        bad = place(size_t(tensors) * sizeof(int64_t));
+        updates = place(size_t(tensors) * sizeof(double));
+        cell = place(size_t(tensors) * sizeof(int32_t));
         control = place(sizeof(Control));
         outcome = place(sizeof(Outcome));
         bytes = at;
@@ -386,7 +387,8 @@ void CudaBackend::step(const StepPlan &plan) const {
                  .leaves = uint32_t(leaves),
                  .tensor_of_leaf = reinterpret_cast<const int32_t *>(workspace + parts.map),
                  .tensor_squares = reinterpret_cast<double *>(workspace + parts.squares),
-                 .tensor_bad = reinterpret_cast<int64_t *>(workspace + parts.bad),
+                 .tensor_updates = reinterpret_cast<double *>(workspace + parts.updates),
+                 .tensor_cell = reinterpret_cast<int32_t *>(workspace + parts.cell),
                  .control = reinterpret_cast<Control *>(workspace + parts.control),
                  .outcome =
                      plan.outcome != nullptr ? plan.outcome : reinterpret_cast<Outcome *>(workspace + parts.outcome),
@@ -513,12 +515,13 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
         if (list[i].data != nullptr && list[i].numel != 0) leaves += leaves_of(list[i].numel), place.push_back(i);
     const bool peers = comm != nullptr && comm->ranks() > 1;
     const size_t squares = 0, bad = rounded(size_t(leaves) * 8), largest = bad * 2,
-                 ticket = largest + rounded(size_t(leaves) * 4);
+                 sums = largest + rounded(size_t(leaves) * 4), ticket = sums + rounded(place.size() * 8);
     void *memory = nullptr;
     check(cudaMallocAsync(&memory, ticket + kLine, stream), "cudaMallocAsync");
     char *base = static_cast<char *>(memory);
     const NormParts parts{reinterpret_cast<double *>(base + squares), reinterpret_cast<int64_t *>(base + bad),
-                          reinterpret_cast<float *>(base + largest), reinterpret_cast<uint32_t *>(base + ticket)};
+                          reinterpret_cast<float *>(base + largest), reinterpret_cast<double *>(base + sums),
+                          reinterpret_cast<uint32_t *>(base + ticket)};
     try {
         check(cudaMemsetAsync(parts.ticket, 0, kLine, stream), "cudaMemsetAsync");
         // An empty list has a norm too, so there is always a launch.

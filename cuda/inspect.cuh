@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Pass 1: squares and finiteness of every gradient in one read, then, in the last block, the decision.
 #pragma once
-#include "plan.cuh"
+#include "fold.cuh"
 
 namespace dsopt::gpu {
 
@@ -50,53 +50,49 @@ __device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t b
     return int64_t(bad) + (int64_t(nans) << 32);
 }
 
-/// The same result as fold_gradients() on one thread, with tensors side by side: a thread adds up the leaves of a
-/// tensor in order, and a thread a cell of the table adds up tensors in list order.
+/// The same result as fold_gradients() on one thread, with tensors and then the cells of the table side by side.
 __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table) {
     const StepPlan &plan = d.plan;
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
-        const TensorJob &job = plan.jobs[i];
-        int64_t bad = 0;
-        double squares = 0;
-        if (plan.read_gradients && job.present && job.grad != nullptr) {
-            squares = fold_leaves(plan.sums_a, job);
-            int64_t nans = 0;
-            for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
-                bad += plan.bad[leaf] & 0xffff;
-                nans += plan.bad[leaf] >> 32;
-            }
-            bad = bad * 2 + (nans != 0);
-        }
-        d.tensor_squares[i] = squares;
-        d.tensor_bad[i] = bad;
-    }
-    __syncthreads();
-    const int64_t cells = (table.groups + 1) * table.classes;
-    for (int64_t cell = threadIdx.x; cell < cells; cell += kThreads) {
-        const int64_t row = cell / table.classes, type = cell % table.classes;
-        double sum = 0;
-        for (int64_t i = 0; i < plan.count; ++i) {
+    int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
+    for_tensors(
+        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
+        [&](int32_t i, int32_t leaves, auto by) {
             const TensorJob &job = plan.jobs[i];
-            if (job.present && job.grad != nullptr && job.in_norm && job.expert == type &&
-                (row == table.groups || job.group == row))
-                sum += d.tensor_squares[i];
-        }
-        table.at[cell] = sum;
+            const bool read = plan.read_gradients && job.present && job.grad != nullptr;
+            double squares = 0;
+            if (read) {
+                squares = by.sum(plan.sums_a + job.first_leaf, leaves);
+                const int64_t *bad = plan.bad + job.first_leaf;
+                const int64_t here = by.number(leaves, [&](int32_t leaf) { return bad[leaf] & 0xffff; });
+                if (here != 0) { // all lanes of a warp agree
+                    const int64_t nans = by.number(leaves, [&](int32_t leaf) { return bad[leaf] >> 32; });
+                    const int64_t found = int64_t(i) * 2 + (nans != 0);
+                    first = found < first ? found : first;
+                    nonfinite += by.lead ? here : 0;
+                }
+            }
+            if (by.lead) {
+                d.tensor_squares[i] = squares;
+                d.tensor_cell[i] = read && job.in_norm ? int32_t(job.group * table.classes + job.expert) : -1;
+            }
+        });
+    const BlockResult found = over_block(nonfinite, first); // a barrier too
+    const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
+    for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
+        const double sum = add_in_order(int32_t(plan.count), [&](int32_t i) {
+            const int32_t own = d.tensor_cell[i];
+            // The last row is over all groups.
+            const bool in = own >= 0 && (cell < own_cells ? own == cell : own % classes == cell - own_cells);
+            return in ? d.tensor_squares[i] : 0.0;
+        });
+        if (threadIdx.x % 32 == 0) table.at[cell] = sum;
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     Outcome &outcome = *d.outcome;
-    outcome.nonfinite = 0;
-    outcome.first_bad = -1;
-    outcome.kind = 0;
-    for (int64_t i = 0; i < plan.count; ++i) {
-        const int64_t bad = d.tensor_bad[i];
-        outcome.nonfinite += bad / 2;
-        if (bad != 0 && outcome.first_bad < 0) {
-            outcome.first_bad = i;
-            outcome.kind = bad % 2 != 0 ? 2 : 1;
-        }
-    }
+    outcome.nonfinite = found.sum;
+    outcome.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
+    outcome.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
     table.reasons() = reasons_to_skip(plan, outcome);
 }
 

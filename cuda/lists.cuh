@@ -104,6 +104,7 @@ struct NormParts {
     double *squares;
     int64_t *bad;
     float *largest;
+    double *sums; // one a tensor
     uint32_t *ticket;
 };
 
@@ -136,22 +137,32 @@ __global__ void __launch_bounds__(kThreads)
             parts.largest[leaf] = float_of(most);
         }
     }
-    if (!last_block(parts.ticket) || threadIdx.x != 0) return;
-    dsopt_norm_result r{};
-    r.first_bad = -1;
-    double total = 0;
+    if (!last_block(parts.ticket)) return;
+    int64_t nonfinite = 0, first = INT64_MAX;
+    for_tensors(
+        int32_t(list.count), [&](int32_t i) { return int32_t(list.first_leaf[i + 1] - list.first_leaf[i]); },
+        [&](int32_t i, int32_t leaves, auto by) {
+            const double sum = by.sum(parts.squares + list.first_leaf[i], leaves);
+            if (by.lead) parts.sums[i] = sum;
+            const int64_t *bad = parts.bad + list.first_leaf[i];
+            const int64_t here = by.number(leaves, [&](int32_t leaf) { return bad[leaf]; });
+            if (here != 0 && i < first) first = i;
+            if (by.lead) nonfinite += here;
+        });
     uint32_t most = 0;
-    for (int64_t i = 0; i < list.count; ++i) {
-        double sum = 0;
-        for (int64_t leaf = list.first_leaf[i]; leaf < list.first_leaf[i + 1]; ++leaf) {
-            sum += parts.squares[leaf];
-            r.nonfinite += parts.bad[leaf];
-            if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
-            const uint32_t magnitude = bits_of(parts.largest[leaf]);
-            most = magnitude > most ? magnitude : most;
-        }
-        total += sum;
+    for (int64_t leaf = threadIdx.x; leaf < list.leaves; leaf += kThreads) {
+        const uint32_t magnitude = bits_of(parts.largest[leaf]);
+        most = magnitude > most ? magnitude : most;
     }
+    const BlockResult found = over_block(nonfinite, first); // a barrier too
+    __syncthreads();
+    most = uint32_t(-over_block(0, -int64_t(most)).least);
+    if (threadIdx.x >= 32) return;
+    const double total = add_in_order(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
+    if (threadIdx.x != 0) return;
+    dsopt_norm_result r{};
+    r.nonfinite = found.sum;
+    r.first_bad = found.least == INT64_MAX ? -1 : found.least;
     const double value = kind == DSOPT_NORM_MAX ? double(float_of(most)) : total;
     if (raw)
         r.norm = value; // ranks add theirs before the root is taken

@@ -22,7 +22,8 @@ struct DevicePlan {
     uint32_t leaves;
     const int32_t *tensor_of_leaf;
     double *tensor_squares; // one a tensor
-    int64_t *tensor_bad;    // one a tensor, as StepPlan::bad
+    double *tensor_updates; // one a tensor
+    int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
     Control *control;
     Outcome *outcome; // where kernels write it, also when nobody asks
     bool decided;     // a kernel before the update has decided; else the update finds its own few scalars

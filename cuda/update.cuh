@@ -2,7 +2,7 @@
 // Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. LAMB takes a second sweep
 // for the weights, once the trust ratios are known.
 #pragma once
-#include "plan.cuh"
+#include "fold.cuh"
 #include "rules/lamb.h"
 #include "rules/rounding.h"
 
@@ -192,6 +192,25 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     if (!skip && !d.counted)
         for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
             if (plan.jobs[i].present) ++plan.step[i];
+    if (!skip && plan.report_norms && plan.count != 0) { // as fold_updates() adds them up
+        for_tensors(
+            int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
+            [&](int32_t i, int32_t leaves, auto by) {
+                const TensorJob &job = plan.jobs[i];
+                const bool counts = job.present && leaves != 0;
+                const double weights = counts ? by.sum(plan.sums_a + job.first_leaf, leaves) : 0.0;
+                if (by.lead) d.tensor_squares[i] = weights;
+                const double updates = counts ? by.sum(plan.sums_b + job.first_leaf, leaves) : 0.0;
+                if (by.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
+            });
+        __syncthreads();
+        if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
+            const double weights = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_squares[i]; });
+            if (threadIdx.x == 0) d.tensor_squares[0] = weights;
+            const double updates = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_updates[i]; });
+            if (threadIdx.x == 0) d.tensor_updates[0] = updates;
+        }
+    }
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (!d.decided) {
@@ -199,7 +218,10 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         fold_gradients(plan, table, *d.outcome);
         decide(plan, table, *d.outcome);
     }
-    if (!skip && plan.report_norms) fold_updates(plan, *d.outcome);
+    if (!skip && plan.report_norms) {
+        d.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
+        d.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
+    }
     if (plan.report != nullptr) write_report(plan, *d.outcome, plan.report);
 }
 
@@ -239,13 +261,17 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         finish(d, skip);
         return;
     }
-    for (int64_t i = threadIdx.x; i < plan.count && !skip; i += kThreads) {
-        const TensorJob &job = plan.jobs[i];
-        const Hyper &hyper = plan.groups[job.group];
-        if (job.present && is_lamb(hyper.rule))
-            plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job),
-                                              hyper.min_trust, hyper.max_trust);
-    }
+    if (skip) return;
+    for_tensors(
+        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
+        [&](int32_t i, int32_t leaves, auto by) {
+            const TensorJob &job = plan.jobs[i];
+            const Hyper &hyper = plan.groups[job.group];
+            if (!job.present || !is_lamb(hyper.rule)) return;
+            const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
+                         updates = by.sum(plan.sums_b + job.first_leaf, leaves);
+            if (by.lead) plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+        });
 }
 
 template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(const DevicePlan d) {

@@ -182,16 +182,21 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
     }
 }
 
+/// What the sum of squares of a tensor's update counts with: LAMB sums it before the factor that makes a change of it.
+DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
+    if (!is_lamb(plan.groups[plan.jobs[i].group].rule)) return 1;
+    const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
+    return factor * factor;
+}
+
 /// Weight and update norm from the sums that pass 2 left.
 DSOPT_HD void fold_updates(const StepPlan &plan, Outcome &outcome) {
     double weights = 0, updates = 0;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
         if (!job.present || job.numel == 0) continue;
-        double factor = 1; // LAMB sums its update before the factor that makes a change of it
-        if (is_lamb(plan.groups[job.group].rule)) factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
         weights += fold_leaves(plan.sums_a, job);
-        updates += factor * factor * fold_leaves(plan.sums_b, job);
+        updates += update_weight(plan, i) * fold_leaves(plan.sums_b, job);
     }
     outcome.weight_norm = sqrt(weights);
     outcome.update_norm = sqrt(updates);

@@ -255,6 +255,39 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
     }
 }
 
+TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
+    allow_many_blocks();
+    Setting s;
+    s.sizes.clear();
+    for (int i = 0; i < 300; ++i) // few leaves and many, on either side of what one thread adds up, and none
+        s.sizes.push_back(i % 50 == 0 ? 0 : i % 37 == 5 ? 4096 * 7 + i : i % 41 == 3 ? 4096 * (7 + i / 8) + i : i % 9);
+    s.desc.max_norm = 0.5;
+    s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
+    for (const int32_t algorithm : {DSOPT_ADAMW, DSOPT_LAMB}) {
+        s.algorithm = algorithm;
+        expect_same_bits(s, "a long list");
+    }
+    Side host(false, s), device(true, s);
+    dsopt_norm_result results[2][2] = {};
+    for (Side *side : {&host, &device}) {
+        const bool on_device = side == &device;
+        Bytes bytes(on_device, sizeof results[0], 0);
+        auto *result = reinterpret_cast<dsopt_norm_result *>(bytes.data());
+        const auto count = int64_t(side->gradients.size());
+        side->fill_gradients(1);
+        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result,
+                              nullptr));
+        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0, nullptr, result + 1,
+                              nullptr));
+        const std::vector<char> out = bytes.get();
+        std::memcpy(results[on_device], out.data(), sizeof results[0]);
+    }
+    for (int k = 0; k < 2; ++k) {
+        EXPECT_GT(results[0][k].norm, 1);
+        EXPECT_EQ(results[0][k].norm, results[1][k].norm);
+    }
+}
+
 TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
     constexpr int ranks = 2;
     std::array<char, 256> id{};

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adding up what leaves left, by one block. The order of additions is part of the result: leaves of a tensor one after
+// the other, tensors in list order. So each sum is one chain of additions, and what runs side by side is the loads
+// ahead of a chain and the chains of different tensors and cells. A zero added to a sum of squares changes no bit of
+// it.
+#pragma once
+#include "plan.cuh"
+
+namespace dsopt::gpu {
+
+/// `sum` and then x of lanes 0 to 31, added in that order; the same in every lane.
+__device__ __forceinline__ double add_lanes(double sum, double x) {
+#pragma unroll 8
+    for (int k = 0; k < 32; ++k) sum += __shfl_sync(0xffffffffu, x, k);
+    return sum;
+}
+
+// Places are 32 bits wide here, for the sake of registers: a list has fewer than 2^31 leaves, and so have its tensors.
+
+/// value(0) + value(1) + ... + value(count - 1) by a warp. Rows of zeros are left out.
+template <class Value> __device__ __forceinline__ double add_in_order(int32_t count, const Value &value) {
+    double sum = 0;
+    int32_t at = int32_t(threadIdx.x % 32);
+    double next = at < count ? value(at) : 0.0;
+    for (int32_t rows = (count + 31) / 32; rows > 0; --rows) {
+        const double here = next;
+        at += 32;
+        next = at < count ? value(at) : 0.0; // on its way while the chain below goes on
+        if (__any_sync(0xffffffffu, here != 0.0)) sum = add_lanes(sum, here);
+    }
+    return sum;
+}
+
+/// What the leaves of a tensor add up to, by one thread or by a warp.
+struct ByThread {
+    static constexpr bool lead = true; // the one that writes what comes out
+    __device__ __forceinline__ double sum(const double *values, int32_t count) const {
+        double sum = 0;
+        for (int32_t leaf = 0; leaf < count; ++leaf) sum += values[leaf];
+        return sum;
+    }
+    template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
+        int64_t all = 0;
+        for (int32_t leaf = 0; leaf < count; ++leaf) all += of(leaf);
+        return all;
+    }
+};
+struct ByWarp {
+    bool lead;
+    __device__ __forceinline__ double sum(const double *values, int32_t count) const {
+        return add_in_order(count, [&](int32_t leaf) { return values[leaf]; });
+    }
+    template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
+        int64_t all = 0;
+        for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32) all += of(leaf);
+        for (int width = 16; width != 0; width /= 2) all += __shfl_xor_sync(0xffffffffu, all, width);
+        return all;
+    }
+};
+
+constexpr int32_t kFewLeaves = 8; // fewer than that are quicker by one thread
+
+/// body(tensor, leaves, by) for every tensor of a list: by one thread where `leaves_in(tensor)` are few, by a warp
+/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row.
+template <class Leaves, class Body>
+__device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
+    const int32_t place = int32_t(threadIdx.x % 32) * kWarps + int32_t(threadIdx.x / 32);
+    for (int32_t base = 0; base < count; base += kThreads) {
+        const int32_t mine = base + place;
+        const int32_t own = mine < count ? leaves_in(mine) : -1;
+        if (own >= 0 && own < kFewLeaves) body(mine, own, ByThread());
+        unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
+        for (; many != 0; many &= many - 1) {
+            const int lane = __ffs(int(many)) - 1;
+            body(base + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, own, lane),
+                 ByWarp{threadIdx.x % 32 == 0});
+        }
+    }
+}
+
+/// Sum, and least, of what the threads of a block have, in all of them. At most once in a kernel between two barriers.
+struct BlockResult {
+    int64_t sum, least;
+};
+__device__ inline BlockResult over_block(int64_t sum, int64_t least) {
+    __shared__ int64_t sums[kWarps], leasts[kWarps];
+    for (int width = 16; width != 0; width /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, width);
+        const int64_t other = __shfl_xor_sync(0xffffffffu, least, width);
+        least = other < least ? other : least;
+    }
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, leasts[threadIdx.x / 32] = least;
+    __syncthreads();
+    BlockResult all{0, INT64_MAX};
+    for (int warp = 0; warp < kWarps; ++warp) {
+        all.sum += sums[warp];
+        all.least = leasts[warp] < all.least ? leasts[warp] : all.least;
+    }
+    return all;
+}
+
+} // namespace dsopt::gpu
