@@ -763,7 +763,11 @@ enum {
     DSOPT_MS_COMPUTE_NORM = 1,     /**< adding up leaves and ranks */
     DSOPT_MS_UNSCALE_AND_CLIP = 2, /**< the divisor; the division is part of basic_step */
     DSOPT_MS_BASIC_STEP = 3,       /**< pass 2, which also writes 16-bit parameters */
-    DSOPT_MS_UPDATE_FP16 = 4       /**< 0: see basic_step */
+    DSOPT_MS_UPDATE_FP16 = 4,      /**< 0: see basic_step */
+    /* Of steps with an exchange, and not part of basic_step: */
+    DSOPT_MS_COMPRESS = 5,  /**< own values to bits */
+    DSOPT_MS_EXCHANGE = 6,  /**< both collectives, and what the rank serves between them */
+    DSOPT_MS_DECOMPRESS = 7 /**< bits to means, and with them the update */
 };
 typedef struct dsopt_report {
     size_t size;
@@ -792,7 +796,10 @@ enum {
     DSOPT_IO_NO_MASTERS = 2, /**< load: leave saved masters out and make them from the parameters */
     DSOPT_IO_NO_HYPER = 4,   /**< load: keep the hyper-parameters that are set now */
     DSOPT_IO_NO_SCALER = 16, /**< load: keep the loss scale and its counters */
-    DSOPT_IO_PARAMS = 8      /**< save and load the parameters as well */
+    DSOPT_IO_PARAMS = 8,     /**< save and load the parameters as well */
+    /** load: error feedback of the 1-bit family starts anew, as it must with another number of ranks (a file then does
+     * not fit: server_error has a size of its own for each). */
+    DSOPT_IO_RESET_ERRORS = 32
 };
 /** Where bytes go when not to a file. Functions return 0 or an error number. */
 typedef struct dsopt_io {

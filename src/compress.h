@@ -51,6 +51,8 @@ struct CompressLayout {
     /// between them takes no part.
     static CompressLayout bucket(int ranks, int rank, const std::vector<int64_t> &numels);
 
+    /// Words of bits up to the last part's end: the same for any number of ranks.
+    int64_t used_words() const { return parts.empty() ? 0 : (parts.back().begin + parts.back().numel + 31) / 32; }
     int64_t row_bytes() const { return row_scales * 4 + (server_numel / 8 + 3) / 4 * 4; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.
     int64_t worker_floats() const { return worker_numel + int64_t(parts.size()); }

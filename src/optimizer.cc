@@ -254,7 +254,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         if (setup->compresses) {
             whole("worker_error", DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL, false);
             whole("server_error", DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL, false);
-            if (desc_.compat == DSOPT_STANDARD) whole("active", DSOPT_I32, setup->layout.worker_numel / 32, 0, false);
+            if (desc_.compat == DSOPT_STANDARD) whole("active", DSOPT_I32, setup->layout.used_words(), 0, false);
         }
         whole("schedule", DSOPT_I32, sizeof(ScheduleState) / 4, 0, true);
         if (setup->rules.algorithm == DSOPT_ZERO_ONE_ADAM)

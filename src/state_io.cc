@@ -213,6 +213,10 @@ void check_scaler_state(const SafetensorsReader &file, size_t index, const Scale
                     s.updates);
 }
 
+bool is_error(const StateEntry &entry) {
+    return std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0;
+}
+
 size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
                    const std::vector<int64_t> &dims) {
     const size_t index = file.find(name);
@@ -360,8 +364,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // numbers as text are rounded too
-    constexpr uint32_t known =
-        DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER | DSOPT_IO_PARAMS;
+    constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
+                               DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
     check_io(path, io, io.read != nullptr, known);
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const bool no_state = io.flags & DSOPT_IO_NO_STATE, no_masters = io.flags & DSOPT_IO_NO_MASTERS;
@@ -390,6 +394,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         const bool of_scaler = entry.of_scaler;
+        if ((io.flags & DSOPT_IO_RESET_ERRORS) && is_error(entry)) continue;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
@@ -442,6 +447,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     optimizer.restore(std::move(new_groups), no_hyper ? optimizer.desc().max_norm : max_norm,
                       no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
     if (!no_state) optimizer.forget_like_original();
+    if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
 }
 
 } // namespace dsopt

@@ -294,10 +294,12 @@ void CpuBackend::step(const StepPlan &plan) const {
                 kernels_.lamb_weights(rule, span_of(i, begin, end));
         });
     }
-    if (onebit && taken) onebit->run(cut, span_of);
+    if (onebit && taken) onebit->run(cut, span_of, outcome.ms);
     if (onebit) onebit->end(taken);
     if (taken && plan.report_norms) fold_updates(plan, outcome);
     watch.mark(DSOPT_MS_BASIC_STEP);
+    for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
+        outcome.ms[DSOPT_MS_BASIC_STEP] -= plan.timing ? outcome.ms[phase] : 0.0;
     if (plan.report != nullptr) write_report(plan, outcome, plan.report);
     if (plan.outcome != nullptr) *plan.outcome = outcome;
 }

@@ -81,13 +81,24 @@ void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
         }
         pack(onebit_, one_.exchange, plan_.parallel);
     }
+    mark(DSOPT_MS_COMPRESS);
     exchange(*one_.context, *one_.comm, one_.exchange, plan_.parallel, plan_.stream);
+    mark(DSOPT_MS_EXCHANGE);
     if (one_.padding != nullptr)
         onebit_.mean(view_of(one_.exchange, 0), parts[0].begin + one_.setup->used[0],
                      parts[0].numel - one_.setup->used[0], one_.padding);
 }
 
-void OneBitStep::run(const Cut &cut, const SpanOf &span_of) {
+void OneBitStep::mark(int phase) {
+    if (ms_ == nullptr) return;
+    const auto now = std::chrono::steady_clock::now();
+    ms_[phase] += std::chrono::duration<double, std::milli>(now - last_).count();
+    last_ = now;
+}
+
+void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
+    ms_ = plan_.timing ? ms : nullptr;
+    if (ms_ != nullptr) last_ = std::chrono::steady_clock::now();
     const int32_t algorithm = one_.setup->rules.algorithm;
     if (one_.trust_factor != nullptr)
         for (int64_t i = 0; i < plan_.count; ++i)
@@ -107,6 +118,7 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of) {
     if (one_.stage == Stage::local) return for_own(cut, span_of, onebit_.local);
     send(cut, span_of);
     for_own(cut, span_of, onebit_.finish);
+    mark(DSOPT_MS_DECOMPRESS);
     if (one_.stage == Stage::sync)
         for (int64_t g = 0; g < plan_.group_count; ++g) write_double(one_.lr_sum + 2 * g, 0);
 }
@@ -168,6 +180,7 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
         plan_.trust_ratio[i] = float(average * factor);
     }
     for_own(cut, span_of, onebit_.lamb_weights);
+    mark(DSOPT_MS_DECOMPRESS);
 }
 
 void OneBitStep::end(bool taken) {

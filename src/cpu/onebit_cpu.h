@@ -4,6 +4,7 @@
 #include "cpu/cut.h"
 #include "cpu/onebit_kernels.h"
 #include "onebit.h"
+#include <chrono>
 #include <functional>
 
 namespace dsopt::cpu {
@@ -24,8 +25,8 @@ public:
                !((one_.stage == Stage::exchange || one_.stage == Stage::local || one_.stage == Stage::sync) &&
                  one_.jobs[i].averaged);
     }
-    /// Everything else of a step that is taken.
-    void run(const Cut &cut, const SpanOf &span_of);
+    /// Everything else of a step that is taken. Adds to ms, places as in dsopt_report.
+    void run(const Cut &cut, const SpanOf &span_of, double *ms);
     /// What every step ends with, also one that is skipped.
     void end(bool taken);
 
@@ -33,6 +34,7 @@ private:
     template <class Visit> void for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit);
     void exchange_and(const Cut &cut, const SpanOf &span_of);
     void lamb(const Cut &cut, const SpanOf &span_of);
+    void mark(int phase);
     void send(const Cut &cut, const SpanOf &span_of);
     OneBitSpan onebit_span(int64_t i, const Span &span) const;
     void average_trust();
@@ -42,6 +44,8 @@ private:
     const Kernels &kernels_;
     const OneBitKernels &onebit_;
     Feed feed_ = Feed::momentum;
+    double *ms_ = nullptr;
+    std::chrono::steady_clock::time_point last_{};
 };
 
 } // namespace dsopt::cpu
