@@ -584,12 +584,15 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  */
 /*
  * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter
- * (master, exp_avg, exp_avg_sq, grad_accum), then of the optimizer (with a scaler loss_scale: F32, one, and scaler:
- * I32, 12 words; trust_ratio where a group is LAMB: F32, one a parameter; step: I32, one a parameter). Each is there
- * only where it is used. loss_scale and scaler are the attached scaler's own memory. Names, sizes and order are known
- * from the groups, before the first step and without memory: a framework can allocate the list, keep it in its own
- * checkpoints, and pass it to apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments
- * have the parameter's dtype.
+ * (master, exp_avg, exp_avg_sq, grad_accum; 0/1 Adam: anchor, in compat mode momentum_accumulator; 1-bit LAMB:
+ * exp_avg_sq_fresh; mask), then of the optimizer (1-bit family: worker_error and server_error as in dsopt_compressed,
+ * active: I32, a bit an element whose variance is not 0, schedule: I32, 8 words; 0/1 Adam lr_sum: a double a group as
+ * I32 words; 1-bit LAMB trust_average, trust_factor and trust_scaling: F32, one a parameter, exp_avg_pad; with a scaler
+ * loss_scale: F32, one, and scaler: I32, 12 words; trust_ratio where a group is LAMB: F32, one a parameter; step: I32,
+ * one a parameter). Export writes errors as what is owed, followed by scales of 0. Each is there only where it is used.
+ * loss_scale and scaler are the attached scaler's own memory. Names, sizes and order are known from the groups, before
+ * the first step and without memory: a framework can allocate the list, keep it in its own checkpoints, and pass it to
+ * apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments have the parameter's dtype.
  */
 enum {
     DSOPT_STATE_FROM_PARAM = 1, /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
