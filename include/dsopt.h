@@ -212,6 +212,10 @@ enum {
      * DSOPT_ERR_MISSING without one. Time-outs count from the call, with what is on the stream before it. Inside the
      * library they bind with communicators that do not block: those made here from 2.14 on. */
     DSOPT_COMM_NCCL = 2,
+    /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or what DSOPT_HCCL_LIBRARY and
+     * DSOPT_ASCENDCL_LIBRARY name. Takes host memory and uses the Ascend device that is current in the creating thread
+     * (DSOPT_ERR_STATE: none). Tested against a double of both libraries, never on that hardware. */
+    DSOPT_COMM_HCCL = 3,
     DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
@@ -258,9 +262,10 @@ typedef struct dsopt_comm_desc {
     const void *id; /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
     size_t id_bytes;
     const dsopt_comm_table *table; /**< TABLE: copied */
-    void *native; /**< NCCL: in place of `id` an ncclComm_t of the caller on the context's device, from a copy of NCCL
-                     that the process has loaded. Borrowed until the comm and what was made with it are gone: never
-                     aborted or destroyed here. After a time-out its collective stays on the stream */
+    void *native; /**< in place of `id`, NCCL: an ncclComm_t of the caller on the context's device; HCCL: an HcclComm;
+                     from a copy of the library that the process has loaded. Borrowed until the comm and what was made
+                     with it are gone: never aborted or destroyed here. After a time-out its collective stays on the
+                     stream */
 } dsopt_comm_desc;
 
 typedef struct dsopt_comm_info {
@@ -276,7 +281,7 @@ typedef struct dsopt_comm_info {
 
 /**
  * Make a bootstrap blob on one rank; carry it to the others by any means.
- * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes), DSOPT_COMM_NCCL (128).
+ * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes), DSOPT_COMM_NCCL (128), DSOPT_COMM_HCCL (4108).
  * @param[out]    id     may be NULL to ask for the size only.
  * @param[in,out] bytes  capacity of `id`; then the size.
  * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob, or is not in this build; DSOPT_ERR_SHAPE: capacity;

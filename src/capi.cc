@@ -108,14 +108,16 @@ const Context &context_of(const dsopt_context *ctx) {
 std::string make_build_info() {
     // Loading NCCL only to say so would put it before the copy that the caller may bring later.
     const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
+    const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
     char text[1024];
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
-                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s], \"nccl\": \"%s\", "
+                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
                   "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
-                  can_nccl ? ", \"nccl\"" : "", nccl_state(), cpu_isa_name(),
+                  can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
+                  cpu_isa_name(),
 #if defined(_OPENMP)
                   "openmp"
 #else

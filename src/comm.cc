@@ -301,10 +301,11 @@ bool has_peers(const CommSet &comms) {
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
-    const bool meets = desc.kind == DSOPT_COMM_LOCAL || desc.kind == DSOPT_COMM_NCCL;
+    const bool library = desc.kind == DSOPT_COMM_NCCL || desc.kind == DSOPT_COMM_HCCL;
+    const bool meets = desc.kind == DSOPT_COMM_LOCAL || library;
     if (desc.kind != DSOPT_COMM_TABLE && desc.table != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
-    if (desc.kind != DSOPT_COMM_NCCL && desc.native != nullptr)
+    if (!library && desc.native != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
     if (!meets && (by_id || desc.timeout_ms != 0))
         throw Error(DSOPT_ERR_UNSUPPORTED,
@@ -324,6 +325,7 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
     case DSOPT_COMM_SELF: return make_self_comm(std::move(context));
     case DSOPT_COMM_LOCAL: return make_local_comm(std::move(context), desc);
     case DSOPT_COMM_NCCL: return make_nccl_comm(std::move(context), desc);
+    case DSOPT_COMM_HCCL: return make_hccl_comm(std::move(context), desc);
     case DSOPT_COMM_TABLE:
         return make_table_comm(std::move(context),
                                read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"));
@@ -337,6 +339,7 @@ size_t make_comm_id(int32_t kind, void *id, size_t capacity) {
     switch (kind) {
     case DSOPT_COMM_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
     case DSOPT_COMM_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
+    case DSOPT_COMM_HCCL: bytes = kHcclIdBytes, make = make_hccl_id; break;
     default: throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
     }
     if (id == nullptr) return bytes;

@@ -82,12 +82,16 @@ std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
 std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table);
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 constexpr size_t kLocalIdBytes = 16;
 void make_local_id(void *id);
 constexpr size_t kNcclIdBytes = 128;
 void make_nccl_id(void *id);
-/// "nccl" where a comm of the kind can be made here, else why not.
+constexpr size_t kHcclIdBytes = 4108;
+void make_hccl_id(void *id);
+/// "loaded", or why not yet; nothing is loaded to find out.
 const char *nccl_state();
+const char *hccl_state();
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 /// Size of the blob of a kind, which is written to `id` unless that is NULL.

@@ -373,8 +373,10 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
     using Desc = dsopt_comm_desc;
     static Fake fake;
     static const CommId id = new_id();
-    static dsopt_comm_table good, ranks, rank, functions, short_one;
-    good = ranks = rank = functions = short_one = fake.table();
+    static dsopt_comm_table good, ranks, rank, functions, short_one, memory, reserved;
+    good = ranks = rank = functions = short_one = memory = reserved = fake.table();
+    memory.memory = 2;
+    reserved.reserved = 1;
     ranks.ranks = 0;
     rank.rank = 4;
     functions.all_reduce = nullptr;
@@ -405,6 +407,15 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
         {"table without ranks", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &ranks; }, DSOPT_ERR_ARGUMENT},
         {"table rank", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &rank; }, DSOPT_ERR_ARGUMENT},
         {"table functions", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &functions; }, DSOPT_ERR_ARGUMENT},
+        {"table memory", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &memory; }, DSOPT_ERR_ARGUMENT},
+        {"table reserved", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &reserved; }, DSOPT_ERR_ARGUMENT},
+        {"table with native", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &good, d.native = &fake; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"local with native", [](Desc &d) { d = local_desc(id, 0, 1), d.native = &fake; }, DSOPT_ERR_UNSUPPORTED},
+        {"hccl native with ranks", [](Desc &d) { d.kind = DSOPT_COMM_HCCL, d.ranks = 2, d.native = &fake; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"hccl with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.kind = DSOPT_COMM_HCCL; },
+         DSOPT_ERR_ARGUMENT},
         {"table size", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &short_one; }, DSOPT_ERR_VERSION},
         {"desc size", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
     };

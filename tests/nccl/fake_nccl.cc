@@ -3,7 +3,6 @@
 #include "cuda_runtime.h"
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdarg>
@@ -102,8 +101,9 @@ namespace {
     va_start(arguments, format);
     std::vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    t_last = text;
-    if (comm != nullptr) {
+    if (comm == nullptr) {
+        t_last = text;
+    } else { // no thread_local here: to the thread sanitizer the work of streams is on threads of its own
         const std::lock_guard lock(comm->mutex);
         comm->message = text;
         int before = success;
@@ -134,7 +134,7 @@ bool wait_until(FakeComm *comm, const std::function<bool()> &ready) {
         if (looks % 64 != 63 || !set_to("DSOPT_FAKE_NCCL_DEAD", "error")) continue;
         for (int other = 0; other < comm->ranks; ++other) {
             const int pid = comm->shared->slots[other].pid;
-            if (pid < 0 || (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH)) {
+            if (pid < 0 || (pid > 0 && kill(pid, 0) != 0)) {
                 fail(comm, remote_error, "rank %d is gone", other);
                 return false;
             }
