@@ -35,6 +35,9 @@ extern "C" {
 #ifndef DSOPT_MPI_PIECE
 #define DSOPT_MPI_PIECE (4 << 20)
 #endif
+#if DSOPT_MPI_PIECE < 4096
+#error "DSOPT_MPI_PIECE: 4096 at least, and no less than there are ranks"
+#endif
 
 /* What follows up to dsopt_mpi_comm_timeout is private. */
 typedef struct dsopt_mpi_ {
