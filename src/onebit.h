@@ -49,6 +49,7 @@ struct OneBitPlan {
 
 void set_onebit_defaults(dsopt_group &group);
 void check_onebit_group(const dsopt_group &group);
+ScheduleRules schedule_rules(const dsopt_group &group, bool compat);
 
 inline bool is_onebit(int32_t algorithm) {
     return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;

@@ -301,8 +301,17 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     state_list_.clear();
 }
 
+void Optimizer::follow_groups() {
+    for (const dsopt_group &group : groups_)
+        if (is_onebit(group.algorithm)) {
+            onebit_->rules = schedule_rules(group, onebit_->rules.compat);
+            return;
+        }
+}
+
 void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls) {
     groups_.swap(groups);
+    follow_groups();
     desc_.max_norm = max_norm;
     desc_.max_value = max_value;
     calls_ = calls;
@@ -385,9 +394,14 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
-    for (size_t i = first; i < last; ++i) check_group(changed_group(groups_[i], key, value));
-    for (size_t i = first; i < last; ++i) groups_[i] = changed_group(groups_[i], key, value);
-    if (onebit_) onebit_->rules.freeze_step = groups_[0].freeze_step;
+    const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
+        return key != DSOPT_FREEZE_STEP || !onebit_ || is_onebit(other.algorithm);
+    };
+    for (size_t i = first; i < last; ++i)
+        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value));
+    for (size_t i = first; i < last; ++i)
+        if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
+    follow_groups();
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {

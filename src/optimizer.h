@@ -180,6 +180,7 @@ private:
     Layout layout() const;
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
+    void follow_groups(); // the schedule's rules are theirs
     OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange) const;
     /// Gradients that the engine averages itself become those of copies in `mean`.
     void average_gradients(const StepPlan &plan, float *mean) const;

@@ -27,6 +27,19 @@ constexpr Field kFields[] = {{"lr", &dsopt_group::lr},
                              {"max_norm", &dsopt_group::max_norm},
                              {"min_trust", &dsopt_group::min_trust},
                              {"max_trust", &dsopt_group::max_trust}};
+// The 1-bit family's: only there.
+constexpr Field kTrustFields[] = {{"trust_beta", &dsopt_group::trust_beta},
+                                  {"trust_threshold", &dsopt_group::trust_threshold},
+                                  {"trust_min_change", &dsopt_group::trust_min_change},
+                                  {"trust_max_change", &dsopt_group::trust_max_change}};
+struct Count {
+    const char *name;
+    int64_t dsopt_group::*value;
+};
+constexpr Count kCounts[] = {{"freeze_step", &dsopt_group::freeze_step},
+                             {"var_interval_steps", &dsopt_group::var_interval_steps},
+                             {"local_interval_steps", &dsopt_group::local_interval_steps},
+                             {"max_local_interval", &dsopt_group::max_local_interval}};
 
 struct AlgorithmName {
     int32_t algorithm;
@@ -134,6 +147,10 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
                         algorithm_name(groups[i].algorithm));
         for (const Field &field : kFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
+        if (is_onebit(groups[i].algorithm)) {
+            for (const Field &field : kTrustFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
+            for (const Count &count : kCounts) groups[i].*count.value = fields.number<int64_t>(prefix + count.name);
+        }
         groups[i].flags = fields.number<uint32_t>(prefix + "flags");
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
@@ -323,6 +340,11 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
         metadata.emplace_back(prefix + "algorithm", algorithm_name(group.algorithm));
         for (const Field &field : kFields) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+        if (is_onebit(group.algorithm)) {
+            for (const Field &field : kTrustFields)
+                metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+            for (const Count &count : kCounts) metadata.emplace_back(prefix + count.name, to_text(group.*count.value));
+        }
         metadata.emplace_back(prefix + "flags", to_text(group.flags));
         metadata.emplace_back(prefix + "params",
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
@@ -388,6 +410,9 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (!is_max_value(max_value)) throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", max_value);
     if (calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", static_cast<long long>(calls));
     const std::vector<int64_t> order = match_params(optimizer, fields, sizes);
+    if (optimizer.onebit() != nullptr && !std::is_sorted(order.begin(), order.end()))
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
+                                        "keeps of the whole list follows it");
 
     std::vector<Transfer> transfers;
     for (size_t i = 0; i < optimizer.state().size(); ++i) {

@@ -115,7 +115,8 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
             check_float_tensor(step.grads[i], {"gradient of", name});
             check_numel(step.grads[i], param.numel, {"gradient of", name});
         }
-        present = present || wrapper() != Wrapper::none;
+        // Ranks exchange what an absent gradient stands for, zeros.
+        present = present || wrapper() != Wrapper::none || (onebit_ && onebit_->worker[i] >= 0);
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];

@@ -295,7 +295,7 @@ void CpuBackend::step(const StepPlan &plan) const {
         });
     }
     if (onebit && taken) onebit->run(cut, span_of, outcome.ms);
-    if (onebit) onebit->end(taken);
+    if (onebit) onebit->end(cut, taken);
     if (taken && plan.report_norms) fold_updates(plan, outcome);
     watch.mark(DSOPT_MS_BASIC_STEP);
     for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})

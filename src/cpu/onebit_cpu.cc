@@ -183,24 +183,20 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
     mark(DSOPT_MS_DECOMPRESS);
 }
 
-void OneBitStep::end(bool taken) {
+void OneBitStep::end(const Cut &cut, bool taken) {
     if (!taken && one_.compat) return; // the original never hears of a skipped step
     const bool copies = one_.setup->rules.algorithm == DSOPT_ONEBIT_LAMB;
-    const bool moved = one_.stage == Stage::full; // the variance, perhaps for the last time
-    if (moved && taken && one_.active != nullptr)
-        for (int64_t i = 0; i < plan_.count; ++i) {
-            const int64_t worker = one_.jobs[i].worker;
-            const auto *v = static_cast<const float *>(plan_.jobs[i].v);
-            if (worker < 0) continue;
-            plan_.parallel.run(1, [&](int64_t) {
-                for (int64_t k = 0; k < plan_.jobs[i].numel; k += 32) {
-                    uint32_t word = 0;
-                    for (int64_t b = 0; b < 32 && k + b < plan_.jobs[i].numel; ++b)
-                        word |= uint32_t(v[k + b] != 0) << b;
-                    one_.active[(worker + k) / 32] = int32_t(word);
-                }
-            });
-        }
+    if (one_.stage == Stage::full && taken && one_.active != nullptr) // the variance moved, perhaps for the last time
+        cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
+                [&](int64_t i, int64_t begin, int64_t end) {
+                    const int64_t worker = one_.jobs[i].worker; // a whole word, as `begin` is
+                    const auto *v = static_cast<const float *>(plan_.jobs[i].v);
+                    for (int64_t k = begin; worker >= 0 && k < end; k += 32) {
+                        uint32_t word = 0;
+                        for (int64_t b = 0; b < 32 && k + b < end; ++b) word |= uint32_t(v[k + b] != 0) << b;
+                        one_.active[(worker + k) / 32] = int32_t(word);
+                    }
+                });
     if (!advance_schedule(one_.setup->rules, *one_.schedule)) return;
     const bool late = one_.compat && one_.schedule->step != one_.setup->rules.freeze_step;
     for (int64_t i = 0; i < plan_.count; ++i) {

@@ -5,14 +5,26 @@
 #include "cpu/onebit_kernels.h"
 #include "onebit.h"
 #include <chrono>
-#include <functional>
 
 namespace dsopt::cpu {
 
 class OneBitStep {
 public:
-    /// span_of(i, begin, end) as backend_cpu.cc has it.
-    using SpanOf = std::function<Span(int64_t, int64_t, int64_t)>;
+    /// span_of(i, begin, end) as backend_cpu.cc has it. Refers to it: std::function would allocate in every step.
+    class SpanOf {
+    public:
+        template <class F>
+        SpanOf(const F &f) :
+            object_(&f),
+            call_([](const void *object, int64_t i, int64_t begin, int64_t end) {
+                return (*static_cast<const F *>(object))(i, begin, end);
+            }) {}
+        Span operator()(int64_t i, int64_t begin, int64_t end) const { return call_(object_, i, begin, end); }
+
+    private:
+        const void *object_;
+        Span (*call_)(const void *, int64_t, int64_t, int64_t);
+    };
     OneBitStep(const StepPlan &plan, const Kernels &kernels, const OneBitKernels &onebit) :
         plan_(plan),
         one_(*plan.onebit),
@@ -28,7 +40,7 @@ public:
     /// Everything else of a step that is taken. Adds to ms, places as in dsopt_report.
     void run(const Cut &cut, const SpanOf &span_of, double *ms);
     /// What every step ends with, also one that is skipped.
-    void end(bool taken);
+    void end(const Cut &cut, bool taken);
 
 private:
     template <class Visit> void for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit);
