@@ -210,9 +210,10 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean) const {
         } else {
             const dsopt_tensor from{job.grad, job.numel, int32_t(job.grad_type), 0};
             backend.axpby(nullptr, &from, 0, &to, 1, plan.parallel, plan.stream);
-            job.grad = to.data;
-            job.grad_type = Dtype::f32;
         }
+        job.grad = to.data; // where it was absent, another rank may have had one
+        job.grad_type = Dtype::f32;
+        job.present = true;
         with_.data->all_reduce(to.data, job.numel, DSOPT_F32, DSOPT_SUM, plan.stream, Place::backend);
         backend.axpby(&share, &to, 0, &to, 1, plan.parallel, plan.stream);
     }
