@@ -656,7 +656,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, u
 enum {
     DSOPT_STEP_ZERO_GRADS = 1, /**< set gradients to zero in the same pass, also when the step is skipped */
     DSOPT_STEP_OUT_ONLY =
-        2, /**< do not write params: the new values go to `out` alone, which must then name every parameter */
+        2, /**< do not write params: the new values go to `out` alone, which must then name every parameter. Refused, as
+              DELTA, for parameters of 0/1 Adam without a master: its local steps add up in them */
     DSOPT_STEP_ACCUMULATED =
         8, /**< gradients are those of dsopt_optimizer_accumulate; `grads` is NULL; accumulators are zeroed */
     DSOPT_STEP_DELTA =

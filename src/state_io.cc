@@ -151,7 +151,11 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
             for (const Field &field : kTrustFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
             for (const Count &count : kCounts) groups[i].*count.value = fields.number<int64_t>(prefix + count.name);
         }
-        groups[i].flags = fields.number<uint32_t>(prefix + "flags");
+        const auto flags = fields.number<uint32_t>(prefix + "flags");
+        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // it decided what is compressed
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
+                        i);
+        groups[i].flags = flags;
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
             Optimizer::check_group(groups[i]);

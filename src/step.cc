@@ -139,6 +139,10 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
                         "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
                         "would not give the new weight",
                         name);
+        if ((flags & DSOPT_STEP_OUT_ONLY) && !param.has_master &&
+            groups_[size_t(param.group)].algorithm == DSOPT_ZERO_ONE_ADAM)
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "OUT_ONLY and DELTA with 0/1 Adam: its local steps add up in '%s', which has no master", name);
         if (data == nullptr && param.numel != 0 && (present || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }

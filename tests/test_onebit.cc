@@ -672,6 +672,28 @@ TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks)
     }
 }
 
+TEST(ZeroOneAdam, WeightsCannotStayAsTheyAreWithoutAMaster) {
+    const Context ctx = make_context(1);
+    for (const int32_t dtype : {DSOPT_F32, DSOPT_F16}) {
+        Trainer trainer(ctx, desc_of(), group_for(DSOPT_ZERO_ONE_ADAM, 4), std::vector<Array>{Array(dtype, 5, 1)});
+        const Array out(dtype, 5, 77);
+        const dsopt_tensor to = out.tensor();
+        for (const uint32_t flags : {DSOPT_STEP_OUT_ONLY, DSOPT_STEP_DELTA}) {
+            const dsopt_status status = trainer.step({Array(DSOPT_F32, 5, 1)}, [&](dsopt_step &step) {
+                step.out = &to;
+                step.flags = flags;
+            });
+            if (dtype == DSOPT_F16 && flags == DSOPT_STEP_OUT_ONLY) {
+                EXPECT_TRUE(ok(status));
+                EXPECT_NE(out[0], 77);
+            } else {
+                EXPECT_TRUE(fails(status, DSOPT_ERR_UNSUPPORTED, "'p0'"));
+            }
+            EXPECT_EQ(trainer.weight()[0], 1);
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------- refusals
 TEST(OneBitRefusal, OfGroups) {
     const Context ctx = make_context(1);
