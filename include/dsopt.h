@@ -905,8 +905,7 @@ typedef struct dsopt_compressed {
 } dsopt_compressed;
 /**
  * Sizes for a list: of worker_error and server_error in floats, of the workspace in bytes; each may be NULL. Reads
- * tensors (data not needed), count and compat. With ranks = W and C, C / W elements a worker's and a server's list the
- * buffers are C + count and C / W + scales of a chunk long.
+ * tensors (data not needed), count and compat. A buffer has its elements first and its scales behind them.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,

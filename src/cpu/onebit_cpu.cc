@@ -186,7 +186,10 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
 void OneBitStep::end(const Cut &cut, bool taken) {
     if (!taken && one_.compat) return; // the original never hears of a skipped step
     const bool copies = one_.setup->rules.algorithm == DSOPT_ONEBIT_LAMB;
-    if (one_.stage == Stage::full && taken && one_.active != nullptr) // the variance moved, perhaps for the last time
+    const bool froze = advance_schedule(one_.setup->rules, *one_.schedule);
+    // Only where an exchange follows: this reads the whole variance.
+    if (one_.stage == Stage::full && one_.active != nullptr &&
+        stage_of(one_.setup->rules, *one_.schedule) != Stage::full)
         cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
                 [&](int64_t i, int64_t begin, int64_t end) {
                     const int64_t worker = one_.jobs[i].worker; // a whole word, as `begin` is
@@ -197,7 +200,7 @@ void OneBitStep::end(const Cut &cut, bool taken) {
                         one_.active[(worker + k) / 32] = int32_t(word);
                     }
                 });
-    if (!advance_schedule(one_.setup->rules, *one_.schedule)) return;
+    if (!froze) return;
     const bool late = one_.compat && one_.schedule->step != one_.setup->rules.freeze_step;
     for (int64_t i = 0; i < plan_.count; ++i) {
         const TensorJob &job = plan_.jobs[i];

@@ -32,11 +32,7 @@ public:
         onebit_(onebit) {}
 
     /// True for tensors that the ordinary sweep leaves to this class.
-    bool owns(int64_t i) const {
-        return one_.stage != Stage::full && !(one_.stage == Stage::dry && one_.jobs[i].averaged) &&
-               !((one_.stage == Stage::exchange || one_.stage == Stage::local || one_.stage == Stage::sync) &&
-                 one_.jobs[i].averaged);
-    }
+    bool owns(int64_t i) const { return one_.stage != Stage::full && !one_.jobs[i].averaged; }
     /// Everything else of a step that is taken. Adds to ms, places as in dsopt_report.
     void run(const Cut &cut, const SpanOf &span_of, double *ms);
     /// What every step ends with, also one that is skipped.
@@ -44,7 +40,6 @@ public:
 
 private:
     template <class Visit> void for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit);
-    void exchange_and(const Cut &cut, const SpanOf &span_of);
     void lamb(const Cut &cut, const SpanOf &span_of);
     void mark(int phase);
     void send(const Cut &cut, const SpanOf &span_of);

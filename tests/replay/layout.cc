@@ -25,18 +25,6 @@ double scalar(const rapidjson::Value &value, const std::string &key) {
     return value.GetDouble();
 }
 
-dsopt_group common_group(Layout &layout, size_t index, int32_t algorithm) {
-    dsopt_group group;
-    check(dsopt_group_init(&group, sizeof group, algorithm), "dsopt_group_init");
-    group.lr = layout.hyper(index, "lr");
-    group.beta1 = layout.hyper(index, "beta1");
-    group.beta2 = layout.hyper(index, "beta2");
-    group.eps = layout.hyper(index, "eps");
-    group.weight_decay = layout.hyper(index, "weight_decay");
-    if (!layout.hyper_flag(index, "bias_correction", true)) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
-    return group;
-}
-
 } // namespace
 
 std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_t params) {
@@ -170,6 +158,18 @@ int64_t read_steps(GoldenFile &file) {
 
 void expect_one_rank(GoldenFile &file) {
     if (file.integer("world_size") != 1) fail("metadata world_size: this algorithm has one rank");
+}
+
+dsopt_group common_group(Layout &layout, size_t index, int32_t algorithm) {
+    dsopt_group group;
+    check(dsopt_group_init(&group, sizeof group, algorithm), "dsopt_group_init");
+    group.lr = layout.hyper(index, "lr");
+    group.beta1 = layout.hyper(index, "beta1");
+    group.beta2 = layout.hyper(index, "beta2");
+    group.eps = layout.hyper(index, "eps");
+    group.weight_decay = layout.hyper(index, "weight_decay");
+    if (!layout.hyper_flag(index, "bias_correction", true)) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+    return group;
 }
 
 dsopt_group adam_group(Layout &layout, size_t index) {

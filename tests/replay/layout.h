@@ -66,6 +66,7 @@ int64_t read_steps(GoldenFile &file);
 void expect_one_rank(GoldenFile &file);
 
 // A group with everything that is recorded of it; lr is what the metadata says until a call brings its own.
+dsopt_group common_group(Layout &layout, size_t index, int32_t algorithm); // what all algorithms have
 dsopt_group adam_group(Layout &layout, size_t index);
 dsopt_group lamb_group(Layout &layout, size_t index);
 

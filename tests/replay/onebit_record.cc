@@ -4,34 +4,19 @@
 #include <cstring>
 
 namespace replay {
-namespace {
-
-dsopt_group common(Layout &layout, size_t index, int32_t algorithm) {
-    dsopt_group group;
-    check(dsopt_group_init(&group, sizeof group, algorithm), "dsopt_group_init");
-    group.lr = layout.hyper(index, "lr");
-    group.beta1 = layout.hyper(index, "beta1");
-    group.beta2 = layout.hyper(index, "beta2");
-    group.eps = layout.hyper(index, "eps");
-    group.weight_decay = layout.hyper(index, "weight_decay");
-    return group;
-}
-
-} // namespace
-
 bool is_onebit(int32_t algorithm) {
     return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;
 }
 
 dsopt_group onebit_adam_group(Layout &layout, size_t index) {
-    dsopt_group group = common(layout, index, DSOPT_ONEBIT_ADAM);
+    dsopt_group group = common_group(layout, index, DSOPT_ONEBIT_ADAM);
     group.freeze_step = int64_t(layout.common("freeze_step"));
     if (layout.hyper_flag(index, "non_freeze", false)) group.flags |= DSOPT_GROUP_NON_FREEZE;
     return group;
 }
 
 dsopt_group zero_one_adam_group(Layout &layout, size_t index) {
-    dsopt_group group = common(layout, index, DSOPT_ZERO_ONE_ADAM);
+    dsopt_group group = common_group(layout, index, DSOPT_ZERO_ONE_ADAM);
     group.freeze_step = int64_t(layout.common("var_freeze_step"));
     group.var_interval_steps = int64_t(layout.common("var_update_scaler"));
     group.local_interval_steps = int64_t(layout.common("local_step_scaler"));
@@ -40,7 +25,7 @@ dsopt_group zero_one_adam_group(Layout &layout, size_t index) {
 }
 
 dsopt_group onebit_lamb_group(Layout &layout, size_t index) {
-    dsopt_group group = common(layout, index, DSOPT_ONEBIT_LAMB);
+    dsopt_group group = common_group(layout, index, DSOPT_ONEBIT_LAMB);
     group.freeze_step = int64_t(layout.common("freeze_step"));
     group.min_trust = layout.hyper(index, "min_coeff");
     group.max_trust = layout.hyper(index, "max_coeff");
