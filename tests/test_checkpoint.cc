@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Saving and loading: a run that was interrupted has the bits of one that was not.
+#include "test_tape.h"
 #include "test_util.h"
 #include <cfenv>
 #include <clocale>
@@ -24,33 +25,6 @@ struct Folder { // of one test, gone when it ends
     fs::path path;
 };
 
-/// Both ends of the callbacks.
-struct Tape {
-    std::string data;
-    int calls = 0, fail_at = -1;
-    static int write(void *user, const void *bytes, size_t size) {
-        auto *self = static_cast<Tape *>(user);
-        if (self->calls++ == self->fail_at) return 4711;
-        self->data.append(static_cast<const char *>(bytes), size);
-        return 0;
-    }
-    static int read(void *user, uint64_t offset, void *bytes, size_t size) {
-        auto *self = static_cast<Tape *>(user);
-        if (self->calls++ == self->fail_at) return -42;
-        if (offset > self->data.size() || size > self->data.size() - offset) return 99;
-        std::memcpy(bytes, self->data.data() + offset, size);
-        return 0;
-    }
-    dsopt_io io(uint32_t flags = 0) {
-        DSOPT_NEW(dsopt_io, io);
-        io.flags = flags;
-        io.user = this;
-        io.write = write;
-        io.read = read;
-        io.total = data.size();
-        return io;
-    }
-};
 std::string saved(const Trainer &trainer, uint32_t flags = 0) {
     Tape tape;
     const dsopt_io io = tape.io(flags);

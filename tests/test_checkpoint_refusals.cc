@@ -2,6 +2,7 @@
 // Checkpoints that do not fit, lie or are damaged: refused with nothing changed. Files whose checksums are right are
 // made with the library's own writer, so this program links the static library.
 #include "safetensors.h"
+#include "test_tape.h"
 #include "test_util.h"
 #include <functional>
 
@@ -12,30 +13,6 @@ using namespace test;
 
 namespace {
 
-struct Tape {
-    std::string data;
-    int calls = 0, fail_at = -1;
-    static int write(void *user, const void *bytes, size_t size) {
-        static_cast<Tape *>(user)->data.append(static_cast<const char *>(bytes), size);
-        return 0;
-    }
-    static int read(void *user, uint64_t offset, void *bytes, size_t size) {
-        auto *self = static_cast<Tape *>(user);
-        if (self->calls++ == self->fail_at) return -42;
-        if (offset > self->data.size() || size > self->data.size() - offset) return 99;
-        std::memcpy(bytes, self->data.data() + offset, size);
-        return 0;
-    }
-    dsopt_io io(uint32_t flags = 0) {
-        DSOPT_NEW(dsopt_io, io);
-        io.flags = flags;
-        io.user = this;
-        io.write = write;
-        io.read = read;
-        io.total = data.size();
-        return io;
-    }
-};
 std::string saved(const dsopt_optimizer *opt, uint32_t flags = 0) {
     Tape tape;
     const dsopt_io io = tape.io(flags);
