@@ -117,21 +117,23 @@ TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
 TEST(Busy, StepsOfManyThreadsAreTakenWholeOrNotAtAll) {
     const Trainer trainer(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0)),
         plain(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0));
-    std::atomic<int64_t> taken{0}, busy{0}, other{0};
+    std::atomic<int> refused{0};
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i)
         threads.emplace_back([&] {
             const dsopt_step step = trainer.arguments();
-            for (int k = 0; k < 200; ++k) {
+            for (int own = 0; own < 50;) {
                 const dsopt_status status = trainer.try_step(step);
-                ++(status == DSOPT_OK ? taken : status == DSOPT_ERR_BUSY ? busy : other);
-                if (status != DSOPT_OK && std::string(dsopt_last_error()).empty()) ++other;
+                own += status == DSOPT_OK;
+                if (status == DSOPT_OK) continue;
+                refused += status != DSOPT_ERR_BUSY || std::string(dsopt_last_error()).empty();
+                if (refused) return;
+                std::this_thread::yield(); // the step in the way may belong to a thread that waits for a core
             }
         });
     for (std::thread &thread : threads) thread.join();
-    EXPECT_EQ(other, 0);
-    EXPECT_EQ(taken + busy, 800);
-    EXPECT_GE(taken, 200);
+    ASSERT_EQ(refused, 0);
+    const int64_t taken = 200;
     EXPECT_EQ(report_of(trainer.opt.get()).calls, taken);
     for (int64_t i = 0; i < taken; ++i) plain.step(plain.arguments());
     EXPECT_TRUE(same(trainer.text(), plain.text()));
