@@ -201,10 +201,10 @@ public:
             return ::gpu::launch("zero", zero_kernel, blocks, kThreads, 0, on, device);
         });
     }
-    void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
+    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
                void *stream) const override {
         run_list(x, y, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
-            return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a, b);
+            return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a.data, a.value, b);
         });
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {

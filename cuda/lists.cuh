@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const DeviceList list) {
     });
 }
 
-__global__ void __launch_bounds__(kThreads) axpby_kernel(const DeviceList list, const float *factor, const float b) {
-    const float a = factor != nullptr ? *factor : 1.0f;
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(const DeviceList list, const float *factor, const float value, const float b) {
+    const float a = factor != nullptr ? *factor : value;
     for_leaves(list, [&](int64_t i, int64_t begin, int n) {
         const dsopt_tensor &x = list.x[i], &y = list.y[i];
         const bool x16 = aligned16(x.data), y16 = aligned16(y.data);

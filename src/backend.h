@@ -30,8 +30,14 @@ public:
 };
 constexpr size_t kPiece = size_t(4) << 20;
 
-/// What a backend keeps for one optimizer between steps, such as tables in device memory.
+/// A factor that the host knows, or one in backend memory.
+struct Factor {
+    const float *data = nullptr;
+    float value = 1;
+};
+
 struct Exchange;
+/// What a backend keeps for one optimizer between steps, such as tables in device memory.
 class StepCache {
 public:
     virtual ~StepCache() = default;
@@ -58,8 +64,8 @@ public:
     virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
     // Lists; entries without data are passed over.
     virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
-    /// y = a x + b y in fp32; `a` in backend memory, NULL = 1.
-    virtual void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+    /// y = a x + b y in fp32.
+    virtual void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
                        const Parallel &parallel, void *stream) const = 0;
     virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel,
                        void *stream) const = 0;

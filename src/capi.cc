@@ -284,6 +284,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         optimizer.context().backend().copy_from_host(entry.data, host, bytes, nullptr);
+        optimizer.state_changed();
     });
 }
 dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
@@ -394,7 +395,7 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
             if (x[i].numel != y[i].numel)
                 throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", static_cast<long long>(i),
                             static_cast<long long>(x[i].numel), static_cast<long long>(y[i].numel));
-        context.backend().axpby(a, x, b, y, count, context.parallel(), stream);
+        context.backend().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
     });
 }
 dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,

@@ -81,7 +81,8 @@ void CompressLayout::count_leaves() {
 
 size_t CompressLayout::workspace_bytes() const {
     const auto row = size_t(row_bytes());
-    return 3 * round_up(row * size_t(ranks)) + round_up(row) + round_up(size_t(leaves()) * sizeof(double));
+    return 3 * round_up(row * size_t(ranks)) + round_up(row) + round_up(size_t(leaves()) * sizeof(double)) +
+           round_up(size_t(leaves()) * sizeof(int32_t));
 }
 
 Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server_buffer, void *workspace) :
@@ -94,6 +95,8 @@ Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server
     results = recv + rows;
     result = results + rows;
     sums = reinterpret_cast<double *>(result + round_up(size_t(of.row_bytes())));
+    counts =
+        reinterpret_cast<int32_t *>(reinterpret_cast<char *>(sums) + round_up(size_t(of.leaves()) * sizeof(double)));
 }
 
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream) {

@@ -42,7 +42,7 @@ struct CompressLayout {
     std::vector<std::vector<Segment>> chunks; // one a rank
     std::vector<int32_t> first_part;          // of every chunk; its scale is the first in the row
     // Running numbers of leaves, one more than there are parts, and segments of the own chunk.
-    std::vector<int64_t> part_leaf, segment_leaf;
+    std::vector<int64_t> part_leaf{0}, segment_leaf{0};
 
     /// The original's: every tensor is a vector of its own, padded to a multiple of ranks * lcm(ranks, 8) with elements
     /// that count like any other.
@@ -71,9 +71,10 @@ struct Exchange {
     float *worker = nullptr, *server = nullptr;
     const int32_t *active =
         nullptr; // a bit for each of the worker's elements, lowest first: it takes part; NULL = all do
-    // Rows: one a rank, one a rank, one, one a rank. Sums: one a leaf.
+    // Rows: one a rank, one a rank, one, one a rank. One a leaf: the sum of squares, and how many elements take part.
     char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
     double *sums = nullptr;
+    int32_t *counts = nullptr;
     Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
     float *worker_scales() const { return worker + layout->worker_numel; }

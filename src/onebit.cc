@@ -100,7 +100,7 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
     int32_t group = -1;
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
-        const bool goes = is_onebit(g.algorithm) && !(g.flags & DSOPT_GROUP_NON_FREEZE);
+        const bool goes = goes_into_exchanges(g);
         if (!goes && compat && !is_onebit(g.algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
         setup.mean.push_back(-1);
@@ -144,19 +144,34 @@ int32_t reduction_of(Stage stage) {
     return DSOPT_REDUCE_LOCAL;
 }
 
-OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange) const {
+/// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode every
+/// call counts. In compat mode only the device knows whether the last step was taken, so the host waits for it, as it
+/// does where the state is not the engine's.
+ScheduleState Optimizer::read_schedule(const void *data, const KnownSchedule *known, void *stream) const {
+    ScheduleState state;
+    const Backend &backend = context_->backend();
+    if (known != nullptr && known->valid) return known->state;
+    if (!backend.is_host()) (void)backend.finished(stream); // refuses a stream that is being captured
+    backend.copy_to_host(&state, data, sizeof state, stream);
+    return state;
+}
+
+OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
+                                  const KnownSchedule *known, void *stream) const {
     const OneBitSetup &setup = *onebit_;
     const auto find = [&]<class T>(const char *name, T *) {
         const dsopt_tensor *tensor = find_state(state, name);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     };
     auto *const schedule = find("schedule", static_cast<ScheduleState *>(nullptr));
+    const ScheduleState now = read_schedule(schedule, known, stream);
     const dsopt_group *own = nullptr;
     for (const dsopt_group &group : groups_)
         if (own == nullptr && is_onebit(group.algorithm)) own = &group;
     OneBitPlan plan{.setup = &setup,
                     .jobs = jobs,
-                    .stage = stage_of(setup.rules, *schedule),
+                    .now = now,
+                    .stage = stage_of(setup.rules, now),
                     .compat = setup.rules.compat,
                     .comm = with_.data.get(),
                     .exchange = setup.compresses
@@ -172,10 +187,8 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
                     .scaling = find("trust_scaling", static_cast<float *>(nullptr)),
                     .active = find("active", static_cast<int32_t *>(nullptr)),
                     .padding = find("exp_avg_pad", static_cast<float *>(nullptr)),
-                    .trust_beta = own->trust_beta,
-                    .trust_threshold = own->trust_threshold,
-                    .trust_min_change = own->trust_min_change,
-                    .trust_max_change = own->trust_max_change};
+                    .trust = {own->trust_beta, own->trust_threshold, own->trust_min_change, own->trust_max_change,
+                              setup.rules.compat}};
     plan.exchange.active = plan.active;
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
@@ -185,7 +198,7 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
         OneBitJob job{};
         job.worker = setup.worker[i];
         job.part = setup.part[i];
-        job.averaged = !is_onebit(group.algorithm) || (group.flags & DSOPT_GROUP_NON_FREEZE);
+        job.averaged = !goes_into_exchanges(group);
         if (group.algorithm == DSOPT_ZERO_ONE_ADAM) job.drift = static_cast<float *>((own_state++)->data);
         if (group.algorithm == DSOPT_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
         if (param.flags & DSOPT_PARAM_MASKED) job.mask = static_cast<const float *>(own_state->data);
@@ -194,29 +207,37 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
     return plan;
 }
 
-void Optimizer::average_gradients(const StepPlan &plan, float *mean) const {
+void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tensor *lists) const {
     const OneBitPlan &onebit = *plan.onebit;
     const Backend &backend = context_->backend();
     const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
     const bool some = plan.local_gradients || (onebit.compat && onebit.stage == Stage::dry);
-    const float share = 1.0f / float(with_.data->ranks());
+    dsopt_tensor *const from = lists, *const to = lists + plan.count, *const runs = to + plan.count;
+    int64_t count = 0, run_count = 0; // neighbours in `mean` go together
     for (int64_t i = 0; i < plan.count; ++i) {
         const int64_t at = onebit_->mean[size_t(i)];
         TensorJob &job = plan.jobs[i];
-        if (at < 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        const dsopt_tensor to{mean + at, job.numel, DSOPT_F32, 0};
+        if (at < 0 || job.numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
+        const dsopt_tensor own{mean + at, job.numel, DSOPT_F32, 0};
         if (job.grad == nullptr) {
-            backend.clear(to.data, size_t(job.numel) * sizeof(float), plan.stream);
+            backend.clear(own.data, size_t(job.numel) * sizeof(float), plan.stream);
         } else {
-            const dsopt_tensor from{job.grad, job.numel, int32_t(job.grad_type), 0};
-            backend.axpby(nullptr, &from, 0, &to, 1, plan.parallel, plan.stream);
+            from[count] = {job.grad, job.numel, int32_t(job.grad_type), 0};
+            to[count++] = own;
         }
-        job.grad = to.data; // where it was absent, another rank may have had one
+        job.grad = own.data; // where it was absent, another rank may have had one
         job.grad_type = Dtype::f32;
         job.present = true;
-        with_.data->all_reduce(to.data, job.numel, DSOPT_F32, DSOPT_SUM, plan.stream, Place::backend);
-        backend.axpby(&share, &to, 0, &to, 1, plan.parallel, plan.stream);
+        if (run_count != 0 && static_cast<float *>(runs[run_count - 1].data) + runs[run_count - 1].numel == own.data)
+            runs[run_count - 1].numel += own.numel;
+        else
+            runs[run_count++] = own;
     }
+    if (count != 0) backend.axpby({}, from, 0, to, count, plan.parallel, plan.stream);
+    for (int64_t i = 0; i < run_count; ++i)
+        with_.data->all_reduce(runs[i].data, runs[i].numel, DSOPT_F32, DSOPT_SUM, plan.stream, Place::backend);
+    const Factor share{.value = 1.0f / float(with_.data->ranks())};
+    if (run_count != 0) backend.axpby(share, runs, 0, runs, run_count, plan.parallel, plan.stream);
 }
 
 int32_t Optimizer::next_reduction(int64_t call) const {
@@ -228,7 +249,7 @@ int32_t Optimizer::next_reduction(int64_t call) const {
         const StateEntry *entry = nullptr;
         for (const StateEntry &other : state_)
             if (std::strcmp(other.name, "schedule") == 0) entry = &other;
-        if (entry != nullptr && entry->data != nullptr) std::memcpy(&state, entry->data, sizeof state);
+        if (entry != nullptr && entry->data != nullptr) state = read_schedule(entry->data, &known_schedule_, nullptr);
         // What the original's wrapper does when it is made, the engine does when its state is first needed.
         if (state.step == 0 && wrapper() != Wrapper::none) state.step = 1;
         return reduction_of(stage_of(onebit_->rules, state));

@@ -15,8 +15,10 @@ struct OneBitJob {
     const float *mask; // or NULL
     int64_t worker;    // place of its first element among the worker's; -1: never compressed
     int32_t part;
-    bool averaged; // in exchange steps the engine averages its gradient
+    bool averaged;       // in exchange steps the engine averages its gradient
+    uint8_t reserved[3]; // no padding, as in TensorJob
 };
+static_assert(sizeof(OneBitJob) == 40);
 
 /// How the parameters of an optimizer go into exchanges; made when groups are added.
 struct OneBitSetup {
@@ -33,18 +35,27 @@ struct OneBitSetup {
 /// One step.
 struct OneBitPlan {
     const OneBitSetup *setup;
-    const OneBitJob *jobs;
-    Stage stage;
+    const OneBitJob *jobs; // in host memory
+    ScheduleState now;     // before the step
+    Stage stage;           // which follows from it
     bool compat;
     Comm *comm;
-    Exchange exchange; // with setup->compresses
-    ScheduleState *schedule;
+    Exchange exchange;       // with setup->compresses
+    ScheduleState *schedule; // in backend memory, like all that follows
     const Context *context;
-    int32_t *lr_sum;                               // a double a group; 0/1 Adam
-    float *trust_average, *trust_factor, *scaling; // one a tensor; 1-bit LAMB
-    int32_t *active;                               // standard mode: whose variance is not 0, as Exchange::active
-    float *padding;                                // 1-bit LAMB of the original: the tail of its flat momentum
-    double trust_beta, trust_threshold, trust_min_change, trust_max_change;
+    int32_t *lr_sum; // a double a group; 0/1 Adam
+    // One a tensor; 1-bit LAMB. The last one: what momenta are multiplied with before they are sent (compat mode), or
+    // the weight that the average is a sum of (standard mode).
+    float *trust_average, *trust_factor, *scaling;
+    int32_t *active; // standard mode: whose variance is not 0, as Exchange::active
+    float *padding;  // 1-bit LAMB of the original: the tail of its flat momentum
+    TrustRules trust;
+};
+
+/// The schedule as the host knows it without asking the backend's memory.
+struct KnownSchedule {
+    bool valid = false;
+    ScheduleState state{};
 };
 
 void set_onebit_defaults(dsopt_group &group);
@@ -53,6 +64,9 @@ ScheduleRules schedule_rules(const dsopt_group &group, bool compat);
 
 inline bool is_onebit(int32_t algorithm) {
     return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;
+}
+inline bool goes_into_exchanges(const dsopt_group &group) {
+    return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);
 }
 
 } // namespace dsopt

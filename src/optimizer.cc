@@ -299,6 +299,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
     workspace_ = Memory();
     state_list_.clear();
+    state_changed();
 }
 
 void Optimizer::follow_groups() {
@@ -315,6 +316,7 @@ void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double
     desc_.max_norm = max_norm;
     desc_.max_value = max_value;
     calls_ = calls;
+    state_changed();
 }
 
 // ------------------------------------------------------------------------------------------------ hyper-parameters
@@ -458,7 +460,7 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
                     param.name.c_str());
     const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0},
         to{data, entry.numel, DSOPT_F32, 0};
-    backend.axpby(nullptr, &from, 0, &to, 1, context_->parallel(), stream);
+    backend.axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
@@ -490,6 +492,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         missing = true;
     }
     if (missing) {
+        state_changed();
         Memory arena(context_, std::max(rounded(bytes), line), stream);
         std::vector<StateEntry> allocated = state_;
         bool counters = false;
@@ -574,6 +577,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     check_overlap(intervals);
     state_.swap(bound);
     state_list_.clear();
+    state_changed();
 }
 
 void Optimizer::reset(uint32_t what, void *stream) {
@@ -596,6 +600,7 @@ void Optimizer::reset(uint32_t what, void *stream) {
                             param.name.c_str());
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
+    state_changed();
     if (what & DSOPT_RESET_COUNTERS) {
         calls_ = 0;
         change_outcome([](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
@@ -623,7 +628,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
         call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
-    context_->backend().axpby(nullptr, grads, 1, call_list_.data(), count, context_->parallel(), stream);
+    context_->backend().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
 }

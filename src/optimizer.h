@@ -161,16 +161,22 @@ public:
     /// After a load: what the original forgets or decides anew there.
     void forget_like_original();
     const OneBitSetup *onebit() const { return onebit_.get(); }
+    /// To be called where state tensors may have been written to, other than by steps.
+    void state_changed() { known_schedule_.valid = false; }
 
     static void check_group(const dsopt_group &group);
 
 private:
     struct Arguments; // pointers of one call, checked
     struct Layout;    // where the parts of the workspace are
+    struct OfEngine {
+        Memory *outcome;
+        KnownSchedule *schedule; // NULL: that of the call's state is not the engine's
+    };
 
     Arguments check_step(const dsopt_step &step, bool functional) const;
-    /// `of_engine`: the engine's memory for the outcome, NULL in `apply`.
-    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const;
+    /// `of_engine`: NULL in `apply`, which remembers nothing.
+    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, const OfEngine *of_engine) const;
     void ensure_workspace(void *stream);
     void check_pointers(const StepPlan &plan) const;
     static Outcome no_outcome();
@@ -181,9 +187,11 @@ private:
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
     void follow_groups(); // the schedule's rules are theirs
-    OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange) const;
-    /// Gradients that the engine averages itself become those of copies in `mean`.
-    void average_gradients(const StepPlan &plan, float *mean) const;
+    OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
+                           const KnownSchedule *known, void *stream) const;
+    ScheduleState read_schedule(const void *data, const KnownSchedule *known, void *stream) const;
+    /// Gradients that the engine averages itself become those of copies in `mean`. `lists`: room for three of them.
+    void average_gradients(const StepPlan &plan, float *mean, dsopt_tensor *lists) const;
     static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
     const dsopt_tensor *find_state(const dsopt_tensor *state, const char *name) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
@@ -206,6 +214,7 @@ private:
     HostBuffer mirror_;                    // its copy on the host, where backend memory is not
     std::unique_ptr<StepCache> cache_;
     std::unique_ptr<OneBitSetup> onebit_; // with a group of the 1-bit family
+    KnownSchedule known_schedule_;
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;

@@ -133,7 +133,7 @@ void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
     check_float_tensor(loss, {"loss", ""});
     check_numel(loss, 1, {"loss", ""});
     if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
-    context_->backend().axpby(scale(), &loss, 0, &loss, 1, context_->parallel(), stream);
+    context_->backend().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
 dsopt_scaler_info Scaler::info() const {

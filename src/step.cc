@@ -38,7 +38,7 @@ struct Optimizer::Arguments {
 /// otherwise.
 struct Optimizer::Layout {
     size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, exchange, mean, bytes;
-    size_t jobs, hypers, cost, onebit, host_bytes;
+    size_t jobs, hypers, onebit, cost, lists, host_bytes; // the first three make a backend's table, in this order
 };
 
 Optimizer::Layout Optimizer::layout() const {
@@ -65,8 +65,9 @@ Optimizer::Layout Optimizer::layout() const {
     if (!context_->backend().is_host()) at = 0;
     l.jobs = place(count * sizeof(TensorJob));
     l.hypers = place(groups * sizeof(Hyper));
-    l.cost = place((count + 1) * sizeof(int64_t));
     l.onebit = place(onebit_ ? count * sizeof(OneBitJob) : 0);
+    l.cost = place((count + 1) * sizeof(int64_t));
+    l.lists = place(onebit_ && onebit_->mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
     l.bytes = context_->backend().is_host() ? at : shared;
     l.host_bytes = at;
     return l;
@@ -164,7 +165,8 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, const char 
     return nullptr;
 }
 
-void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, Memory *of_engine) const {
+void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *workspace,
+                    const OfEngine *of_engine) const {
     const dsopt_step &step = arguments.step;
     const Layout place = layout();
     const auto part = [&]<class T>(size_t offset, T *) {
@@ -180,8 +182,8 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     auto *jobs = host_part(place.jobs, static_cast<TensorJob *>(nullptr));
     OneBitPlan onebit{};
     if (onebit_)
-        onebit = plan_onebit(state, host_part(place.onebit, static_cast<OneBitJob *>(nullptr)),
-                             static_cast<char *>(workspace), place.exchange);
+        onebit = plan_onebit(state, host_part(place.onebit, static_cast<OneBitJob *>(nullptr)), workspace,
+                             place.exchange, of_engine != nullptr ? of_engine->schedule : nullptr, step.stream);
     // Where ranks exchange, an absent gradient is one of zeros: all must send the same.
     const bool exchanges = onebit_ && (onebit.stage == Stage::exchange || onebit.stage == Stage::sync);
     for (size_t i = 0; i < params_.size(); ++i) {
@@ -221,15 +223,18 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16,
+                   .onebit = onebit_ && !onebit.jobs[i].averaged,
                    .reserved = {}};
     }
 
     auto *hypers = host_part(place.hypers, static_cast<Hyper *>(nullptr));
     const bool compat = desc_.compat == DSOPT_COMPAT_DEEPSPEED;
+    // In the call that the original spends on nothing, moments of groups that are not frozen do move.
+    const bool dry = onebit_ && onebit.stage == Stage::dry;
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
         const dsopt_group &g = groups_[i];
-        hypers[i] = {g.lr,
+        hypers[i] = {dry ? 0.0 : g.lr,
                      g.beta1,
                      g.beta2,
                      g.eps,
@@ -268,7 +273,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .local_gradients = onebit_ && onebit.stage != Stage::full && onebit.stage != Stage::dry,
         .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
         .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
-        .lr = step.lr,
+        .lr = dry ? nullptr : step.lr,
         .grad_scale = step.grad_scale,
         .grad_norms = step.grad_norms,
         .skip = step.skip,
@@ -282,7 +287,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .onebit = onebit_ ? &onebit : nullptr,
         .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
         .report = step.report,
-        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->data()) : nullptr,
+        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : nullptr,
         .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
         .divisors = part(place.divisors, static_cast<double *>(nullptr)),
         .norms = part(place.norms, static_cast<double *>(nullptr)),
@@ -297,8 +302,16 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .parallel = arguments.parallel,
         .chunk = context_->chunk()};
     if (context_->checks_pointers()) check_pointers(plan);
-    if (averages) average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)));
+    if (averages)
+        average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)),
+                          host_part(place.lists, static_cast<dsopt_tensor *>(nullptr)));
     context_->backend().step(plan);
+    if (onebit_ && of_engine != nullptr && of_engine->schedule != nullptr) {
+        KnownSchedule &known = *of_engine->schedule;
+        known.valid = !compat && !context_->backend().is_host();
+        known.state = onebit.now;
+        (void)advance_schedule(onebit_->rules, known.state);
+    }
     if (averages && (arguments.flags & DSOPT_STEP_ZERO_GRADS)) {
         const dsopt_tensor *list = step.grads;
         for (size_t i = 0; i < params_.size(); ++i) // the step has seen copies of these
@@ -362,7 +375,10 @@ void Optimizer::step(const dsopt_step &step) {
             state = call_list_.data();
         }
     }
-    run(arguments, state, workspace_.data(), &outcome_memory_);
+    const bool own = step.state == nullptr || find_state(step.state, "schedule") == nullptr ||
+                     find_state(step.state, "schedule")->data == nullptr;
+    const OfEngine of_engine{&outcome_memory_, complete || !own ? nullptr : &known_schedule_};
+    run(arguments, state, workspace_.data(), &of_engine);
     ++calls_;
     if (arguments.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;

@@ -29,7 +29,8 @@ struct TensorJob {
     bool has_master;     // `weight` is one
     bool in_norm;        // its squares count on this rank
     bool stochastic;     // bf16 weights without a master are rounded at random
-    uint8_t reserved[7]; // no padding: tables of these are compared byte by byte
+    bool onebit;         // its gradient goes into exchanges of the 1-bit family
+    uint8_t reserved[6]; // no padding: tables of these are compared byte by byte
 };
 static_assert(sizeof(TensorJob) == 104);
 

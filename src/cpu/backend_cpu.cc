@@ -103,9 +103,9 @@ public:
             std::memset(static_cast<char *>(list[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
         });
     }
-    void axpby(const float *a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
                const Parallel &parallel, void *) const override {
-        const float factor = a != nullptr ? *a : 1.0f; // read once: it may be an element of y
+        const float factor = a.data != nullptr ? *a.data : a.value; // read once: it may be an element of y
         ListCut(x, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], b, y[i], begin, end);
         });
@@ -244,8 +244,6 @@ void CpuBackend::step(const StepPlan &plan) const {
             for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
             advance_group(plan, group, begin, end);
         }
-    if (plan.onebit != nullptr && plan.onebit->stage == Stage::dry) // moments of groups that are not frozen do move
-        for (int64_t i = 0; i < plan.count; ++i) plan.scalars[i].lr = 0;
     watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
     // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights

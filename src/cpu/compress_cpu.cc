@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/compress_cpu.h"
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace dsopt::cpu {
@@ -24,19 +23,25 @@ void for_each_leaf(const std::vector<int64_t> &first, const Parallel &parallel, 
     });
 }
 
-int64_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
-    if (active == nullptr) return numel;
-    int64_t count = 0, at = begin; // at a whole word
+int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
+    if (active == nullptr) return int32_t(numel);
+    int32_t count = 0;
+    int64_t at = begin; // at a whole word
     for (; at + 32 <= begin + numel; at += 32) count += __builtin_popcount(uint32_t(active[at / 32]));
     const auto rest = unsigned(begin + numel - at);
     if (rest != 0) count += __builtin_popcount(uint32_t(active[at / 32]) & ((1u << rest) - 1));
     return count;
 }
 
-float rms(const double *sums, int64_t leaves, int64_t numel) {
+/// Of what the leaves [begin, end) found.
+float rms(const Exchange &exchange, int64_t begin, int64_t end) {
     double sum = 0;
-    for (int64_t leaf = 0; leaf < leaves; ++leaf) sum += sums[leaf];
-    return numel == 0 ? 0.0f : float(std::sqrt(sum) / std::sqrt(double(numel)));
+    int64_t count = 0;
+    for (int64_t leaf = begin; leaf < end; ++leaf) {
+        sum += exchange.sums[leaf];
+        count += exchange.counts[leaf];
+    }
+    return rms_of(sum, count);
 }
 
 } // namespace
@@ -60,6 +65,7 @@ void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i
     int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
     uint8_t bits[kLeaf / 8];
     exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
+    exchange.counts[layout.part_leaf[size_t(i)] + leaf] = count_active(exchange.active, at, n);
     for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
         const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
         const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
@@ -74,8 +80,7 @@ void end_rows(const Exchange &exchange) {
     const CompressLayout &layout = *exchange.layout;
     float *scales = exchange.worker_scales();
     for (size_t i = 0; i < layout.parts.size(); ++i)
-        scales[i] = rms(exchange.sums + layout.part_leaf[i], layout.part_leaf[i + 1] - layout.part_leaf[i],
-                        count_active(exchange.active, layout.parts[i].begin, layout.parts[i].numel));
+        scales[i] = rms(exchange, layout.part_leaf[i], layout.part_leaf[i + 1]);
     for (int d = 0; d < layout.ranks; ++d) {
         float *row = Exchange::scales(exchange.row(exchange.send, d));
         std::memset(row, 0, size_t(layout.row_scales) * sizeof(float));
@@ -120,7 +125,9 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
         const CompressLayout::Segment &segment = segments[size_t(i)];
         const int64_t begin = leaf * kLeaf, n = std::min(kLeaf, segment.numel - begin),
                       slot = segment.part - first_part;
-        exchange.sums[layout.segment_leaf[size_t(i)] + leaf] =
+        const int64_t index = layout.segment_leaf[size_t(i)] + leaf;
+        exchange.counts[index] = count_active(exchange.active, segment.begin + begin, n);
+        exchange.sums[index] =
             kernels.serve(exchange.recv, layout.row_bytes(), layout.row_scales, layout.ranks, slot,
                           segment.server + begin, n, exchange.server + segment.server + begin, scales[slot],
                           exchange.active != nullptr ? exchange.active + (segment.begin + begin) / 32 : nullptr, bits);
@@ -128,8 +135,7 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
     std::memset(Exchange::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
     for (size_t i = 0; i < segments.size(); ++i) {
         const int64_t slot = segments[i].part - first_part;
-        scales[slot] = rms(exchange.sums + layout.segment_leaf[i], layout.segment_leaf[i + 1] - layout.segment_leaf[i],
-                           count_active(exchange.active, segments[i].begin, segments[i].numel));
+        scales[slot] = rms(exchange, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
         Exchange::scales(exchange.result)[slot] = scales[slot];
     }
 }

@@ -123,15 +123,10 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
         for (int64_t g = 0; g < plan_.group_count; ++g) write_double(one_.lr_sum + 2 * g, 0);
 }
 
-/// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
-/// count; here the mean of k ratios is divided by 1 - beta^k when it is used.
 void OneBitStep::average_trust() {
-    for (int64_t i = 0; i < plan_.count; ++i) {
-        if (!plan_.jobs[i].present || !is_lamb(plan_.groups[plan_.jobs[i].group].rule)) continue;
-        const double ratio = plan_.trust_ratio[i];
-        if (one_.compat && ratio == 1) continue;
-        one_.trust_average[i] = float(one_.trust_beta * one_.trust_average[i] + (1 - one_.trust_beta) * ratio);
-    }
+    for (int64_t i = 0; i < plan_.count; ++i)
+        if (plan_.jobs[i].present && is_lamb(plan_.groups[plan_.jobs[i].group].rule))
+            dsopt::average_trust(one_.trust, plan_.trust_ratio[i], one_.trust_average[i], one_.scaling[i]);
 }
 
 void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
@@ -161,23 +156,10 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
         if (!owns(i) || !job.present) continue;
         double factor = 0;
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf)
-            factor = factors[leaf] > factor || std::isnan(factors[leaf]) ? factors[leaf] : factor;
-        if (plan_.groups[job.group].weight_decay > 0) {
-            const double update = std::sqrt(fold_leaves(plan_.sums_b, job));
-            const double ratio = std::fmin(1.0, std::sqrt(fold_leaves(plan_.sums_a, job)) / update);
-            factor = factor * ratio + (1 - ratio);
-        }
-        const double last = one_.trust_factor[i];
-        factor = std::fmax(std::fmin(factor, one_.trust_max_change), one_.trust_min_change);
-        factor = std::fmin(factor, last * (1 + one_.trust_threshold));
-        factor = std::fmax(factor, last * (1 - one_.trust_threshold));
-        one_.trust_factor[i] = float(factor);
-        double average = one_.trust_average[i];
-        if (!one_.compat) { // every tensor has been through all full steps
-            const double begun = 1 - std::pow(one_.trust_beta, double(one_.setup->rules.freeze_step));
-            average = begun > 0 ? average / begun : average;
-        }
-        plan_.trust_ratio[i] = float(average * factor);
+            factor = larger_factor(factor, factors[leaf]);
+        plan_.trust_ratio[i] = frozen_trust(one_.trust, factor, fold_leaves(plan_.sums_a, job),
+                                            fold_leaves(plan_.sums_b, job), plan_.groups[job.group].weight_decay > 0,
+                                            one_.trust_average[i], one_.scaling[i], one_.trust_factor[i]);
     }
     for_own(cut, span_of, onebit_.lamb_weights);
     mark(DSOPT_MS_DECOMPRESS);

@@ -227,7 +227,7 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
                                                     t.p[k], t.m[k], t.v[k], one.fresh[i + k]);
                 without.at[k] = u.without_decay;
                 with.at[k] = u.update;
-                largest = u.factor > largest || u.factor != u.factor ? u.factor : largest;
+                largest = larger_factor(largest, u.factor);
             }
             sum_without.add(without.at, n);
             sum_with.add(with.at, n);

@@ -10,6 +10,11 @@ DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : sc
 /// What a kept sum still owes: nothing is lost, so the next message makes up for it.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
 
+/// The scale of a part: so that signs have its mean square.
+DSOPT_HD float rms_of(double squares, int64_t numel) {
+    return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
+}
+
 /// What a rank brings to the exchange of a step.
 enum class Feed : uint8_t {
     momentum, // 1-bit Adam: the momentum with the own gradient in it
@@ -77,6 +82,37 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
     const float without_decay = m / denominator;
     return {without_decay, s.wd > 0 ? without_decay + s.wd * p : without_decay, denominator / (sqrtf(fresh) + s.eps)};
 }
+
+/// 1-bit LAMB: how trust ratios go on when nobody knows the gradient's mean any more.
+struct TrustRules {
+    double beta, threshold, min_change, max_change;
+    bool compat;
+};
+/// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
+/// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used.
+DSOPT_HD void average_trust(const TrustRules &rules, double ratio, float &average, float &weight) {
+    if (rules.compat && ratio == 1) return;
+    average = float(rules.beta * average + (1 - rules.beta) * ratio);
+    if (!rules.compat) weight = float(rules.beta * weight + (1 - rules.beta));
+}
+/// The trust ratio of a compressed step. `factor`: the largest of the tensor. `without`, `with`: sums of squares of the
+/// update, without and with decay. `last` is the factor of the step before, and becomes this one's.
+DSOPT_HD float frozen_trust(const TrustRules &rules, double factor, double without, double with, bool decays,
+                            float average, float weight, float &last) {
+    if (decays) {
+        const double ratio = fmin(1.0, sqrt(without) / sqrt(with));
+        factor = factor * ratio + (1 - ratio);
+    }
+    const double before = last;
+    factor = fmax(fmin(factor, rules.max_change), rules.min_change);
+    factor = fmin(factor, before * (1 + rules.threshold));
+    factor = fmax(factor, before * (1 - rules.threshold));
+    last = float(factor);
+    const double mean = !rules.compat && weight > 0 ? double(average) / double(weight) : double(average);
+    return float(mean * factor);
+}
+/// The largest of two factors, of which NaN is the largest.
+template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > most || other != other ? other : most; }
 
 /// 0/1 Adam between exchanges: a step by this rank alone.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &drift) {
