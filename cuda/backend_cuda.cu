@@ -2,11 +2,14 @@
 #include "backend.h"
 #include "comm.h"
 #include "lists.cuh"
+#include "onebit_step.cuh"
+#include "pinned.h"
 #include "update.cuh"
 #include "upload.cuh"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <string>
 
 namespace dsopt {
@@ -30,25 +33,29 @@ __global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state
 
 /// Parts of StepPlan::extra.
 struct Extra {
-    size_t table, map, squares, updates, cell, control, outcome, bytes;
-    Extra(int64_t tensors, int64_t groups, int64_t leaves) {
+    size_t table, map, squares, updates, cell, layout, control, outcome, bytes;
+    Extra(int64_t tensors, int64_t groups, int64_t leaves, const OneBitSetup *onebit) {
         size_t at = 0;
         const auto place = [&](size_t size) {
             const size_t offset = at;
             at += rounded(size);
             return offset;
         };
-        table = place(table_bytes(tensors, groups));
+        table = place(table_bytes(tensors, groups, onebit));
         map = place(size_t(leaves) * sizeof(int32_t));
         squares = place(size_t(tensors) * sizeof(double));
         updates = place(size_t(tensors) * sizeof(double));
         cell = place(size_t(tensors) * sizeof(int32_t));
+        layout = place(onebit != nullptr && onebit->compresses ? LayoutImage::bytes(onebit->layout) : 0);
         control = place(sizeof(Control));
         outcome = place(sizeof(Outcome));
         bytes = at;
     }
-    /// Jobs, then hyper-parameters, each on its own line: as the host has them.
-    static size_t table_bytes(int64_t tensors, int64_t groups) {
+    /// Jobs, hyper-parameters, jobs of the 1-bit family, each on its own line: as the host has them.
+    static size_t table_bytes(int64_t tensors, int64_t groups, const OneBitSetup *onebit) {
+        return onebit_at(tensors, groups) + (onebit != nullptr ? rounded(size_t(tensors) * sizeof(OneBitJob)) : 0);
+    }
+    static size_t onebit_at(int64_t tensors, int64_t groups) {
         return rounded(size_t(tensors) * sizeof(TensorJob)) + rounded(size_t(groups) * sizeof(Hyper));
     }
 };
@@ -61,90 +68,8 @@ public:
     const void *workspace = nullptr;
     bool captured = false; // a graph reads `table`: it must stay as it is
     std::vector<DeviceMemory> own;
-    std::unique_ptr<Event> marks[4]; // of the phases
-    bool timed = false;
-};
-
-/// Two page-locked buffers on a stream of their own.
-class PinnedPair {
-public:
-    explicit PinnedPair(int device) : device_(device) {
-        const OnDevice on(device);
-        check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-        for (Half &half : halves_) half = {pinned_memory(kPiece), std::make_unique<Event>(cudaEventDisableTiming)};
-    }
-    ~PinnedPair() {
-        (void)cudaStreamSynchronize(stream_);
-        (void)cudaStreamDestroy(stream_);
-    }
-    PinnedPair(const PinnedPair &) = delete;
-    PinnedPair &operator=(const PinnedPair &) = delete;
-
-    void *buffer(int half) const { return halves_[half].memory.get(); }
-    void copy(int half, void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-        const OnDevice on(device_);
-        check(cudaMemcpyAsync(to, from, bytes, kind, stream_), "cudaMemcpyAsync");
-        check(cudaEventRecord(halves_[half].copied->get(), stream_), "cudaEventRecord");
-    }
-    void wait(int half) const { check(cudaEventSynchronize(halves_[half].copied->get()), "cudaEventSynchronize"); }
-
-private:
-    struct Half {
-        PinnedMemory memory;
-        std::unique_ptr<Event> copied;
-    };
-    int device_;
-    cudaStream_t stream_ = nullptr;
-    Half halves_[2];
-};
-
-class PinnedReader final : public HostReader {
-public:
-    explicit PinnedReader(int device) : pair_(device) {}
-    const void *view(const void *from, size_t bytes, size_t rest) override {
-        const char *begin = static_cast<const char *>(from);
-        if (begin != expected_ || bytes != ready_) fetch(begin, bytes);
-        const int here = next_;
-        pair_.wait(here);
-        next_ = 1 - next_;
-        expected_ = nullptr;
-        if (rest != 0) fetch(begin + bytes, rest < kPiece ? rest : kPiece);
-        return pair_.buffer(here);
-    }
-
-private:
-    void fetch(const char *from, size_t bytes) {
-        pair_.copy(next_, pair_.buffer(next_), from, bytes, cudaMemcpyDeviceToHost);
-        expected_ = from;
-        ready_ = bytes;
-    }
-    PinnedPair pair_;
-    int next_ = 0;                   // where the next piece goes, or is
-    const char *expected_ = nullptr; // what has been fetched ahead
-    size_t ready_ = 0;
-};
-
-class PinnedWriter final : public HostWriter {
-public:
-    explicit PinnedWriter(int device) : pair_(device) {}
-    void *room() override {
-        if (used_[next_]) pair_.wait(next_);
-        return pair_.buffer(next_);
-    }
-    void write(void *to, size_t bytes) override {
-        pair_.copy(next_, to, pair_.buffer(next_), bytes, cudaMemcpyHostToDevice);
-        used_[next_] = true;
-        next_ = 1 - next_;
-    }
-    void finish() override {
-        for (int half = 0; half < 2; ++half)
-            if (used_[half]) pair_.wait(half);
-    }
-
-private:
-    PinnedPair pair_;
-    int next_ = 0;
-    bool used_[2] = {};
+    std::unique_ptr<Event> marks[6]; // of the phases
+    bool timed = false, exchanged = false;
 };
 
 class CudaBackend final : public Backend {
@@ -170,8 +95,8 @@ public:
         if (attributes.type == cudaMemoryTypeUnregistered) return false;
         return attributes.type != cudaMemoryTypeDevice || attributes.device == device_;
     }
-    size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const override {
-        return Extra(tensors, groups, leaves).bytes;
+    size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves, const OneBitSetup *onebit) const override {
+        return Extra(tensors, groups, leaves, onebit).bytes;
     }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
     HostBuffer host_buffer(size_t bytes) const override {
@@ -214,17 +139,31 @@ public:
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
               dsopt_norm_result *result, const Parallel &, void *stream) const override;
-    void compress_feed(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
-        no_compression();
+    void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+                       void *stream) const override {
+        const CompressLayout &layout = *exchange.layout;
+        with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
+            clear_rows(x.send, layout.row_bytes() * layout.ranks, as_stream(stream));
+            check(::gpu::launch("feed_list", feed_list_kernel, blocks_for(layout.part_leaf.back()), kThreads, 0,
+                                as_stream(stream), x, tensors),
+                  "feed_list");
+            end_rows(x, blocks_, as_stream(stream));
+        });
     }
-    void compress_serve(const Exchange &, const Parallel &, void *) const override { no_compression(); }
-    void compress_decode(const Exchange &, const dsopt_tensor *, int64_t, const Parallel &, void *) const override {
-        no_compression();
+    void compress_serve(const Exchange &exchange, const Parallel &, void *stream) const override {
+        with_exchange(exchange, nullptr, 0, stream, [&](const DeviceExchange &x, const dsopt_tensor *) {
+            serve_rows(*exchange.layout, x, blocks_, as_stream(stream));
+        });
     }
-    void compress_errors(const Exchange &, float *, float *, void *) const override { no_compression(); }
-    [[noreturn]] static void no_compression() {
-        throw Error(DSOPT_ERR_UNSUPPORTED, "1-bit compression runs on the CPU backend only in this version");
+    void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+                         void *stream) const override {
+        with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
+            check(::gpu::launch("decode", decode_kernel, blocks_for(exchange.layout->part_leaf.back()), kThreads, 0,
+                                as_stream(stream), x, tensors),
+                  "decode");
+        });
     }
+    void compress_errors(const Exchange &exchange, float *worker, float *server, void *stream) const override;
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
         const OnDevice on(device_);
@@ -257,7 +196,7 @@ public:
     bool finished(void *stream) const override {
         const OnDevice on(device_);
         if (capturing(as_stream(stream)))
-            throw Error(DSOPT_ERR_STATE, "the host waits for this comm: its calls cannot be captured");
+            throw Error(DSOPT_ERR_STATE, "the host waits here: this call cannot be captured");
         const cudaError_t error = cudaStreamQuery(as_stream(stream));
         if (error == cudaErrorNotReady) {
             (void)cudaGetLastError(); // "not ready" is no error
@@ -289,6 +228,9 @@ private:
     }
 
     void *bring_table(const StepPlan &plan, const Extra &extra, cudaStream_t stream) const;
+    template <class Body>
+    void with_exchange(const Exchange &exchange, const dsopt_tensor *list, int64_t count, void *stream,
+                       const Body &body) const;
     template <class Launch>
     void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,
                   const Launch &launch) const;
@@ -303,7 +245,8 @@ private:
 /// launch of a small kernel, more than that one upload.
 void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStream_t stream) const {
     char *workspace = static_cast<char *>(plan.extra);
-    const size_t bytes = Extra::table_bytes(plan.count, plan.group_count);
+    const OneBitSetup *onebit = plan.onebit != nullptr ? plan.onebit->setup : nullptr;
+    const size_t bytes = Extra::table_bytes(plan.count, plan.group_count, onebit);
     const char *image = reinterpret_cast<const char *>(plan.jobs);
     int32_t *map = reinterpret_cast<int32_t *>(workspace + extra.map);
     Cache *cache = static_cast<Cache *>(plan.cache);
@@ -353,6 +296,11 @@ void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStr
         check(::gpu::launch("map", map_kernel, blocks_for(plan.count), kThreads, 0, stream,
                             static_cast<const TensorJob *>(table), map, plan.count),
               "map");
+        if (onebit != nullptr && onebit->compresses) {
+            std::vector<char> layout(LayoutImage::bytes(onebit->layout));
+            LayoutImage::write(onebit->layout, onebit->used, layout.data());
+            upload(workspace + extra.layout, layout.data(), layout.size(), pool_, stream);
+        }
     }
     if (cache != nullptr) {
         cache->contents.assign(image, image + bytes);
@@ -362,12 +310,22 @@ void *CudaBackend::bring_table(const StepPlan &plan, const Extra &extra, cudaStr
     return table;
 }
 
+/// Whether the update has something to do where all tensors that take part are updated elsewhere.
+bool leaves_work(const StepPlan &plan) {
+    if (plan.flags & kZeroGrads) return true;
+    for (int64_t i = 0; i < plan.count; ++i)
+        if (!plan.jobs[i].onebit || plan.jobs[i].out != nullptr) return true;
+    return false;
+}
+
 void CudaBackend::step(const StepPlan &plan) const {
     const OnDevice on(device_);
     const auto stream = as_stream(plan.stream);
     const int64_t leaves =
         plan.count == 0 ? 0 : plan.jobs[plan.count - 1].first_leaf + leaves_of(plan.jobs[plan.count - 1].numel);
-    const Extra parts(plan.count, plan.group_count, leaves);
+    const Extra parts(plan.count, plan.group_count, leaves, plan.onebit != nullptr ? plan.onebit->setup : nullptr);
+    if (plan.onebit != nullptr && capturing(stream))
+        throw Error(DSOPT_ERR_STATE, "the host chooses the stage of a 1-bit step: it cannot be captured");
     char *workspace = static_cast<char *>(plan.extra);
     bool narrow = false, counted = false; // 16-bit arrays; the original's way of counting
     for (int64_t i = 0; i < plan.count; ++i) {
@@ -392,6 +350,7 @@ void CudaBackend::step(const StepPlan &plan) const {
                  .control = reinterpret_cast<Control *>(workspace + parts.control),
                  .outcome =
                      plan.outcome != nullptr ? plan.outcome : reinterpret_cast<Outcome *>(workspace + parts.outcome),
+                 .elsewhere = Elsewhere::no,
                  .decided = false,
                  .counted = counted};
     d.plan.jobs = static_cast<TensorJob *>(table);
@@ -399,7 +358,9 @@ void CudaBackend::step(const StepPlan &plan) const {
         reinterpret_cast<const Hyper *>(static_cast<char *>(table) + rounded(size_t(plan.count) * sizeof(TensorJob)));
     const bool peers = has_peers(plan.comms);
     d.decided = plan.read_gradients || plan.grad_norms != nullptr || plan.grad_scale != nullptr ||
-                plan.scaler != nullptr || peers || counted;
+                plan.scaler != nullptr || peers || counted || plan.onebit != nullptr;
+    if (plan.onebit != nullptr && plan.onebit->stage != Stage::full)
+        d.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
 
     Cache *cache = static_cast<Cache *>(plan.cache);
     const bool timing = plan.timing && cache != nullptr && !capturing(stream);
@@ -436,7 +397,19 @@ void CudaBackend::step(const StepPlan &plan) const {
         check(::gpu::launch("decide", decide_kernel, 1, kThreads, 0, stream, d, true), "decide");
     }
     mark(1);
-    const unsigned blocks = blocks_for(leaves);
+    std::optional<OneBitStep> onebit;
+    if (plan.onebit != nullptr) {
+        const void *jobs = static_cast<char *>(table) + Extra::onebit_at(plan.count, plan.group_count);
+        const void *layout = plan.onebit->setup->compresses ? workspace + parts.layout : nullptr;
+        onebit.emplace(plan, d, static_cast<const OneBitJob *>(jobs), layout, narrow, blocks_, stream);
+        if (cache != nullptr) cache->exchanged = false;
+        onebit->run([&](int phase) {
+            mark(3 + phase);
+            if (cache != nullptr) cache->exchanged = true;
+        });
+        if (d.elsewhere == Elsewhere::yes && !leaves_work(plan)) d.leaves = 0;
+    }
+    const unsigned blocks = blocks_for(d.leaves);
     const size_t rooms = plan.has_lamb || plan.report_norms ? 2 * kLeaf * sizeof(float) : 0;
     if (narrow)
         check(::gpu::launch("update8", update_kernel<8>, blocks, kThreads, rooms, stream, d), "update");
@@ -450,6 +423,7 @@ void CudaBackend::step(const StepPlan &plan) const {
             check(::gpu::launch("lamb_weights4", lamb_weights_kernel<4>, blocks, kThreads, 0, stream, d),
                   "lamb_weights");
     }
+    if (onebit) onebit->end();
     mark(2);
     if (plan.mirror != nullptr)
         check(cudaMemcpyAsync(plan.mirror, d.outcome, sizeof(Outcome), cudaMemcpyDeviceToHost, stream), "outcome");
@@ -466,6 +440,65 @@ void CudaBackend::phase_times(StepCache *state, double *ms) const {
     };
     ms[DSOPT_MS_OVERFLOW_CHECK] = between(0, 1);
     ms[DSOPT_MS_BASIC_STEP] = between(1, 2);
+    if (!cache->exchanged) return;
+    ms[DSOPT_MS_COMPRESS] = between(1, 3);
+    ms[DSOPT_MS_EXCHANGE] = between(3, 4);
+    ms[DSOPT_MS_DECOMPRESS] = between(4, 5);
+    ms[DSOPT_MS_BASIC_STEP] = between(5, 2);
+}
+
+/// body(exchange, list) with everything in device memory: in a step the layout is there, otherwise it lives as long as
+/// the launch.
+template <class Body>
+void CudaBackend::with_exchange(const Exchange &exchange, const dsopt_tensor *list, int64_t count, void *where,
+                                const Body &body) const {
+    const OnDevice on(device_);
+    if (exchange.table != nullptr) return body(device_exchange(exchange, exchange.table), nullptr);
+    const auto stream = as_stream(where);
+    const size_t layout = LayoutImage::bytes(*exchange.layout);
+    std::vector<char> image(layout + rounded(size_t(count) * sizeof(dsopt_tensor)));
+    LayoutImage::write(*exchange.layout, {}, image.data());
+    if (count != 0) std::memcpy(image.data() + layout, list, size_t(count) * sizeof(dsopt_tensor));
+    void *memory = nullptr;
+    check(cudaMallocAsync(&memory, image.size(), stream), "cudaMallocAsync");
+    try {
+        upload(memory, image.data(), image.size(), pool_, stream);
+        body(device_exchange(exchange, memory),
+             reinterpret_cast<const dsopt_tensor *>(static_cast<const char *>(memory) + layout));
+    } catch (...) {
+        (void)cudaFreeAsync(memory, stream);
+        throw;
+    }
+    check(cudaFreeAsync(memory, stream), "cudaFreeAsync");
+}
+
+void CudaBackend::compress_errors(const Exchange &exchange, float *worker, float *server, void *) const {
+    const CompressLayout &layout = *exchange.layout;
+    const auto owed = [](float *values, float scale, int64_t n) {
+        for (int64_t k = 0; k < n; ++k) values[k] = error_of(values[k], scale);
+    };
+    std::vector<float> kept;
+    const auto fetch = [&](const float *from, int64_t floats) {
+        kept.resize(size_t(floats));
+        copy_to_host(kept.data(), from, size_t(floats) * sizeof(float), nullptr);
+    };
+    if (worker != nullptr) {
+        fetch(exchange.worker, layout.worker_floats());
+        std::fill_n(worker, layout.worker_numel, 0.0f);
+        for (size_t i = 0; i < layout.parts.size(); ++i) {
+            const CompressLayout::Part &part = layout.parts[i];
+            std::copy_n(kept.data() + part.begin, part.numel, worker + part.begin);
+            owed(worker + part.begin, kept[size_t(layout.worker_numel) + i], part.numel);
+        }
+    }
+    if (server == nullptr) return;
+    fetch(exchange.server, layout.server_floats());
+    std::fill_n(server, layout.server_numel, 0.0f);
+    const int32_t first = layout.first_part[size_t(layout.rank)];
+    for (const CompressLayout::Segment &segment : layout.own_segments()) {
+        std::copy_n(kept.data() + segment.server, segment.numel, server + segment.server);
+        owed(server + segment.server, kept[size_t(layout.server_numel + segment.part - first)], segment.numel);
+    }
 }
 
 /// A list that nobody keeps: its table lives as long as the launch.

@@ -5,6 +5,7 @@
 // it.
 #pragma once
 #include "plan.cuh"
+#include "rules/onebit.h"
 
 namespace dsopt::gpu {
 
@@ -44,6 +45,11 @@ struct ByThread {
         for (int32_t leaf = 0; leaf < count; ++leaf) all += of(leaf);
         return all;
     }
+    __device__ __forceinline__ double most(const double *factors, int32_t count) const {
+        double most = 0;
+        for (int32_t leaf = 0; leaf < count; ++leaf) most = larger_factor(most, factors[leaf]);
+        return most;
+    }
 };
 struct ByWarp {
     bool lead;
@@ -55,6 +61,14 @@ struct ByWarp {
         for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32) all += of(leaf);
         for (int width = 16; width != 0; width /= 2) all += __shfl_xor_sync(0xffffffffu, all, width);
         return all;
+    }
+    __device__ __forceinline__ double most(const double *factors, int32_t count) const {
+        double most = 0;
+        for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32)
+            most = larger_factor(most, factors[leaf]);
+        for (int width = 16; width != 0; width /= 2)
+            most = larger_factor(most, __shfl_xor_sync(0xffffffffu, most, width));
+        return most;
     }
 };
 

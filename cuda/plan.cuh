@@ -11,10 +11,13 @@ constexpr int kWarps = kThreads / 32;
 
 /// Words that blocks share in a step.
 struct Control {
-    uint32_t ticket[4]; // one a kernel of the step; the last block sets it back to 0
+    uint32_t ticket[4]; // inspect, update, lamb_weights, onebit_lamb_moments; the last block sets it back to 0
     int32_t skip;
     int32_t reserved[3];
 };
+
+/// What the update does with tensors that go into exchanges of the 1-bit family.
+enum class Elsewhere : uint8_t { no, yes, idle }; // the same as with others, nothing, leave them as they are
 
 /// By value into every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
@@ -26,8 +29,9 @@ struct DevicePlan {
     int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
     Control *control;
     Outcome *outcome; // where kernels write it, also when nobody asks
-    bool decided;     // a kernel before the update has decided; else the update finds its own few scalars
-    bool counted;     // counters and scalars are already advanced (compat mode)
+    Elsewhere elsewhere;
+    bool decided; // a kernel before the update has decided; else the update finds its own few scalars
+    bool counted; // counters and scalars are already advanced (compat mode)
 };
 
 /// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight.

@@ -45,6 +45,11 @@ __device__ inline bool skipped(const DevicePlan &d) {
     return d.plan.skip != nullptr && *d.plan.skip != 0;
 }
 
+/// A tensor that kernels of the 1-bit family update, or nobody does.
+__device__ __forceinline__ bool elsewhere(const DevicePlan &d, const TensorJob &job) {
+    return job.onebit && d.elsewhere != Elsewhere::no;
+}
+
 /// Where a leaf's values go for its sums, when they are wanted.
 struct Rooms {
     float *a, *b; // old weight; change, or LAMB's update
@@ -237,11 +242,13 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         const TensorJob &job = plan.jobs[tensor];
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        if (skipped(d) || !job.present) { // asked anew each time: one register less in the loop
+        if (skipped(d) || !job.present ||
+            (job.onebit && d.elsewhere == Elsewhere::idle)) { // asked anew each time: one register less in the loop
             for_packs<V>(begin, n,
                          [&](auto width, int64_t i, int) { unchanged_pack<decltype(width)::value>(plan, job, i); });
             continue;
         }
+        if (elsewhere(d, job)) continue;
         __syncthreads();
         if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
         __syncthreads();
@@ -267,7 +274,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         [&](int32_t i, int32_t leaves, auto by) {
             const TensorJob &job = plan.jobs[i];
             const Hyper &hyper = plan.groups[job.group];
-            if (!job.present || !is_lamb(hyper.rule)) return;
+            if (!job.present || !is_lamb(hyper.rule) || elsewhere(d, job)) return;
             const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                          updates = by.sum(plan.sums_b + job.first_leaf, leaves);
             if (by.lead) plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
@@ -283,7 +290,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
         const int32_t tensor = d.tensor_of_leaf[leaf];
         const TensorJob &job = plan.jobs[tensor];
         const Rule rule = plan.groups[job.group].rule;
-        if (!job.present || !is_lamb(rule)) continue;
+        if (!job.present || !is_lamb(rule) || elsewhere(d, job)) continue;
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         __syncthreads();

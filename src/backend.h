@@ -37,6 +37,7 @@ struct Factor {
 };
 
 struct Exchange;
+struct OneBitSetup;
 /// What a backend keeps for one optimizer between steps, such as tables in device memory.
 class StepCache {
 public:
@@ -55,7 +56,7 @@ public:
     /// True if the host reads and writes backend memory in place.
     virtual bool is_host() const = 0;
     /// Memory for StepPlan::extra.
-    virtual size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves) const = 0;
+    virtual size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves, const OneBitSetup *onebit) const = 0;
     virtual std::unique_ptr<StepCache> make_cache() const = 0; // NULL if it keeps nothing
     virtual HostBuffer host_buffer(size_t bytes) const = 0;    // pinned; not for backends that are the host
     virtual void step(const StepPlan &plan) const = 0;

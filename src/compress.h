@@ -75,6 +75,10 @@ struct Exchange {
     char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
     double *sums = nullptr;
     int32_t *counts = nullptr;
+    // Of a backend that is not the host: the layout in its memory, and where it says that nothing is to change. NULL:
+    // there is none yet, there is no such word.
+    const void *table = nullptr;
+    const int32_t *skip = nullptr;
     Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
     float *worker_scales() const { return worker + layout->worker_numel; }

@@ -243,8 +243,6 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     std::vector<StateEntry> longer;
     std::unique_ptr<OneBitSetup> setup;
     if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
-        if (!context_->backend().is_host())
-            throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family runs on the CPU backend only in this version");
         if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
             throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
         setup = std::make_unique<OneBitSetup>(make_onebit_setup(new_groups, new_params, desc_, with_.data.get()));
@@ -298,6 +296,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     onebit_ = std::move(setup);
     for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
     workspace_ = Memory();
+    cache_.reset(); // it describes that
     state_list_.clear();
     state_changed();
 }

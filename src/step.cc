@@ -58,7 +58,7 @@ Optimizer::Layout Optimizer::layout() const {
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
-    l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves)));
+    l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves), onebit_.get()));
     l.exchange = place(onebit_ && onebit_->compresses ? onebit_->layout.workspace_bytes() : 0);
     l.mean = place(onebit_ ? size_t(onebit_->mean_numel) * sizeof(float) : 0);
     const size_t shared = at;

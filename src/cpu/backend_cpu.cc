@@ -90,7 +90,7 @@ public:
 
     bool is_host() const override { return true; }
     bool owns(const void *) const override { return true; }
-    size_t extra_bytes(int64_t, int64_t, int64_t) const override { return 0; }
+    size_t extra_bytes(int64_t, int64_t, int64_t, const OneBitSetup *) const override { return 0; }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
     HostBuffer host_buffer(size_t) const override { return {}; }
     void phase_times(StepCache *, double *) const override {} // they are in the outcome

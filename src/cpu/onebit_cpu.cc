@@ -6,17 +6,6 @@
 #include <cstring>
 
 namespace dsopt::cpu {
-namespace {
-
-double read_double(const int32_t *words) {
-    double value;
-    std::memcpy(&value, words, sizeof value); // state that a caller owns is aligned to its I32 only
-    return value;
-}
-void write_double(int32_t *words, double value) { std::memcpy(words, &value, sizeof value); }
-
-} // namespace
-
 template <class Visit> void OneBitStep::for_own(const Cut &cut, const SpanOf &span_of, const Visit &visit) {
     cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
             [&](int64_t i, int64_t begin, int64_t end) {

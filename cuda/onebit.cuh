@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+// Steps of the 1-bit family: what goes into an exchange, what comes out of it, and what every step ends with. Whether
+// the step is taken is the device's to know: every kernel asks, and the host launches them all the same.
+#pragma once
+#include "compress.cuh"
+#include "onebit.h"
+#include "update.cuh"
+
+namespace dsopt::gpu {
+
+/// By value into every kernel of such a step.
+struct DeviceOneBit {
+    DevicePlan d;
+    DeviceExchange x;
+    const OneBitJob *jobs;
+    ScheduleRules rules;
+    TrustRules trust;
+    ScheduleState *schedule;
+    int32_t *lr_sum;
+    float *trust_average, *trust_factor, *scaling;
+    int32_t *active;
+    float *padding;
+    double *factors; // one a leaf
+    Stage stage;
+    bool compat;
+    bool exchanges; // with other ranks
+    bool packs;     // a part is one tensor: bits are made while its kept sums are at hand
+};
+
+/// Everything that the rules read, of V neighbours.
+template <int V> struct Inputs { Pack<V> g, p, m, v, drift; };
+template <int V, Feed F>
+__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, const OneBitJob &one, int64_t i) {
+    Inputs<V> t;
+    t.g = load_gradient<V>(job, i);
+    t.m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+    if constexpr (F == Feed::distance) {
+        t.p = load_weight<V>(job, i);
+        t.v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+        t.drift = load<V>(one.drift, Dtype::f32, i, aligned16(one.drift));
+    } else {
+        t.p = t.v = t.drift = Pack<V>{};
+    }
+    return t;
+}
+
+/// Scalars of a tensor that go beside those of find_scalars().
+struct SharedOneBit {
+    OneBitScalars one;
+    float scale; // of its kept sums
+};
+template <Feed F> __device__ inline void find_onebit_scalars(const DeviceOneBit &b, int32_t tensor, SharedOneBit &s) {
+    s.one = {.scaling = b.compat && b.scaling != nullptr ? b.scaling[tensor] : 1.0f,
+             .lr_sum = b.lr_sum != nullptr ? float(read_double(b.lr_sum + 2 * b.d.plan.jobs[tensor].group)) : 0.0f,
+             .drops = b.compat && !b.exchanges && F == Feed::gradient,
+             .anchored = !b.compat};
+    s.scale = b.exchanges ? b.x.worker_scales()[b.jobs[tensor].part] : 0.0f;
+}
+
+/// body(tensor, job, begin, n, leaf) for the block's leaves of tensors that go into exchanges, with their scalars
+/// found.
+template <Feed F, class Body>
+__device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedScalars &s, SharedOneBit &o,
+                                               const Body &body) {
+    const StepPlan &plan = b.d.plan;
+    if (skipped(b.d)) return;
+    if (threadIdx.x == 0) s.group = -1, s.step = -1, s.trust = 1;
+    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
+        const int32_t tensor = b.d.tensor_of_leaf[leaf];
+        const TensorJob &job = plan.jobs[tensor];
+        if (!job.present || !job.onebit) continue;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            find_scalars(b.d, tensor, b.d.counted, s);
+            find_onebit_scalars<F>(b, tensor, o);
+        }
+        __syncthreads();
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        body(tensor, job, begin, int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf), leaf);
+    }
+}
+
+/// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
+/// its step here.
+template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) feed_kernel(const DeviceOneBit b) {
+    DYNAMIC_SHARED(float, room); // a leaf, where bits are made here
+    __shared__ SharedScalars s;
+    __shared__ SharedOneBit o;
+    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+        const OneBitJob &one = b.jobs[tensor];
+        float *kept = b.exchanges ? b.x.worker + one.worker : nullptr;
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+            constexpr int W = decltype(width)::value;
+            Inputs<W> t = load_inputs<W, F>(job, one, i);
+            if constexpr (F == Feed::distance) {
+#pragma unroll
+                for (int k = 0; k < W; ++k)
+                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+                store(t.p, job.weight, job.weight_type, i, aligned16(job.weight));
+                store(t.m, job.m, job.state_type, i, aligned16(job.m));
+                if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
+            }
+            if (kept == nullptr) return;
+            Pack<W> sum = load<W>(kept, Dtype::f32, i, aligned16(kept));
+#pragma unroll
+            for (int k = 0; k < W; ++k) {
+                const float value =
+                    feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+                sum.at[k] = value + error_of(sum.at[k], o.scale);
+                if (!takes_part(b.x.active, one.worker + i + k)) sum.at[k] = 0;
+                if (b.packs) room[place + k] = sum.at[k];
+            }
+            store(sum, kept, Dtype::f32, i, aligned16(kept));
+        });
+        if (!b.packs) return;
+        __syncthreads();
+        pack_room(b.x, one.part, one.worker + begin, n, room, b.x.layout.part_leaf[one.part] + begin / kLeaf);
+    });
+}
+
+/// What is behind the tensors of a part.
+__global__ void __launch_bounds__(kThreads) feed_padding_kernel(const DeviceOneBit b) {
+    if (skipped(b.d)) return;
+    for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
+        const CompressLayout::Part part = b.x.layout.parts[i];
+        const float scale = b.x.worker_scales()[i];
+        float *kept = b.x.worker + part.begin;
+        for (int64_t k = b.x.layout.used[i] + threadIdx.x; k < part.numel; k += kThreads) {
+            const float owed = error_of(kept[k], scale);
+            kept[k] = b.padding != nullptr ? b.padding[k - b.x.layout.used[i]] + owed : owed;
+        }
+    }
+}
+__global__ void __launch_bounds__(kThreads) finish_padding_kernel(const DeviceOneBit b) {
+    if (skipped(b.d)) return;
+    const CompressLayout::Part part = b.x.layout.parts[0];
+    const int64_t used = b.x.layout.used[0];
+    for (int64_t k = used + int64_t(blockIdx.x) * kThreads + threadIdx.x; k < part.numel;
+         k += int64_t(gridDim.x) * kThreads)
+        b.padding[k - used] = mean_of<1>(b.x, 0, part.begin + k).at[0];
+}
+
+/// The mean of V neighbours. Without other ranks the own values are it.
+template <int V, Feed F>
+__device__ __forceinline__ Pack<V> mean_values(const DeviceOneBit &b, const SharedScalars &s, const SharedOneBit &o,
+                                               const OneBitJob &one, const Inputs<V> &t, int64_t i) {
+    if (b.exchanges) return mean_of<V>(b.x, one.part, one.worker + i);
+    Pack<V> y;
+#pragma unroll
+    for (int k = 0; k < V; ++k)
+        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+    return y;
+}
+
+/// From the mean to momentum and weights.
+template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) finish_kernel(const DeviceOneBit b) {
+    __shared__ SharedScalars s;
+    __shared__ SharedOneBit o;
+    const StepPlan &plan = b.d.plan;
+    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+        const OneBitJob &one = b.jobs[tensor];
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+            constexpr int W = decltype(width)::value;
+            Inputs<W> t;
+            t.g = t.drift = Pack<W>{};
+            if (!b.exchanges) t.g = load_gradient<W>(job, i);
+            t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
+            t.p = load_weight<W>(job, i);
+            t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
+            if constexpr (F == Feed::distance) t.drift = load<W>(one.drift, Dtype::f32, i, aligned16(one.drift));
+            const Pack<W> old = t.p;
+            Pack<W> y = mean_values<W, F>(b, s, o, one, t, i);
+            if (one.mask != nullptr) {
+#pragma unroll
+                for (int k = 0; k < W; ++k) y.at[k] *= one.mask[i + k];
+            }
+#pragma unroll
+            for (int k = 0; k < W; ++k)
+                take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+            store(t.m, job.m, job.state_type, i, aligned16(job.m));
+            if constexpr (F == Feed::distance) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
+            publish(plan, job, s, t.p, old, i);
+        });
+    });
+}
+
+/// 0/1 Adam between exchanges.
+template <int V> __global__ void __launch_bounds__(kThreads, 3) local_kernel(const DeviceOneBit b) {
+    __shared__ SharedScalars s;
+    __shared__ SharedOneBit o;
+    for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+        const OneBitJob &one = b.jobs[tensor];
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+            constexpr int W = decltype(width)::value;
+            Inputs<W> t = load_inputs<W, Feed::distance>(job, one, i);
+#pragma unroll
+            for (int k = 0; k < W; ++k)
+                local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+            store(t.m, job.m, job.state_type, i, aligned16(job.m));
+            if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
+            publish(b.d.plan, job, s, t.p, t.p, i);
+        });
+    });
+}
+
+/// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor. Then, in the
+/// last block, the trust ratios.
+template <int V> __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const DeviceOneBit b) {
+    DYNAMIC_SHARED(float, room);
+    __shared__ SharedScalars s;
+    __shared__ SharedOneBit o;
+    __shared__ uint32_t most_of_block;
+    const StepPlan &plan = b.d.plan;
+    const Rooms rooms{room, room + kLeaf};
+    for_own_leaves<Feed::scaled>(
+        b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t leaf) {
+            const OneBitJob &one = b.jobs[tensor];
+            uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
+            if (threadIdx.x == 0) most_of_block = 0;
+            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+                constexpr int W = decltype(width)::value;
+                Inputs<W> t;
+                t.g = t.drift = Pack<W>{};
+                if (!b.exchanges) t.g = load_gradient<W>(job, i);
+                t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
+                t.p = load_weight<W>(job, i);
+                t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
+                Pack<W> fresh = load<W>(one.fresh, Dtype::f32, i, aligned16(one.fresh));
+                const Pack<W> y = mean_values<W, Feed::scaled>(b, s, o, one, t, i);
+#pragma unroll
+                for (int k = 0; k < W; ++k) {
+                    const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
+                    const LambUpdate u =
+                        lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
+                                       t.m.at[k], t.v.at[k], fresh.at[k]);
+                    rooms.a[place + k] = u.without_decay;
+                    rooms.b[place + k] = u.update;
+                    const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
+                    most = factor > most ? factor : most;
+                }
+                store(t.m, job.m, job.state_type, i, aligned16(job.m));
+                store(fresh, one.fresh, Dtype::f32, i, aligned16(one.fresh));
+            });
+            sum_rooms(b.d, leaf, n, rooms); // a barrier first
+            for (int width = 16; width != 0; width /= 2) {
+                const uint32_t other = __shfl_xor_sync(0xffffffffu, most, width);
+                most = other > most ? other : most;
+            }
+            if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
+            __syncthreads();
+            if (threadIdx.x == 0) b.factors[leaf] = double(float_of(most_of_block));
+        });
+    if (!last_block(&b.d.control->ticket[3]) || skipped(b.d)) return;
+    for_tensors(
+        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
+        [&](int32_t i, int32_t leaves, auto by) {
+            const TensorJob &job = plan.jobs[i];
+            if (!job.present || !job.onebit) return;
+            const double factor = by.most(b.factors + job.first_leaf, leaves),
+                         without = by.sum(plan.sums_a + job.first_leaf, leaves),
+                         with = by.sum(plan.sums_b + job.first_leaf, leaves);
+            if (by.lead)
+                plan.trust_ratio[i] =
+                    frozen_trust(b.trust, factor, without, with, plan.groups[job.group].weight_decay > 0,
+                                 b.trust_average[i], b.scaling[i], b.trust_factor[i]);
+        });
+}
+
+template <int V> __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const DeviceOneBit b) {
+    __shared__ SharedScalars s;
+    __shared__ SharedOneBit o;
+    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const TensorJob &job, int64_t begin, int n, uint32_t) {
+        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+            constexpr int W = decltype(width)::value;
+            Pack<W> p = load_weight<W>(job, i);
+            const Pack<W> m = load<W>(job.m, job.state_type, i, aligned16(job.m)),
+                          v = load<W>(job.v, job.state_type, i, aligned16(job.v)), old = p;
+            const float lr = s.scalars.lr * s.trust;
+#pragma unroll
+            for (int k = 0; k < W; ++k) p.at[k] = p.at[k] - lr * frozen_update(s.scalars, p.at[k], m.at[k], v.at[k]);
+            publish(b.d.plan, job, s, p, old, i);
+        });
+    });
+}
+
+/// Before anything else of a step that is taken. One block.
+__global__ void __launch_bounds__(kThreads) begin_onebit_kernel(const DeviceOneBit b) {
+    const StepPlan &plan = b.d.plan;
+    if (skipped(b.d)) return;
+    if (b.trust_factor != nullptr)
+        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
+            if (b.trust_factor[i] == 0) b.trust_factor[i] = 1;
+    if (b.stage == Stage::local || b.stage == Stage::sync)
+        for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) {
+            const double lr = plan.lr != nullptr ? double(plan.lr[g]) : plan.groups[g].lr;
+            write_double(b.lr_sum + 2 * g, read_double(b.lr_sum + 2 * g) + lr);
+        }
+}
+
+/// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: sums of
+/// squares a leaf, and then, in one block, the factors.
+__global__ void __launch_bounds__(kThreads) momentum_squares_kernel(const DeviceOneBit b) {
+    __shared__ float room[kWarps][kStage];
+    const StepPlan &plan = b.d.plan;
+    const int warp = int(threadIdx.x / 32);
+    if (skipped(b.d)) return;
+    for (uint32_t leaf = blockIdx.x * kWarps + warp; leaf < b.d.leaves; leaf += gridDim.x * kWarps) {
+        const TensorJob &job = plan.jobs[b.d.tensor_of_leaf[leaf]];
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        const double squares = leaf_squares(job.m, job.state_type, begin, n, room[warp]);
+        if (threadIdx.x % 32 == 0) plan.sums_a[leaf] = squares;
+    }
+}
+__global__ void __launch_bounds__(kThreads) momentum_scaling_kernel(const DeviceOneBit b) {
+    __shared__ double mean;
+    const StepPlan &plan = b.d.plan;
+    if (skipped(b.d)) return;
+    for_tensors(
+        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
+        [&](int32_t i, int32_t leaves, auto by) {
+            const double squares = by.sum(plan.sums_a + plan.jobs[i].first_leaf, leaves);
+            if (by.lead) b.scaling[i] = rms_of(squares, plan.jobs[i].numel);
+        });
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mean = 0;
+        for (int64_t i = 0; i < plan.count; ++i) mean += double(b.scaling[i]) / double(plan.count);
+    }
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
+        b.scaling[i] = b.scaling[i] > 0 ? float(mean / double(b.scaling[i])) : 1.0f;
+}
+
+/// What every step ends with, also one that is skipped. One block.
+__global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit b) {
+    const StepPlan &plan = b.d.plan;
+    const bool taken = !skipped(b.d);
+    if (taken && b.stage == Stage::full && b.rules.algorithm == DSOPT_ONEBIT_LAMB)
+        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
+            if (plan.jobs[i].present && is_lamb(plan.groups[plan.jobs[i].group].rule))
+                average_trust(b.trust, plan.trust_ratio[i], b.trust_average[i], b.scaling[i]);
+    if (taken && b.stage == Stage::sync)
+        for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) write_double(b.lr_sum + 2 * g, 0);
+    if (threadIdx.x == 0 && (taken || !b.compat)) (void)advance_schedule(b.rules, *b.schedule);
+}
+
+/// Standard mode, after the variance has moved: which elements have one.
+__global__ void __launch_bounds__(kThreads) find_active_kernel(const DeviceOneBit b) {
+    const StepPlan &plan = b.d.plan;
+    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
+        const int32_t tensor = b.d.tensor_of_leaf[leaf];
+        const TensorJob &job = plan.jobs[tensor];
+        const int64_t worker = b.jobs[tensor].worker, begin = (leaf - job.first_leaf) * kLeaf;
+        if (worker < 0) continue;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        for (int k = int(threadIdx.x) / 32 * 32; k < n; k += kThreads) {
+            const int own = k + int(threadIdx.x % 32);
+            const bool has = own < n && load_one(job.v, job.state_type, begin + own) != 0;
+            const unsigned word = __ballot_sync(0xffffffffu, has);
+            if (threadIdx.x % 32 == 0) b.active[(worker + begin + k) / 32] = int32_t(word);
+        }
+    }
+}
+
+/// The step that froze the variance: copies are taken, and errors belong to another quantity from here on.
+__global__ void __launch_bounds__(kThreads) freeze_kernel(const DeviceOneBit b, const bool copies_variance) {
+    const StepPlan &plan = b.d.plan;
+    if (b.compat && skipped(b.d)) return;
+    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
+        const int32_t tensor = b.d.tensor_of_leaf[leaf];
+        const TensorJob &job = plan.jobs[tensor];
+        const OneBitJob &one = b.jobs[tensor];
+        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
+        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
+        for_packs<4>(begin, n, [&](auto width, int64_t i, int) {
+            constexpr int W = decltype(width)::value;
+            if (copies_variance && one.fresh != nullptr)
+                store(load<W>(job.v, Dtype::f32, i, aligned16(job.v)), one.fresh, Dtype::f32, i, aligned16(one.fresh));
+            if (one.drift != nullptr && !b.compat)
+                store(load_weight<W>(job, i), one.drift, Dtype::f32, i, aligned16(one.drift));
+        });
+    }
+    if (!b.exchanges) return;
+    const int64_t workers = b.x.layout.worker_numel + b.x.layout.part_count,
+                  servers = b.x.layout.server_numel + b.x.layout.row_scales;
+    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < workers; k += int64_t(gridDim.x) * kThreads)
+        b.x.worker[k] = 0;
+    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < servers; k += int64_t(gridDim.x) * kThreads)
+        b.x.server[k] = 0;
+}
+
+} // namespace dsopt::gpu

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device memory to the host and back in pieces, through page-locked memory: one is on its way while the caller works on
+// another.
+#pragma once
+#include "backend.h"
+#include "device.h"
+
+namespace dsopt::gpu {
+
+/// Two page-locked buffers on a stream of their own.
+class PinnedPair {
+public:
+    explicit PinnedPair(int device) : device_(device) {
+        const OnDevice on(device);
+        check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+        for (Half &half : halves_) half = {pinned_memory(kPiece), std::make_unique<Event>(cudaEventDisableTiming)};
+    }
+    ~PinnedPair() {
+        (void)cudaStreamSynchronize(stream_);
+        (void)cudaStreamDestroy(stream_);
+    }
+    PinnedPair(const PinnedPair &) = delete;
+    PinnedPair &operator=(const PinnedPair &) = delete;
+
+    void *buffer(int half) const { return halves_[half].memory.get(); }
+    void copy(int half, void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+        const OnDevice on(device_);
+        check(cudaMemcpyAsync(to, from, bytes, kind, stream_), "cudaMemcpyAsync");
+        check(cudaEventRecord(halves_[half].copied->get(), stream_), "cudaEventRecord");
+    }
+    void wait(int half) const { check(cudaEventSynchronize(halves_[half].copied->get()), "cudaEventSynchronize"); }
+
+private:
+    struct Half {
+        PinnedMemory memory;
+        std::unique_ptr<Event> copied;
+    };
+    int device_;
+    cudaStream_t stream_ = nullptr;
+    Half halves_[2];
+};
+
+class PinnedReader final : public HostReader {
+public:
+    explicit PinnedReader(int device) : pair_(device) {}
+    const void *view(const void *from, size_t bytes, size_t rest) override {
+        const char *begin = static_cast<const char *>(from);
+        if (begin != expected_ || bytes != ready_) fetch(begin, bytes);
+        const int here = next_;
+        pair_.wait(here);
+        next_ = 1 - next_;
+        expected_ = nullptr;
+        if (rest != 0) fetch(begin + bytes, rest < kPiece ? rest : kPiece);
+        return pair_.buffer(here);
+    }
+
+private:
+    void fetch(const char *from, size_t bytes) {
+        pair_.copy(next_, pair_.buffer(next_), from, bytes, cudaMemcpyDeviceToHost);
+        expected_ = from;
+        ready_ = bytes;
+    }
+    PinnedPair pair_;
+    int next_ = 0;                   // where the next piece goes, or is
+    const char *expected_ = nullptr; // what has been fetched ahead
+    size_t ready_ = 0;
+};
+
+class PinnedWriter final : public HostWriter {
+public:
+    explicit PinnedWriter(int device) : pair_(device) {}
+    void *room() override {
+        if (used_[next_]) pair_.wait(next_);
+        return pair_.buffer(next_);
+    }
+    void write(void *to, size_t bytes) override {
+        pair_.copy(next_, to, pair_.buffer(next_), bytes, cudaMemcpyHostToDevice);
+        used_[next_] = true;
+        next_ = 1 - next_;
+    }
+    void finish() override {
+        for (int half = 0; half < 2; ++half)
+            if (used_[half]) pair_.wait(half);
+    }
+
+private:
+    PinnedPair pair_;
+    int next_ = 0;
+    bool used_[2] = {};
+};
+
+} // namespace dsopt::gpu
