@@ -793,6 +793,8 @@ typedef struct dsopt_report {
     double divisor;                             /**< as DSOPT_R_DIVISOR */
     double ms[8]; /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
     int64_t state_bytes, workspace_bytes;
+    int32_t resharded_from; /**< number of ranks that saved what was last loaded, if it is another one than now; 0 */
+    int32_t reserved;
 } dsopt_report;
 /** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits.
  */
@@ -801,16 +803,14 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 /* ------------------------------------------------------------------------------------------------------ save and load
  */
 enum {
-    DSOPT_IO_NO_STATE = 1,   /**< load: leave moments and counters */
-    DSOPT_IO_NO_MASTERS = 2, /**< load: leave saved masters out and make them from the parameters */
-    DSOPT_IO_NO_HYPER = 4,   /**< load: keep the hyper-parameters that are set now */
-    DSOPT_IO_NO_SCALER = 16, /**< load: keep the loss scale and its counters */
-    DSOPT_IO_PARAMS = 8,     /**< save and load the parameters as well */
-    /** load: error feedback of the 1-bit family starts anew, as it must with another number of ranks (a file then does
-     * not fit: server_error has a size of its own for each). */
-    DSOPT_IO_RESET_ERRORS = 32
+    DSOPT_IO_NO_STATE = 1,     /**< load: leave moments and counters */
+    DSOPT_IO_NO_MASTERS = 2,   /**< load: leave saved masters out and make them from the parameters */
+    DSOPT_IO_NO_HYPER = 4,     /**< load: keep the hyper-parameters that are set now */
+    DSOPT_IO_NO_SCALER = 16,   /**< load: keep the loss scale and its counters */
+    DSOPT_IO_PARAMS = 8,       /**< save and load the parameters as well */
+    DSOPT_IO_RESET_ERRORS = 32 /**< load: error feedback of the 1-bit family starts anew, whoever saved it */
 };
-/** Where bytes go when not to a file. Functions return 0 or an error number. */
+/** Where bytes go when not to a file, and where those of several ranks are. Functions return 0 or an error number. */
 typedef struct dsopt_io {
     size_t size;
     uint32_t flags; /**< DSOPT_IO_... */
@@ -819,6 +819,12 @@ typedef struct dsopt_io {
     int (*write)(void *user, const void *data, size_t bytes);           /**< save: in order, from offset 0 */
     int (*read)(void *user, uint64_t offset, void *data, size_t bytes); /**< load: any order */
     uint64_t total;                                                     /**< load: length of what `read` reads */
+    /** load: this many files, one of each rank that saved, in any order: what another number of ranks needs. 0 = one */
+    int32_t files;
+    int32_t reserved2;
+    const char *const *paths; /**< with `files`: their paths; or NULL, and with `read`: */
+    void *const *users;       /**< its first argument for each, and */
+    const uint64_t *totals;   /**< their lengths */
 } dsopt_io;
 /**
  * Write a checkpoint: safetensors, one tensor "<param>.<state>" a state entry ("optimizer.<state>" for those of the
@@ -832,6 +838,16 @@ typedef struct dsopt_io {
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 /**
  * Read one. Everything, checksums included, is checked before anything changes.
+ *
+ * The ranks of the data comm save a file each; most of it is the same in all. With the 1-bit family each loads its own
+ * and goes on with the same bits. Another number of ranks hands the files of all that saved to every rank
+ * (dsopt_io.files): weights, moments, counters and schedule are those of the files, which must agree in them (their
+ * checksums are compared); worker_error is the mean over the ranks that saved (in double, rounded once), the same on
+ * every new rank; server_error, of which each had one chunk, is joined and cut into the new chunks. One rank has no
+ * errors: they are dropped, or begin with zeros. Compat mode drops them, as the original does. dsopt_report and the log
+ * (INFO) tell. Refused (_MISMATCH): sets of files that are not all of one save; 0/1 Adam saved between two
+ * synchronisations, and gradients in accumulators, which only the same number of ranks can go on with. With as many
+ * ranks as saved a list is legal too: each takes its own file from it.
  * @return DSOPT_OK; _IO; _FORMAT, _CHECKSUM, _MISMATCH: the text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);

@@ -74,7 +74,7 @@ ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
 }
 
 OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                              const dsopt_optimizer_desc &desc, const Comm *data) {
+                              const dsopt_optimizer_desc &desc, int rank, int ranks) {
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     OneBitSetup setup;
     const dsopt_group *first = nullptr;
@@ -92,7 +92,6 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
     }
     if (first == nullptr) return setup;
     setup.rules = schedule_rules(*first, compat);
-    const int ranks = data != nullptr ? data->ranks() : 1, rank = data != nullptr ? data->rank() : 0;
     setup.compresses = ranks > 1;
     const bool lamb = first->algorithm == DSOPT_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
@@ -298,6 +297,23 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? onebit_->layout.worker_numel : onebit_->layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
+    const StateEntry *active = nullptr;
+    for (const StateEntry &other : state_)
+        if (std::strcmp(other.name, "active") == 0) active = &other;
+    if (active == nullptr) return;
+    // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
+    std::vector<int32_t> words(size_t(active->numel));
+    context_->backend().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
+    const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
+        for (int64_t i = 0; i < count; ++i, ++element)
+            if (!((uint32_t(words[size_t(element / 32)]) >> (element % 32)) & 1u)) errors[i] = 0;
+    };
+    if (worker)
+        for (const CompressLayout::Part &part : onebit_->layout.parts)
+            leave_out(out + part.begin, part.begin, part.numel);
+    else
+        for (const CompressLayout::Segment &segment : onebit_->layout.own_segments())
+            leave_out(out + segment.server, segment.begin, segment.numel);
 }
 
 } // namespace dsopt

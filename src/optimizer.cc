@@ -245,7 +245,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
         if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
             throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
-        setup = std::make_unique<OneBitSetup>(make_onebit_setup(new_groups, new_params, desc_, with_.data.get()));
+        setup = std::make_unique<OneBitSetup>(make_onebit_setup(new_groups, new_params, desc_, rank(), ranks()));
         const auto whole = [&](const char *name, int32_t dtype, int64_t numel, uint32_t flags, bool carried) {
             longer.push_back({name, -1, dtype, flags, numel, nullptr, false, false, carried});
         };

@@ -133,6 +133,10 @@ public:
     const std::vector<StateEntry> &state() const { return state_; }
     std::atomic_flag &in_use() { return in_use_; }
     int64_t calls() const { return calls_; }
+    /// Of the data-parallel ranks.
+    int rank() const { return with_.data ? with_.data->rank() : 0; }
+    int ranks() const { return with_.data ? with_.data->ranks() : 1; }
+    void note_loaded(int saved_ranks) { resharded_from_ = saved_ranks != ranks() ? saved_ranks : 0; }
     Scaler *scaler() const { return with_.scaler.get(); }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
@@ -217,10 +221,11 @@ private:
     KnownSchedule known_schedule_;
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
+    int resharded_from_ = 0;
     std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };
 
 OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                              const dsopt_optimizer_desc &desc, const Comm *data);
+                              const dsopt_optimizer_desc &desc, int rank, int ranks);
 
 } // namespace dsopt

@@ -82,9 +82,10 @@ public:
     static constexpr size_t npos = size_t(-1);
     const std::map<std::string, std::string, std::less<>> &metadata() const {
         return metadata_;
-    }                                                                    ///< without the checksums
-    const std::vector<TensorEntry> &tensors() const { return tensors_; } ///< in file order
-    size_t find(std::string_view name) const;                            ///< index of a tensor, or npos
+    }                                                                                ///< without the checksums
+    const std::vector<TensorEntry> &tensors() const { return tensors_; }             ///< in file order
+    size_t find(std::string_view name) const;                                        ///< index of a tensor, or npos
+    const std::string &checksum(size_t index) const { return checksums_.at(index); } ///< as saved
 
     /// Reads a tensor piece by piece and compares the checksum: DSOPT_ERR_CHECKSUM. `data`, if given, gets the bytes,
     /// good or not.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "state_io.h"
 #include "parallel.h"
-#include "safetensors.h"
+#include "rank_files.h"
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -65,34 +65,6 @@ template <class T> std::string to_text(T value) {
     return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-/// Reads metadata; everything missing or malformed is a FORMAT error that names the key.
-class Fields {
-public:
-    explicit Fields(const SafetensorsReader &file) : file_(file) {}
-    const std::string &text(const std::string &key) const {
-        const auto found = file_.metadata().find(key);
-        if (found == file_.metadata().end())
-            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
-        return found->second;
-    }
-    template <class T> T number(const std::string &key) const {
-        const std::string &value = text(key);
-        T number{};
-        const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-        if (error != std::errc() || end != value.data() + value.size())
-            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(),
-                        value.c_str());
-        return number;
-    }
-
-private:
-    const SafetensorsReader &file_;
-};
-
-std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
-    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
-    return owner + "." + entry.name;
-}
 std::string param_tensor_name(const Param &param) { return param.name + ".param"; }
 
 /// Parameter names in order, each behind its length: names may hold any character.
@@ -119,9 +91,23 @@ void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t know
     if (io.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
     if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
-    if ((path == nullptr) != callback)
-        throw Error(DSOPT_ERR_ARGUMENT,
-                    callback ? "a path and a callback: which one?" : "neither a path nor a callback");
+    if (io.files < 0 || io.files > 65536)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.files is %d, not in [0, 65536]", io.files);
+    if (io.reserved2 != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved2 is %d, must be 0", io.reserved2);
+    if (io.files == 0) {
+        if (io.paths != nullptr || io.users != nullptr || io.totals != nullptr)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.paths, users or totals without dsopt_io.files");
+        if ((path == nullptr) != callback)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        callback ? "a path and a callback: which one?" : "neither a path nor a callback");
+        return;
+    }
+    if (path != nullptr) throw Error(DSOPT_ERR_ARGUMENT, "a path and dsopt_io.files: which one?");
+    if ((io.paths == nullptr) != callback || (io.users != nullptr) != callback || (io.totals != nullptr) != callback)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.files needs either paths, or read with users and totals");
+    for (int32_t i = 0; i < io.files; ++i)
+        if (io.paths != nullptr && io.paths[i] == nullptr)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.paths[%d] is NULL", i);
 }
 
 /// A tensor between file and memory.
@@ -130,7 +116,9 @@ struct Transfer {
     int64_t entry; // in the state list, -1: the parameter at `memory`
     void *memory;
     size_t bytes;
-    bool per_param; // one element a parameter, in the file's order of parameters
+    bool per_param;           // one element a parameter, in the file's order of parameters
+    std::vector<char> made{}; // what is in no file as it is wanted; then `index` means nothing
+    bool from_file() const { return made.empty(); }
 };
 
 /// Saved groups against live ones: the same number, algorithms and sizes. Returns them with the saved hyper-parameters.
@@ -234,29 +222,6 @@ void check_scaler_state(const SafetensorsReader &file, size_t index, const Scale
                     s.updates);
 }
 
-bool is_error(const StateEntry &entry) {
-    return std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0;
-}
-
-size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
-                   const std::vector<int64_t> &dims) {
-    const size_t index = file.find(name);
-    if (index == SafetensorsReader::npos)
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
-    const TensorEntry &tensor = file.tensors()[index];
-    if (tensor.dtype != dtype)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
-                    tensor.dtype, dtype);
-    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
-                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
-                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
-    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
-                    name.c_str());
-    return index;
-}
-
 /// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
 void reorder(char *words, const std::vector<int64_t> &order) {
     const std::vector<char> saved(words, words + order.size() * 4);
@@ -279,7 +244,10 @@ void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, st
     const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
     size_t at = 0;
     for (const Transfer &transfer : transfers) {
-        file.verify(transfer.index, staging.get() + at);
+        if (transfer.from_file())
+            file.verify(transfer.index, staging.get() + at);
+        else
+            std::memcpy(staging.get() + at, transfer.made.data(), transfer.bytes);
         if (transfer.per_param) reorder(staging.get() + at, order);
         at += transfer.bytes;
     }
@@ -297,12 +265,17 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
                          const std::vector<int64_t> &order, bool no_masters) {
     const Backend &backend = optimizer.context().backend();
     std::vector<char> words(order.size() * 4);
-    for (const Transfer &transfer : transfers) file.verify(transfer.index);
+    for (const Transfer &transfer : transfers)
+        if (transfer.from_file()) file.verify(transfer.index);
     find_memory(optimizer, transfers, no_masters);
     backend.synchronize(nullptr);
     const std::unique_ptr<HostWriter> writer = backend.writer();
     try {
         for (const Transfer &transfer : transfers) {
+            if (!transfer.from_file()) {
+                backend.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
+                continue;
+            }
             if (transfer.per_param) {
                 file.verify(transfer.index, words.data());
                 reorder(words.data(), order);
@@ -323,6 +296,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
 
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // numbers as text are rounded too
+    if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files has an effect in loading only");
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const bool with_params = io.flags & DSOPT_IO_PARAMS;
@@ -334,6 +308,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 
     Metadata metadata{{"format", "dsopt"},
                       {"format_version", kFormatVersion},
+                      {"rank", to_text(optimizer.rank())},
+                      {"ranks", to_text(optimizer.ranks())},
                       {"calls", to_text(optimizer.calls())},
                       {"max_norm", to_text(optimizer.desc().max_norm)},
                       {"max_value", to_text(optimizer.desc().max_value)},
@@ -398,9 +374,9 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const bool with_params = io.flags & DSOPT_IO_PARAMS, no_hyper = io.flags & DSOPT_IO_NO_HYPER;
     Scaler *const scaler = io.flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler();
 
-    const SafetensorsReader file(path != nullptr ? file_source(path) : callback_source(io));
+    const RankFiles files(optimizer, path, io);
+    const SafetensorsReader &file = files.file();
     const Fields fields(file);
-    if (fields.text("format") != "dsopt") throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
     if (fields.text("format_version") != kFormatVersion)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %.20s, this library reads %s",
                     fields.text("format_version").c_str(), kFormatVersion);
@@ -418,13 +394,25 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
                                         "keeps of the whole list follows it");
 
+    // The original forgets errors when it loads, forget_like_original() below; so their sizes do not matter.
+    const bool forgets = optimizer.onebit() != nullptr && optimizer.onebit()->rules.compat;
+    const bool with_errors = optimizer.onebit() != nullptr && optimizer.onebit()->compresses && !forgets && !no_state &&
+                             !(io.flags & DSOPT_IO_RESET_ERRORS);
+    files.check(optimizer, with_errors);
+
     std::vector<Transfer> transfers;
     for (size_t i = 0; i < optimizer.state().size(); ++i) {
         const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         const bool of_scaler = entry.of_scaler;
-        if ((io.flags & DSOPT_IO_RESET_ERRORS) && is_error(entry)) continue;
+        if (is_error(entry) && !with_errors) continue;
+        if (forgets && std::strcmp(entry.name, "exp_avg_pad") == 0) continue;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
+        if (files.makes(entry)) {
+            if (entry.numel != 0)
+                transfers.push_back({0, int64_t(i), nullptr, entry.bytes(), false, files.make(optimizer, entry)});
+            continue;
+        }
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
                              int64_t(i), nullptr, entry.bytes(), entry.per_param});
@@ -448,6 +436,11 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                     rules.hysteresis);
     for (const Transfer &transfer : transfers) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
+        // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
+        const bool own_count = entry != nullptr && std::strcmp(entry->name, "step") == 0 &&
+                               optimizer.onebit() != nullptr &&
+                               optimizer.onebit()->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
+        if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
         if (entry != nullptr && std::strcmp(entry->name, "scaler") == 0)
             check_scaler_state(file, transfer.index, rules);
     }
@@ -461,9 +454,11 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     }
 
     std::vector<bool> wanted(file.tensors().size());
-    for (const Transfer &transfer : transfers) wanted[transfer.index] = true;
+    for (const Transfer &transfer : transfers)
+        if (transfer.from_file()) wanted[transfer.index] = true;
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
+    files.verify_others();
     // Made before anything changes: what follows the tensors must not fail.
     std::vector<dsopt_group> new_groups = no_hyper ? optimizer.groups() : std::move(groups);
     if (optimizer.context().backend().is_host())
@@ -477,6 +472,15 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                       no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
     if (!no_state) optimizer.forget_like_original();
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
+    optimizer.note_loaded(files.saved_ranks());
+    if (files.resharded() && optimizer.onebit() != nullptr)
+        optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
+                                files.saved_ranks(), optimizer.rank(), optimizer.ranks(),
+                                !with_errors ? "error feedback is dropped"
+                                : files.saved_ranks() == 1
+                                    ? "nothing was owed, error feedback begins with zeros"
+                                    : "the mean of the worker errors and this rank's part of the "
+                                      "joined server errors");
 }
 
 } // namespace dsopt

@@ -458,6 +458,7 @@ dsopt_report Optimizer::report() const {
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
     context_->backend().phase_times(cache_.get(), r.ms);
+    r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
     return r;

@@ -381,11 +381,28 @@ struct File {
     dsopt_status load(const Trainer &into, uint32_t flags = 0) {
         dsopt_io from = io(flags);
         from.total = data.size();
-        from.read = [](void *user, uint64_t offset, void *bytes, size_t n) {
-            std::memcpy(bytes, static_cast<File *>(user)->data.data() + offset, n);
-            return 0;
-        };
+        from.read = read;
         return dsopt_optimizer_load(into.opt(), nullptr, &from);
+    }
+    /// The files of several ranks, in the order given.
+    static dsopt_status load_all(const Trainer &into, const std::vector<const File *> &files, uint32_t flags = 0) {
+        std::vector<void *> users;
+        std::vector<uint64_t> totals;
+        for (const File *file : files) {
+            users.push_back(const_cast<File *>(file));
+            totals.push_back(file->data.size());
+        }
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = flags;
+        io.read = read;
+        io.files = int32_t(files.size());
+        io.users = users.data();
+        io.totals = totals.data();
+        return dsopt_optimizer_load(into.opt(), nullptr, &io);
+    }
+    static int read(void *user, uint64_t offset, void *bytes, size_t n) {
+        std::memcpy(bytes, static_cast<File *>(user)->data.data() + offset, n);
+        return 0;
     }
 };
 
