@@ -4,11 +4,13 @@
 #pragma once
 #include "dsopt.h"
 #include "runtime.h"
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <gtest/gtest.h>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace cuda_test {
@@ -92,12 +94,44 @@ struct Setting {
     bool shifted = false;
     bool mixed = false; // dtypes differ from tensor to tensor
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
+    uint32_t param_flags = 0;
+    bool gaps = false;                                       // every fifth gradient is zero, always
+    void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
+};
+
+/// Ranks that are threads of this process.
+struct Ranks {
+    int count = 1;
+    std::array<char, 64> id{};
+    size_t id_bytes = id.size();
+    explicit Ranks(int ranks) : count(ranks) {
+        EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id.data(), &id_bytes), DSOPT_OK) << dsopt_last_error();
+    }
+    dsopt_comm *join(dsopt_context *context, int rank) const {
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_LOCAL;
+        desc.rank = rank;
+        desc.ranks = count;
+        desc.timeout_ms = 60000;
+        desc.id = id.data();
+        desc.id_bytes = id_bytes;
+        dsopt_comm *comm = nullptr;
+        EXPECT_EQ(dsopt_comm_create(context, &desc, &comm), DSOPT_OK) << dsopt_last_error();
+        return comm;
+    }
+    void run(const std::function<void(int rank)> &body) const {
+        std::vector<std::thread> threads;
+        for (int rank = 0; rank < count; ++rank) threads.emplace_back(body, rank);
+        for (std::thread &thread : threads) thread.join();
+    }
 };
 
 /// An optimizer with its lists, on one of the two backends.
 class Side {
 public:
-    Side(bool device, const Setting &setting) : device_(device), setting_(setting) {
+    Side(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
+        device_(device),
+        setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
         good(dsopt_context_create(&where, &context));
@@ -110,6 +144,7 @@ public:
             good(dsopt_scaler_create(context, &how, &scaler));
             desc.scaler = scaler;
         }
+        if (ranks != nullptr) desc.data = comm = ranks->join(context, rank);
         good(dsopt_optimizer_create(context, &desc, &optimizer));
         const int32_t dtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
         std::vector<dsopt_param> list;
@@ -125,6 +160,7 @@ public:
             params.back().set(p);
             dsopt_param entry{};
             entry.tensor = {params.back().data(), n, param, 0};
+            entry.flags = setting.param_flags;
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
             if (setting.out != 0) {
@@ -137,15 +173,18 @@ public:
         good(dsopt_group_init(&group, sizeof group, setting.algorithm));
         group.flags = setting.group_flags;
         group.weight_decay = 0.1;
+        if (setting.change != nullptr) setting.change(group, 0);
         good(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(half)));
         group.lr = 2e-3;
         group.beta1 = 0.8;
         group.weight_decay = 0;
+        if (setting.change != nullptr) setting.change(group, 1);
         good(dsopt_optimizer_add_group(optimizer, &group, list.data() + half, int64_t(list.size() - half)));
     }
     ~Side() {
         dsopt_optimizer_destroy(optimizer);
         dsopt_scaler_destroy(scaler);
+        dsopt_comm_destroy(comm);
         dsopt_context_destroy(context);
     }
 
@@ -154,7 +193,8 @@ public:
             const int32_t dtype = gradients[i].dtype;
             std::vector<char> g(size_t(gradients[i].numel) * element(dtype));
             for (int64_t k = 0; k < gradients[i].numel; ++k)
-                put(&g[size_t(k) * element(dtype)], dtype, std::cos(float(3 * k + 7 * t)) + 0.1f);
+                put(&g[size_t(k) * element(dtype)], dtype,
+                    setting_.gaps && k % 5 == 0 ? 0.0f : std::cos(float(3 * k + 7 * t)) + 0.1f);
             if (bad == int(i) && !g.empty()) put(&g[g.size() - element(dtype)], dtype, t % 2 ? INFINITY : NAN);
             grads[i].set(g);
         }
@@ -204,6 +244,7 @@ public:
 
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
+    dsopt_comm *comm = nullptr;
     dsopt_optimizer *optimizer = nullptr;
     std::vector<Bytes> params, grads, outs;
     std::vector<dsopt_tensor> gradients, outputs;

@@ -290,42 +290,29 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
 
 TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
     constexpr int ranks = 2;
-    std::array<char, 256> id{};
-    size_t id_bytes = id.size();
-    OK(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id.data(), &id_bytes));
+    const Ranks group(ranks);
     // Which rank has it matters: the maximum of two numbers keeps a NaN on one side only.
     for (const int bad : {-1, 0, 1}) {
         dsopt_norm_result results[ranks][2] = {};
-        std::vector<std::thread> threads;
-        for (int rank = 0; rank < ranks; ++rank)
-            threads.emplace_back([&, rank] {
-                Setting s;
-                s.sizes = {5, 4100};
-                Side side(true, s);
-                std::vector<char> gradient(5 * sizeof(float));
-                for (int k = 0; k < 5; ++k)
-                    put(&gradient[size_t(k) * sizeof(float)], DSOPT_F32, rank == bad && k == 2 ? NAN : float(k + rank));
-                side.grads[0].set(gradient);
-                side.grads[1].set(std::vector<char>(4100 * sizeof(float)));
-                DSOPT_NEW(dsopt_comm_desc, desc);
-                desc.kind = DSOPT_COMM_LOCAL;
-                desc.rank = rank;
-                desc.ranks = ranks;
-                desc.timeout_ms = 60000;
-                desc.id = id.data();
-                desc.id_bytes = id_bytes;
-                dsopt_comm *comm = nullptr;
-                OK(dsopt_comm_create(side.context, &desc, &comm));
-                dsopt_norm_result *result = nullptr;
-                ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess);
-                for (const int32_t kind : {DSOPT_NORM_MAX, DSOPT_NORM_L2})
-                    OK(dsopt_tensors_norm(side.context, side.gradients.data(), 2, kind, 0, comm,
-                                          result + (kind == DSOPT_NORM_L2), nullptr));
-                ASSERT_EQ(cudaMemcpy(results[rank], result, sizeof results[rank], cudaMemcpyDeviceToHost), cudaSuccess);
-                ASSERT_EQ(cudaFree(result), cudaSuccess);
-                dsopt_comm_destroy(comm);
-            });
-        for (std::thread &thread : threads) thread.join();
+        group.run([&](int rank) {
+            Setting s;
+            s.sizes = {5, 4100};
+            Side side(true, s);
+            std::vector<char> gradient(5 * sizeof(float));
+            for (int k = 0; k < 5; ++k)
+                put(&gradient[size_t(k) * sizeof(float)], DSOPT_F32, rank == bad && k == 2 ? NAN : float(k + rank));
+            side.grads[0].set(gradient);
+            side.grads[1].set(std::vector<char>(4100 * sizeof(float)));
+            dsopt_comm *comm = group.join(side.context, rank);
+            dsopt_norm_result *result = nullptr;
+            ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess);
+            for (const int32_t kind : {DSOPT_NORM_MAX, DSOPT_NORM_L2})
+                OK(dsopt_tensors_norm(side.context, side.gradients.data(), 2, kind, 0, comm,
+                                      result + (kind == DSOPT_NORM_L2), nullptr));
+            ASSERT_EQ(cudaMemcpy(results[rank], result, sizeof results[rank], cudaMemcpyDeviceToHost), cudaSuccess);
+            ASSERT_EQ(cudaFree(result), cudaSuccess);
+            dsopt_comm_destroy(comm);
+        });
         for (int rank = 0; rank < ranks; ++rank) {
             SCOPED_TRACE("rank " + std::to_string(rank) + " of a list with a NaN on " + std::to_string(bad));
             for (const dsopt_norm_result &r : results[rank]) EXPECT_EQ(r.nonfinite, bad >= 0);
