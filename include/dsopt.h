@@ -268,15 +268,27 @@ typedef struct dsopt_comm_desc {
                      stream */
 } dsopt_comm_desc;
 
+/** Kinds of collectives, and what a rank sends in one, which is what counters count (no headers, no retries). */
+enum {
+    DSOPT_COLLECTIVE_ALL_REDUCE = 0, /**< 2 (ranks - 1) / ranks of the data, what a ring needs at least; receives so */
+    DSOPT_COLLECTIVE_ALL_TO_ALL = 1, /**< a row to each other rank; receives as many */
+    DSOPT_COLLECTIVE_ALL_GATHER = 2, /**< its row to each other rank; receives theirs */
+    DSOPT_COLLECTIVE_BROADCAST = 3,  /**< the root the data once, others nothing; those receive it */
+    DSOPT_COLLECTIVE_BARRIER = 4,    /**< nothing */
+    DSOPT_COLLECTIVES = 8            /**< length of lists; places that are not named are 0 */
+};
 typedef struct dsopt_comm_info {
     size_t size;
     int32_t rank, ranks;
     dsopt_status status; /**< DSOPT_OK, or the first failure of this comm */
     int32_t reserved;
-    int64_t calls;      /**< collectives since creation */
-    int64_t bytes_sent; /**< payload put on the wire by this rank since creation; an all-reduce counts 2 (ranks - 1) /
-                           ranks of it */
+    /* Since creation, of all kinds, and then of each. With one rank next to nothing is called. */
+    int64_t calls;      /**< calls of the provider's functions: one that is made from others counts as those */
+    int64_t bytes_sent; /**< payload put on the wire by this rank in calls that did not fail */
     int64_t bytes_received;
+    int64_t calls_of[DSOPT_COLLECTIVES];
+    int64_t sent_of[DSOPT_COLLECTIVES];
+    int64_t received_of[DSOPT_COLLECTIVES];
 } dsopt_comm_info;
 
 /**

@@ -63,11 +63,12 @@ void Comm::lose(dsopt_status status) noexcept {
     status_.compare_exchange_strong(first, status);
 }
 
-int Comm::done(int result, int64_t sent, int64_t received) {
-    calls_.fetch_add(1, std::memory_order_relaxed);
+int Comm::done(int kind, int result, int64_t sent, int64_t received) {
+    Count &count = counts_[kind];
+    count.calls.fetch_add(1, std::memory_order_relaxed);
     if (result != 0) return result;
-    sent_.fetch_add(sent, std::memory_order_relaxed);
-    received_.fetch_add(received, std::memory_order_relaxed);
+    count.sent.fetch_add(sent, std::memory_order_relaxed);
+    count.received.fetch_add(received, std::memory_order_relaxed);
     return 0;
 }
 
@@ -146,13 +147,15 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
     const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
-    return done(table_.all_reduce(table_.self, data, data, count, dtype, op, stream), moved, moved);
+    return done(DSOPT_COLLECTIVE_ALL_REDUCE, table_.all_reduce(table_.self, data, data, count, dtype, op, stream),
+                moved, moved);
 }
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     const int64_t moved = bytes * (ranks() - 1);
     if (table_.all_gather != nullptr)
-        return done(table_.all_gather(table_.self, send, recv, bytes, stream), moved, moved);
+        return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream), moved,
+                    moved);
     char *const rows = static_cast<char *>(recv);
     if (table_.broadcast != nullptr) {
         move(rows + rank() * bytes, send, bytes, stream);
@@ -173,7 +176,8 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
 int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
     const int64_t moved = bytes * (ranks() - 1);
     if (table_.all_to_all != nullptr)
-        return done(table_.all_to_all(table_.self, send, recv, bytes, stream), moved, moved);
+        return done(DSOPT_COLLECTIVE_ALL_TO_ALL, table_.all_to_all(table_.self, send, recv, bytes, stream), moved,
+                    moved);
     // Row by row, so that the room stays as small as the result. `gather` may need the spare room: this one is its own.
     const char *const rows = static_cast<const char *>(send);
     char *const room = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
@@ -187,7 +191,8 @@ int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
 int Comm::cast(void *buffer, int64_t bytes, int root, void *stream) {
     const bool sends = rank() == root;
     if (table_.broadcast != nullptr)
-        return done(table_.broadcast(table_.self, buffer, bytes, root, stream), sends ? bytes : 0, sends ? 0 : bytes);
+        return done(DSOPT_COLLECTIVE_BROADCAST, table_.broadcast(table_.self, buffer, bytes, root, stream),
+                    sends ? bytes : 0, sends ? 0 : bytes);
     if (table_.all_gather != nullptr) {
         char *const room = spare_.get(context_, device_, size_t(bytes * ranks()), stream);
         if (const int result = gather(buffer, room, bytes, stream)) return result;
@@ -249,7 +254,8 @@ void Comm::barrier() {
         int32_t nothing = 0;
         return all_reduce(&nothing, 1, DSOPT_I32, DSOPT_SUM, nullptr);
     }
-    if (const int result = done(table_.barrier(table_.self), 0, 0)) fail(result, "barrier", nullptr);
+    if (const int result = done(DSOPT_COLLECTIVE_BARRIER, table_.barrier(table_.self), 0, 0))
+        fail(result, "barrier", nullptr);
 }
 
 void Comm::abort() noexcept {
@@ -262,9 +268,12 @@ dsopt_comm_info Comm::info() const {
     info.rank = rank();
     info.ranks = ranks();
     info.status = status_.load(std::memory_order_acquire);
-    info.calls = calls_.load(std::memory_order_relaxed);
-    info.bytes_sent = sent_.load(std::memory_order_relaxed);
-    info.bytes_received = received_.load(std::memory_order_relaxed);
+    for (int kind = 0; kind < DSOPT_COLLECTIVES; ++kind) {
+        const Count &count = counts_[kind];
+        info.calls += info.calls_of[kind] = count.calls.load(std::memory_order_relaxed);
+        info.bytes_sent += info.sent_of[kind] = count.sent.load(std::memory_order_relaxed);
+        info.bytes_received += info.received_of[kind] = count.received.load(std::memory_order_relaxed);
+    }
     return info;
 }
 

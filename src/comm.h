@@ -58,7 +58,7 @@ private:
              const Call &call);
     void fail(int result, const char *what, void *stream);
     void lose(dsopt_status status) noexcept;
-    int done(int result, int64_t sent, int64_t received);
+    int done(int kind, int result, int64_t sent, int64_t received);
     void move(void *to, const void *from, int64_t bytes, void *stream) const;
     void clear(void *data, int64_t bytes, void *stream) const;
     // In the provider's memory; 0 or its error.
@@ -74,7 +74,10 @@ private:
     bool device_; // the provider takes device memory
     Room staging_, spare_, gathered_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
-    std::atomic<int64_t> calls_{0}, sent_{0}, received_{0};
+    struct Count {
+        std::atomic<int64_t> calls{0}, sent{0}, received{0};
+    };
+    Count counts_[DSOPT_COLLECTIVES]; // what the provider was asked for
 };
 
 /// Providers, in comm/.

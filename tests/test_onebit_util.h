@@ -26,6 +26,12 @@ inline dsopt_optimizer_desc desc_of(uint32_t flags = 0) {
     desc.flags = flags;
     return desc;
 }
+inline dsopt_optimizer_desc desc_with(const Comm &comm, int32_t compat = DSOPT_STANDARD, uint32_t flags = 0) {
+    dsopt_optimizer_desc desc = desc_of(flags);
+    desc.data = comm.get();
+    desc.compat = compat;
+    return desc;
+}
 inline int32_t reduction(const Trainer &trainer, int64_t call = 0) {
     int32_t value = -1;
     must(dsopt_optimizer_next_reduction(trainer.opt(), call, &value));

@@ -49,12 +49,6 @@ std::vector<float> errors_of(const Trainer &trainer, const char *name, int ranks
     }
     return values;
 }
-dsopt_optimizer_desc desc_with(const Comm &comm, int32_t compat = DSOPT_STANDARD, uint32_t flags = 0) {
-    dsopt_optimizer_desc desc = desc_of(flags);
-    desc.data = comm.get();
-    desc.compat = compat;
-    return desc;
-}
 Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0, int32_t compat = DSOPT_STANDARD,
                    double lr = 1e-2) {
     Saved saved;

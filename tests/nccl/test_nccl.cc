@@ -124,6 +124,13 @@ TEST(Nccl, CountsCallsAndBytes) {
         EXPECT_EQ(info.calls, 3);
         EXPECT_EQ(info.bytes_sent, 40 + (rank == 1 ? 10 : 0));
         EXPECT_EQ(info.bytes_received, 40 + (rank == 1 ? 0 : 10));
+        for (const int kind : {DSOPT_COLLECTIVE_ALL_TO_ALL, DSOPT_COLLECTIVE_ALL_GATHER}) {
+            EXPECT_EQ(info.calls_of[kind], 1);
+            EXPECT_EQ(info.sent_of[kind], 20);
+            EXPECT_EQ(info.received_of[kind], 20);
+        }
+        EXPECT_EQ(info.sent_of[DSOPT_COLLECTIVE_BROADCAST], rank == 1 ? 10 : 0);
+        EXPECT_EQ(info.received_of[DSOPT_COLLECTIVE_BROADCAST], rank == 1 ? 0 : 10);
     });
 }
 
