@@ -401,7 +401,7 @@ void CudaBackend::step(const StepPlan &plan) const {
     if (plan.onebit != nullptr) {
         const void *jobs = static_cast<char *>(table) + Extra::onebit_at(plan.count, plan.group_count);
         const void *layout = plan.onebit->setup->compresses ? workspace + parts.layout : nullptr;
-        onebit.emplace(plan, d, static_cast<const OneBitJob *>(jobs), layout, narrow, blocks_, stream);
+        onebit.emplace(plan, d, static_cast<const OneBitJob *>(jobs), layout, blocks_, stream);
         if (cache != nullptr) cache->exchanged = false;
         onebit->run([&](int phase) {
             mark(3 + phase);

@@ -59,8 +59,9 @@ __device__ __forceinline__ int32_t find_stretch(const int64_t *first, int32_t co
     return low;
 }
 
-__device__ __forceinline__ bool takes_part(const int32_t *active, int64_t worker) {
-    return active == nullptr || ((uint32_t(active[worker / 32]) >> (worker % 32)) & 1u) != 0;
+/// Bits of the elements from `worker` on up to the end of the word, the first one lowest.
+__device__ __forceinline__ uint32_t active_bits(const int32_t *active, int64_t worker) {
+    return active == nullptr ? 0xffffffffu : uint32_t(active[worker / 32]) >> (worker % 32);
 }
 
 /// By one warp: how many of a stretch take part. It begins at a whole word.
@@ -232,11 +233,12 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x)
                 old = load<8>(kept, Dtype::f32, k, vector);
             else
                 for (int j = 0; j < here; ++j) old.at[j] = kept[k + j];
+            const uint32_t active = active_bits(x.active, segment.begin + begin + k);
             unsigned result = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float value = sum.at[j] + error_of(old.at[j], scale);
-                old.at[j] = j < here && takes_part(x.active, segment.begin + begin + k + j) ? value : 0.0f;
+                old.at[j] = j < here && ((active >> j) & 1u) ? value : 0.0f;
                 result |= unsigned(j >= here || !(old.at[j] < 0)) << (7 - j);
                 if (j < here) room[k + j] = old.at[j];
             }
@@ -274,27 +276,17 @@ __global__ void __launch_bounds__(kThreads) result_scales_kernel(const DeviceExc
         if (slot >= layout.slots[layout.rank] || layout.parts[first + slot].numel == 0) row[slot] = 0;
 }
 
-/// The mean of V neighbours of a part, from the rows of results.
+/// The mean of V neighbours of a part, from the rows of results. For V = 4 or 8 their bits are in one byte.
 template <int V> __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, int32_t part, int64_t worker) {
-    const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
-    InChunk place(unit, worker);
-    Pack<V> y;
+    const CompressLayout::Unit &unit = x.layout.units[x.layout.parts[part].unit];
+    const InChunk place(unit, worker);
+    char *row = x.row(x.results, place.chunk);
+    const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
     const int64_t bit = unit.server + place.at;
-    if (place.at + V <= unit.chunk && bit % 8 + V <= 8) { // one byte has them all
-        char *row = x.row(x.results, place.chunk);
-        const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
-        const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
+    const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
+    Pack<V> y;
 #pragma unroll
-        for (int k = 0; k < V; ++k) y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale;
-        return y;
-    }
-    for (int k = 0; k < V; ++k) {
-        char *row = x.row(x.results, place.chunk);
-        const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
-        const int64_t own = unit.server + place.at;
-        y.at[k] = (unsigned(x.bits(row)[own / 8]) >> (7 - own % 8)) & 1u ? scale : -scale;
-        if (k + 1 < V) place.move(unit, 1);
-    }
+    for (int k = 0; k < V; ++k) y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale;
     return y;
 }
 

@@ -32,7 +32,7 @@ template <int V> struct Inputs { Pack<V> g, p, m, v, drift; };
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, const OneBitJob &one, int64_t i) {
     Inputs<V> t;
-    t.g = load_gradient<V>(job, i);
+    t.g = load_gradient<V, true>(job, i);
     t.m = load<V>(job.m, job.state_type, i, aligned16(job.m));
     if constexpr (F == Feed::distance) {
         t.p = load_weight<V>(job, i);
@@ -80,16 +80,27 @@ __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedScal
     }
 }
 
+/// body(V, i, place) for a leaf of a tensor. Four elements at a time where their bits are neighbours in a row; moments
+/// and weights are fp32 in this family. In compat mode one by one: a part may begin anywhere.
+template <class Body>
+__device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, int64_t begin, int n, const Body &body) {
+    const int whole = b.packs || !b.exchanges ? n / 4 * 4 : 0;
+    for (int place = int(threadIdx.x) * 4; place < whole; place += kThreads * 4)
+        body(std::integral_constant<int, 4>{}, begin + place, place);
+    for (int place = whole + int(threadIdx.x); place < n; place += kThreads)
+        body(std::integral_constant<int, 1>{}, begin + place, place);
+}
+
 /// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
 /// its step here.
-template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) feed_kernel(const DeviceOneBit b) {
+template <Feed F> __global__ void __launch_bounds__(kThreads, 4) feed_kernel(const DeviceOneBit b) {
     DYNAMIC_SHARED(float, room); // a leaf, where bits are made here
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
         const OneBitJob &one = b.jobs[tensor];
         float *kept = b.exchanges ? b.x.worker + one.worker : nullptr;
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+        for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
             constexpr int W = decltype(width)::value;
             Inputs<W> t = load_inputs<W, F>(job, one, i);
             if constexpr (F == Feed::distance) {
@@ -101,13 +112,14 @@ template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) feed_ker
                 if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             }
             if (kept == nullptr) return;
+            const uint32_t active = active_bits(b.x.active, one.worker + i);
             Pack<W> sum = load<W>(kept, Dtype::f32, i, aligned16(kept));
 #pragma unroll
             for (int k = 0; k < W; ++k) {
                 const float value =
                     feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
                 sum.at[k] = value + error_of(sum.at[k], o.scale);
-                if (!takes_part(b.x.active, one.worker + i + k)) sum.at[k] = 0;
+                if (!((active >> k) & 1u)) sum.at[k] = 0;
                 if (b.packs) room[place + k] = sum.at[k];
             }
             store(sum, kept, Dtype::f32, i, aligned16(kept));
@@ -153,17 +165,17 @@ __device__ __forceinline__ Pack<V> mean_values(const DeviceOneBit &b, const Shar
 }
 
 /// From the mean to momentum and weights.
-template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) finish_kernel(const DeviceOneBit b) {
+template <Feed F> __global__ void __launch_bounds__(kThreads, 4) finish_kernel(const DeviceOneBit b) {
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     const StepPlan &plan = b.d.plan;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
         const OneBitJob &one = b.jobs[tensor];
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             Inputs<W> t;
             t.g = t.drift = Pack<W>{};
-            if (!b.exchanges) t.g = load_gradient<W>(job, i);
+            if (!b.exchanges) t.g = load_gradient<W, true>(job, i);
             t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
             t.p = load_weight<W>(job, i);
             t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
@@ -179,18 +191,18 @@ template <int V, Feed F> __global__ void __launch_bounds__(kThreads, 3) finish_k
                 take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
             store(t.m, job.m, job.state_type, i, aligned16(job.m));
             if constexpr (F == Feed::distance) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
-            publish(plan, job, s, t.p, old, i);
+            publish<W, true>(plan, job, s, t.p, old, i);
         });
     });
 }
 
 /// 0/1 Adam between exchanges.
-template <int V> __global__ void __launch_bounds__(kThreads, 3) local_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b) {
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
         const OneBitJob &one = b.jobs[tensor];
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             Inputs<W> t = load_inputs<W, Feed::distance>(job, one, i);
 #pragma unroll
@@ -198,14 +210,14 @@ template <int V> __global__ void __launch_bounds__(kThreads, 3) local_kernel(con
                 local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
             store(t.m, job.m, job.state_type, i, aligned16(job.m));
             if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
-            publish(b.d.plan, job, s, t.p, t.p, i);
+            publish<W, true>(b.d.plan, job, s, t.p, t.p, i);
         });
     });
 }
 
 /// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor. Then, in the
 /// last block, the trust ratios.
-template <int V> __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const DeviceOneBit b) {
     DYNAMIC_SHARED(float, room);
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
@@ -217,11 +229,11 @@ template <int V> __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_mome
             const OneBitJob &one = b.jobs[tensor];
             uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
             if (threadIdx.x == 0) most_of_block = 0;
-            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
+            for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
                 constexpr int W = decltype(width)::value;
                 Inputs<W> t;
                 t.g = t.drift = Pack<W>{};
-                if (!b.exchanges) t.g = load_gradient<W>(job, i);
+                if (!b.exchanges) t.g = load_gradient<W, true>(job, i);
                 t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
                 t.p = load_weight<W>(job, i);
                 t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
@@ -266,11 +278,11 @@ template <int V> __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_mome
         });
 }
 
-template <int V> __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const DeviceOneBit b) {
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const TensorJob &job, int64_t begin, int n, uint32_t) {
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
+        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             Pack<W> p = load_weight<W>(job, i);
             const Pack<W> m = load<W>(job.m, job.state_type, i, aligned16(job.m)),
@@ -278,7 +290,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weig
             const float lr = s.scalars.lr * s.trust;
 #pragma unroll
             for (int k = 0; k < W; ++k) p.at[k] = p.at[k] - lr * frozen_update(s.scalars, p.at[k], m.at[k], v.at[k]);
-            publish(b.d.plan, job, s, p, old, i);
+            publish<W, true>(b.d.plan, job, s, p, old, i);
         });
     });
 }

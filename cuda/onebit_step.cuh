@@ -50,11 +50,10 @@ inline void serve_rows(const CompressLayout &layout, const DeviceExchange &x, un
 class OneBitStep {
 public:
     /// `plan` as the host has it, `d` as kernels do. `layout`: in device memory, NULL where nothing is exchanged.
-    OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, const void *layout, bool narrow,
-               unsigned blocks, cudaStream_t stream) :
+    OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, const void *layout, unsigned blocks,
+               cudaStream_t stream) :
         plan_(plan),
         one_(*plan.onebit),
-        narrow_(narrow),
         blocks_(blocks),
         stream_(stream),
         exchange_(one_.exchange) {
@@ -90,7 +89,7 @@ public:
         switch (one_.stage) {
         case Stage::dry:
         case Stage::full: return;
-        case Stage::local: return launch("local", local_kernel<4>, local_kernel<8>, 0);
+        case Stage::local: return launch("local", local_kernel, 0);
         case Stage::sync: return through<Feed::distance>(mark);
         case Stage::exchange: break;
         }
@@ -103,9 +102,8 @@ public:
             launch_one("momentum_scaling", momentum_scaling_kernel);
         }
         send<Feed::scaled>(mark);
-        launch("onebit_lamb_moments", onebit_lamb_moments_kernel<4>, onebit_lamb_moments_kernel<8>,
-               2 * kLeaf * sizeof(float));
-        launch("onebit_lamb_weights", onebit_lamb_weights_kernel<4>, onebit_lamb_weights_kernel<8>, 0);
+        launch("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kLeaf * sizeof(float));
+        launch("onebit_lamb_weights", onebit_lamb_weights_kernel, 0);
         mark(2);
     }
 
@@ -128,15 +126,12 @@ public:
     }
 
 private:
-    using Kernel = void (*)(DeviceOneBit);
     void launch_one(const char *name, void (*kernel)(DeviceOneBit)) {
         check(::gpu::launch(name, kernel, 1, kThreads, 0, stream_, b_), name);
     }
-    /// Over all leaves; `narrow` where 16-bit arrays are about.
-    void launch(const char *name, Kernel wide, Kernel narrow, size_t shared) {
-        check(
-            ::gpu::launch(name, narrow_ ? narrow : wide, grid_of(b_.d.leaves, blocks_), kThreads, shared, stream_, b_),
-            name);
+    /// Over all leaves.
+    void launch(const char *name, void (*kernel)(DeviceOneBit), size_t shared) {
+        check(::gpu::launch(name, kernel, grid_of(b_.d.leaves, blocks_), kThreads, shared, stream_, b_), name);
     }
     /// A value of a word on the device. For compat mode, in which the host waits anyway.
     template <class T> T look(const T *word) const {
@@ -147,12 +142,12 @@ private:
     }
     template <Feed F, class Mark> void send(const Mark &mark) {
         if (!b_.exchanges) {
-            if (F == Feed::distance) launch("feed", feed_kernel<4, F>, feed_kernel<8, F>, 0);
+            if (F == Feed::distance) launch("feed", feed_kernel<F>, 0);
             return;
         }
         const CompressLayout &layout = one_.setup->layout;
         clear_rows(b_.x.send, layout.row_bytes() * layout.ranks, stream_);
-        launch("feed", feed_kernel<4, F>, feed_kernel<8, F>, b_.packs ? kLeaf * sizeof(float) : 0);
+        launch("feed", feed_kernel<F>, b_.packs ? kLeaf * sizeof(float) : 0);
         if (!b_.packs) {
             check(::gpu::launch("feed_padding", feed_padding_kernel, grid_of(b_.x.layout.part_count, blocks_), kThreads,
                                 0, stream_, b_),
@@ -172,13 +167,12 @@ private:
     }
     template <Feed F, class Mark> void through(const Mark &mark) {
         send<F>(mark);
-        launch("finish", finish_kernel<4, F>, finish_kernel<8, F>, 0);
+        launch("finish", finish_kernel<F>, 0);
         mark(2);
     }
 
     const StepPlan &plan_;
     const OneBitPlan &one_;
-    bool narrow_;
     unsigned blocks_;
     cudaStream_t stream_;
     Exchange exchange_;

@@ -55,8 +55,9 @@ struct Rooms {
     float *a, *b; // old weight; change, or LAMB's update
 };
 
-template <int V> __device__ __forceinline__ Pack<V> load_gradient(const TensorJob &job, int64_t i) {
-    if (job.grad != nullptr) return load<V>(job.grad, job.grad_type, i, aligned16(job.grad));
+template <int V, bool Halves = false>
+__device__ __forceinline__ Pack<V> load_gradient(const TensorJob &job, int64_t i) {
+    if (job.grad != nullptr) return load<V, Halves>(job.grad, job.grad_type, i, aligned16(job.grad));
     Pack<V> zero;
 #pragma unroll
     for (int k = 0; k < V; ++k) zero.at[k] = 0;
@@ -65,15 +66,15 @@ template <int V> __device__ __forceinline__ Pack<V> load_gradient(const TensorJo
 template <int V> __device__ __forceinline__ Pack<V> load_weight(const TensorJob &job, int64_t i) {
     return load<V>(job.weight, job.weight_type, i, aligned16(job.weight));
 }
-template <int V> __device__ __forceinline__ void zero_gradient(const TensorJob &job, int64_t i) {
+template <int V, bool Halves = false> __device__ __forceinline__ void zero_gradient(const TensorJob &job, int64_t i) {
     Pack<V> zero;
 #pragma unroll
     for (int k = 0; k < V; ++k) zero.at[k] = 0;
-    store(zero, job.grad, job.grad_type, i, aligned16(job.grad));
+    store<V, Halves>(zero, job.grad, job.grad_type, i, aligned16(job.grad));
 }
 
 /// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
-template <int V>
+template <int V, bool Halves = false>
 __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &job, const SharedScalars &s, Pack<V> &p,
                                         const Pack<V> &old, int64_t i) {
     if (job.stochastic) {
@@ -83,16 +84,16 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &j
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
     }
     if (!(plan.flags & kOutOnly) || job.has_master) store(p, job.weight, job.weight_type, i, aligned16(job.weight));
-    if (job.copy != nullptr) store(p, job.copy, job.copy_type, i, aligned16(job.copy));
+    if (job.copy != nullptr) store<V, Halves>(p, job.copy, job.copy_type, i, aligned16(job.copy));
     if (job.out != nullptr) {
         Pack<V> x = p;
         if (plan.flags & kDelta) {
 #pragma unroll
             for (int k = 0; k < V; ++k) x.at[k] = p.at[k] - old.at[k];
         }
-        store(x, job.out, job.out_type, i, aligned16(job.out));
+        store<V, Halves>(x, job.out, job.out_type, i, aligned16(job.out));
     }
-    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V>(job, i);
+    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V, Halves>(job, i);
 }
 
 template <int V>

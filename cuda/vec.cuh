@@ -30,8 +30,10 @@ template <class T> __device__ __forceinline__ void store16(T *to, const T &value
 
 __device__ __forceinline__ bool aligned16(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
-/// Elements [i, i + V), i a multiple of V. `vector`: the array begins at a multiple of 16 bytes.
-template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype type, int64_t i, bool vector) {
+/// Elements [i, i + V), i a multiple of V. `vector`: the array begins at a multiple of 16 bytes. `Halves`: four 16-bit
+/// elements go by one access, too; for kernels that have no registers left for eight.
+template <int V, bool Halves = false>
+__device__ __forceinline__ Pack<V> load(const void *data, Dtype type, int64_t i, bool vector) {
     Pack<V> x;
     if (type == Dtype::f32) {
         const float *from = global(static_cast<const float *>(data) + i);
@@ -54,6 +56,11 @@ template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype
         const uint32_t word[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int k = 0; k < V; ++k) half[k] = uint16_t(word[k / 2 % 4] >> (k % 2 * 16));
+    } else if (Halves && vector && V == 4) {
+        const uint2 q = *reinterpret_cast<const uint2 *>(from);
+        const uint32_t word[2] = {q.x, q.y};
+#pragma unroll
+        for (int k = 0; k < V; ++k) half[k] = uint16_t(word[k / 2 % 2] >> (k % 2 * 16));
     } else {
 #pragma unroll
         for (int k = 0; k < V; ++k) half[k] = from[k];
@@ -63,7 +70,7 @@ template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype
     return x;
 }
 
-template <int V>
+template <int V, bool Halves = false>
 __device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i, bool vector) {
     if (type == Dtype::f32) {
         float *to = global(static_cast<float *>(data) + i);
@@ -87,6 +94,11 @@ __device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, 
 #pragma unroll
         for (int k = 0; k < V; ++k) word[k / 2 % 4] |= uint32_t(half[k]) << (k % 2 * 16);
         store16(reinterpret_cast<uint4 *>(to), uint4{word[0], word[1], word[2], word[3]});
+    } else if (Halves && vector && V == 4) {
+        uint32_t word[2] = {};
+#pragma unroll
+        for (int k = 0; k < V; ++k) word[k / 2 % 2] |= uint32_t(half[k]) << (k % 2 * 16);
+        store16(reinterpret_cast<uint2 *>(to), uint2{word[0], word[1]});
     } else {
 #pragma unroll
         for (int k = 0; k < V; ++k) to[k] = half[k];

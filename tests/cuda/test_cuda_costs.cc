@@ -2,6 +2,8 @@
 // What only the emulated device can tell: what a step costs in launches, waits, copies and memory, and that it survives
 // every call of the runtime that can fail.
 #include "side.h"
+#include <algorithm>
+#include <barrier>
 #include <unistd.h>
 
 using namespace cuda_test;
@@ -66,6 +68,68 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     EXPECT_EQ(launches(side), (std::vector<std::string>{"update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 1);
     EXPECT_EQ(fakert::counters().host_waits, 0);
+}
+
+/// Settings with which 1-bit steps begin soon.
+Setting onebit(int32_t algorithm, size_t count) {
+    Setting s;
+    s.algorithm = algorithm;
+    s.sizes.assign(count, 40);
+    s.change = [](dsopt_group &group, int) {
+        group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+        group.freeze_step = 2;
+        if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
+    };
+    return s;
+}
+
+TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
+    allow_many_blocks();
+    const std::vector<std::string> adam{"decide", "finish", "update4", "end_onebit"},
+        lamb{"decide",  "begin_onebit",  "onebit_lamb_moments", "onebit_lamb_weights",
+             "update4", "lamb_weights4", "end_onebit"},
+        local{"decide", "begin_onebit", "local", "update4", "end_onebit"},
+        sync{"decide", "begin_onebit", "feed", "finish", "update4", "end_onebit"};
+    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB}) {
+        Side side(true, onebit(algorithm, 300));
+        side.fill_gradients(0);
+        for (int t = 0; t < 4; ++t) OK(side.step());
+        for (int t = 0; t < 4; ++t) {
+            const auto &expected = algorithm == DSOPT_ONEBIT_ADAM   ? adam
+                                   : algorithm == DSOPT_ONEBIT_LAMB ? lamb
+                                   : t % 2 == 0                     ? local
+                                                                    : sync;
+            EXPECT_EQ(launches(side), expected) << t;
+            const fakert::Counters c = fakert::counters();
+            EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations,
+                      0);
+        }
+    }
+}
+
+TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
+    allow_many_blocks();
+    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB}) {
+        std::vector<std::string> seen[2];
+        for (const bool many : {false, true}) {
+            const Ranks group(2);
+            std::barrier together(2);
+            group.run([&](int rank) {
+                Side side(true, onebit(algorithm, many ? 600 : 1), &group, rank);
+                side.fill_gradients(rank);
+                for (int t = 0; t < 3; ++t) OK(side.step());
+                together.arrive_and_wait();
+                if (rank == 0) fakert::mark();
+                together.arrive_and_wait();
+                OK(side.step());
+                together.arrive_and_wait();
+                if (rank == 0) seen[many] = fakert::launched_kernels();
+            });
+            std::sort(seen[many].begin(), seen[many].end()); // of two ranks at once
+        }
+        EXPECT_EQ(seen[0], seen[1]);
+        EXPECT_LE(seen[0].size(), 2 * 12u);
+    }
 }
 
 TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
