@@ -120,7 +120,8 @@ enum {
     /* files */
     DSOPT_ERR_FORMAT = 70,   /**< not a dsopt checkpoint, or a damaged header */
     DSOPT_ERR_CHECKSUM = 71, /**< tensor data do not match their checksum */
-    DSOPT_ERR_MISMATCH = 72  /**< another algorithm, other names, dtypes or sizes than this optimizer's */
+    DSOPT_ERR_MISMATCH = 72  /**< another algorithm, other names, dtypes or sizes than this optimizer's; also of
+                                other ranks, with DSOPT_OPTIMIZER_CHECK_RANKS */
 };
 
 /** Name of a status, "DSOPT_ERR_SHAPE"; "unknown status" for others. Static storage. Thread-safety: any. */
@@ -503,7 +504,14 @@ enum {
     DSOPT_OPTIMIZER_TIMING = 16,    /**< times per phase in the report */
     /** When dsopt_optimizer_next_reduction says FULL the step averages the gradients over the data comm itself (into
      * F32 workspace; the caller's are not changed). For the 1-bit family. */
-    DSOPT_OPTIMIZER_AVERAGES = 32
+    DSOPT_OPTIMIZER_AVERAGES = 32,
+    /** Before the first collective of every step the ranks of the data comm compare what they are about to do: their
+     * lists (names, sizes, dtypes, groups, algorithms; of experts not the names), the number of calls, step and stage
+     * of the 1-bit family's schedule, and, where the caller averages, which gradients are there. If they differ every
+     * rank gets DSOPT_ERR_MISMATCH, nothing is changed and the comm is as good as before; so too if a rank refuses its
+     * arguments, which alone gets the reason. Without it such ranks hang, fail as the comm does, or drift apart. One
+     * all-reduce of 100 bytes */
+    DSOPT_OPTIMIZER_CHECK_RANKS = 64
 };
 enum {
     DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
@@ -737,8 +745,8 @@ typedef struct dsopt_step {
  * is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the
  * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
- * for a parameter, or a capture as above; _SKIPS; _BACKEND; _COMM, _TIMEOUT, _ABORTED: parameters and state are
- * unchanged, the comms are lost.
+ * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
+ * parameters and state are unchanged, the comms are lost.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 

@@ -106,7 +106,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                     desc.compat);
     constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                                DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
-                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES;
+                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
@@ -122,6 +122,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
     if (random && desc.compat != DSOPT_STANDARD)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
+    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if (!random && desc.seed != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)

@@ -179,6 +179,14 @@ private:
     };
 
     Arguments check_step(const dsopt_step &step, bool functional) const;
+    void take_step(const dsopt_step &step, bool &met);
+    void take_apply(const dsopt_step &step, bool &met) const;
+    // In rank_check.cc; `met` is set once the ranks have compared what they do.
+    bool checks_ranks() const;
+    void check_ranks(const StepPlan &plan) const;
+    void refuse_to_ranks(void *stream) const noexcept;
+    void reduce_words(void *words, size_t bytes, void *stream) const;
+    int64_t first_different(const std::vector<uint64_t> &keys, void *stream) const;
     /// `of_engine`: NULL in `apply`, which remembers nothing.
     void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, const OfEngine *of_engine) const;
     void ensure_workspace(void *stream);

@@ -31,6 +31,7 @@ struct Optimizer::Arguments {
     uint32_t flags;
     Parallel parallel;
     bool initial; // the original's step on zero gradients when a wrapper is made
+    bool *met = nullptr;
 };
 
 /// Offsets of the parts of a step's memory, each on its own cache line. They rise with parameters only, so sizes are
@@ -302,6 +303,10 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         .parallel = arguments.parallel,
         .chunk = context_->chunk()};
     if (context_->checks_pointers()) check_pointers(plan);
+    if (arguments.met != nullptr && checks_ranks()) {
+        *arguments.met = true;
+        check_ranks(plan);
+    }
     if (averages)
         average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)),
                           host_part(place.lists, static_cast<dsopt_tensor *>(nullptr)));
@@ -344,6 +349,26 @@ void Optimizer::take_initial_step(void *stream) {
 }
 
 void Optimizer::step(const dsopt_step &step) {
+    bool met = false;
+    try {
+        take_step(step, met);
+    } catch (...) {
+        if (checks_ranks() && !met) refuse_to_ranks(step.stream);
+        throw;
+    }
+}
+
+void Optimizer::apply(const dsopt_step &step) const {
+    bool met = false;
+    try {
+        take_apply(step, met);
+    } catch (...) {
+        if (checks_ranks() && !met) refuse_to_ranks(step.stream);
+        throw;
+    }
+}
+
+void Optimizer::take_step(const dsopt_step &step, bool &met) {
     // What has arrived of earlier steps; nobody waits for it.
     if (const Outcome *known = last_known();
         known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
@@ -351,7 +376,8 @@ void Optimizer::step(const dsopt_step &step) {
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
-    const Arguments arguments = check_step(step, false);
+    Arguments arguments = check_step(step, false);
+    arguments.met = &met;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
     bool complete = false; // the caller's list covers everything: the engine needs no memory of its own
@@ -384,8 +410,9 @@ void Optimizer::step(const dsopt_step &step) {
         for (Param &param : params_) param.accumulated = false;
 }
 
-void Optimizer::apply(const dsopt_step &step) const {
-    const Arguments arguments = check_step(step, true);
+void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
+    Arguments arguments = check_step(step, true);
+    arguments.met = &met;
     check_state_list(step.state, step.state_count, true);
     const size_t needed = workspace_bytes();
     if (needed != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
