@@ -265,11 +265,13 @@ __global__ void __launch_bounds__(kThreads) result_scales_kernel(const DeviceExc
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);
     const int32_t first = layout.first_part[layout.rank];
-    for (int64_t i = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; i < layout.segment_count;
-         i += int64_t(gridDim.x) * kWarps) {
+    for (int32_t i = int32_t(blockIdx.x) * kWarps + int32_t(threadIdx.x / 32); i < layout.segment_count;
+         i += int32_t(gridDim.x) * kWarps) {
         const float scale = scale_of(x, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
-        if (threadIdx.x % 32 == 0)
-            row[layout.segments[i].part - first] = x.server_scales()[layout.segments[i].part - first] = scale;
+        if (threadIdx.x % 32 != 0) continue;
+        const int32_t slot = layout.segments[i].part - first;
+        x.server_scales()[slot] = scale;
+        row[slot] = scale;
     }
     for (int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x; slot < layout.row_scales;
          slot += int64_t(gridDim.x) * kThreads)

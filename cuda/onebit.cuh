@@ -93,7 +93,8 @@ __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, int64_t beg
 
 /// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
 /// its step here.
-template <Feed F> __global__ void __launch_bounds__(kThreads, 4) feed_kernel(const DeviceOneBit b) {
+template <Feed F>
+__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_kernel(const DeviceOneBit b) {
     DYNAMIC_SHARED(float, room); // a leaf, where bits are made here
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
@@ -215,8 +216,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b
     });
 }
 
-/// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor. Then, in the
-/// last block, the trust ratios.
+/// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const DeviceOneBit b) {
     DYNAMIC_SHARED(float, room);
     __shared__ SharedScalars s;
@@ -262,7 +262,11 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const 
             __syncthreads();
             if (threadIdx.x == 0) b.factors[leaf] = double(float_of(most_of_block));
         });
-    if (!last_block(&b.d.control->ticket[3]) || skipped(b.d)) return;
+}
+/// The trust ratios that follow. One block.
+__global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneBit b) {
+    const StepPlan &plan = b.d.plan;
+    if (skipped(b.d)) return;
     for_tensors(
         int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
         [&](int32_t i, int32_t leaves, auto by) {

@@ -103,6 +103,7 @@ public:
         }
         send<Feed::scaled>(mark);
         launch("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kLeaf * sizeof(float));
+        launch_one("onebit_trust", onebit_trust_kernel);
         launch("onebit_lamb_weights", onebit_lamb_weights_kernel, 0);
         mark(2);
     }

@@ -11,7 +11,7 @@ constexpr int kWarps = kThreads / 32;
 
 /// Words that blocks share in a step.
 struct Control {
-    uint32_t ticket[4]; // inspect, update, lamb_weights, onebit_lamb_moments; the last block sets it back to 0
+    uint32_t ticket[4]; // inspect, update, lamb_weights; the last block sets it back to 0
     int32_t skip;
     int32_t reserved[3];
 };

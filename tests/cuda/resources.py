@@ -30,7 +30,8 @@ BUDGET = [
     ("decode_kernel", 64, 0, 2),
     ("row_scales_kernel", 64, 0, 0),
     ("result_scales_kernel", 64, 0, 0),
-    ("feed_kernel", 64, 3, 1), # one for each thing that is sent
+    ("feed_kernelILNS.*4FeedE[012]E", 64, 2, 1),  # the gradient, or the momentum
+    ("feed_kernelILNS.*4FeedE3E", 80, 6, 4),  # the distance, after a step
     ("finish_kernel", 64, 3, 2),
     ("local_kernel", 64, 5, 3),
     ("onebit_lamb_moments_kernel", 64, 4, 2),

@@ -86,7 +86,7 @@ Setting onebit(int32_t algorithm, size_t count) {
 TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     allow_many_blocks();
     const std::vector<std::string> adam{"decide", "finish", "update4", "end_onebit"},
-        lamb{"decide",  "begin_onebit",  "onebit_lamb_moments", "onebit_lamb_weights",
+        lamb{"decide",  "begin_onebit",  "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
              "update4", "lamb_weights4", "end_onebit"},
         local{"decide", "begin_onebit", "local", "update4", "end_onebit"},
         sync{"decide", "begin_onebit", "feed", "finish", "update4", "end_onebit"};

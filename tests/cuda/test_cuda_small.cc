@@ -42,6 +42,35 @@ TEST_F(CudaSmall, SkipsAndStepsMixedLambWithAScalerLikeTheCpu) {
     compare(s, 2);
 }
 
+TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
+    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB})
+        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+            Setting s = small(algorithm);
+            s.sizes = {5, 4100};
+            s.desc.compat = compat;
+            s.change = [](dsopt_group &group, int) {
+                group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+                group.freeze_step = 1;
+                if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
+            };
+            std::vector<std::vector<std::vector<char>>> results[2];
+            for (const bool device : {false, true}) {
+                results[device].resize(2);
+                const Ranks group(2);
+                group.run([&](int rank) {
+                    Side side(device, s, &group, rank);
+                    for (int t = 0; t < 5; ++t) {
+                        side.fill_gradients(t + 9 * rank);
+                        OK(side.step());
+                    }
+                    results[device][size_t(rank)] = side.everything();
+                });
+            }
+            for (size_t rank = 0; rank < 2; ++rank)
+                EXPECT_TRUE(same(results[0][rank], results[1][rank])) << "algorithm " << algorithm << ", rank " << rank;
+        }
+}
+
 TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
     for (const size_t count : {size_t(2), size_t(1200)}) { // words in arguments, and more than those hold
         allow_many_blocks();
