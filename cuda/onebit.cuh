@@ -222,7 +222,6 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const 
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     __shared__ uint32_t most_of_block;
-    const StepPlan &plan = b.d.plan;
     const Rooms rooms{room, room + kLeaf};
     for_own_leaves<Feed::scaled>(
         b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t leaf) {
