@@ -408,8 +408,8 @@ enum {
         4, /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with
               one trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
     /** 1-bit Adam (Tang et al. 2021). Up to freeze_step AdamW without bias correction on averaged gradients; then v
-     * stays, each rank puts its own gradient into m, m becomes the 1-bit mean over the data comm, and p -= lr (m /
-     * (sqrt(v) + eps) + wd p). */
+     * stays, each rank puts its own gradient into m, m becomes the 1-bit mean over the data-parallel ranks, and p -= lr
+     * (m / (sqrt(v) + eps) + wd p). */
     DSOPT_ONEBIT_ADAM = 16,
     /** 0/1 Adam (Lu et al. 2022). Up to freeze_step v moves in steps whose number is a multiple of an interval that
      * doubles every var_interval_steps of them, on averaged gradients; in the others m takes the 1-bit mean of the
@@ -502,10 +502,10 @@ enum {
                 random number follows from seed, name, step and element alone: any sharding gives the same */
     DSOPT_OPTIMIZER_ACCUMULATE = 8, /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
     DSOPT_OPTIMIZER_TIMING = 16,    /**< times per phase in the report */
-    /** When dsopt_optimizer_next_reduction says FULL the step averages the gradients over the data comm itself (into
-     * F32 workspace; the caller's are not changed). For the 1-bit family. */
+    /** When dsopt_optimizer_next_reduction says FULL the step averages the gradients over the data-parallel ranks
+     * itself (into F32 workspace; the caller's are not changed). For the 1-bit family. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
-    /** Before the first collective of every step the ranks of the data comm compare what they are about to do: their
+    /** Before the first collective of every step the data-parallel ranks compare what they are about to do: their
      * lists (names, sizes, dtypes, groups, algorithms; of experts not the names), the number of calls, step and stage
      * of the 1-bit family's schedule, and, where the caller averages, which gradients are there. If they differ every
      * rank gets DSOPT_ERR_MISMATCH, nothing is changed and the comm is as good as before; so too if a rank refuses its
@@ -545,6 +545,9 @@ typedef struct dsopt_optimizer_desc {
     int32_t skip_budget; /**< after this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS; 0 =
                             never */
     uint64_t seed;       /**< of STOCHASTIC_ROUNDING */
+    dsopt_comm *node;    /**< kept: the ranks of this node, as in dsopt_compressed; NULL = one. The data-parallel ranks
+                            are then those of all nodes, and `data` has those with the same rank in their node: the
+                            1-bit family exchanges in two levels, and skips and norms are agreed over both */
 } dsopt_optimizer_desc;
 
 /**
@@ -621,7 +624,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  */
 enum {
     DSOPT_STATE_FROM_PARAM = 1, /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
-    DSOPT_STATE_RANK_LOCAL = 2  /**< differs between the ranks of the data comm */
+    DSOPT_STATE_RANK_LOCAL = 2  /**< differs between data-parallel ranks */
 };
 typedef struct dsopt_state_info {
     size_t size;
@@ -795,7 +798,7 @@ enum {
     DSOPT_MS_UPDATE_FP16 = 4,      /**< 0: see basic_step */
     /* Of steps with an exchange, and not part of basic_step: */
     DSOPT_MS_COMPRESS = 5,  /**< own values to bits */
-    DSOPT_MS_EXCHANGE = 6,  /**< both collectives, and what the rank serves between them */
+    DSOPT_MS_EXCHANGE = 6,  /**< the collectives, and what the rank does between them */
     DSOPT_MS_DECOMPRESS = 7 /**< bits to means, and with them the update */
 };
 typedef struct dsopt_report {
@@ -859,15 +862,16 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
 /**
  * Read one. Everything, checksums included, is checked before anything changes.
  *
- * The ranks of the data comm save a file each; most of it is the same in all. With the 1-bit family each loads its own
+ * Data-parallel ranks save a file each; most of it is the same in all. With the 1-bit family each loads its own
  * and goes on with the same bits. Another number of ranks hands the files of all that saved to every rank
  * (dsopt_io.files): weights, moments, counters and schedule are those of the files, which must agree in them (their
  * checksums are compared); worker_error is the mean over the ranks that saved (in double, rounded once), the same on
  * every new rank; server_error, of which each had one chunk, is joined and cut into the new chunks. One rank has no
- * errors: they are dropped, or begin with zeros. Compat mode drops them, as the original does. dsopt_report and the log
- * (INFO) tell. Refused (_MISMATCH): sets of files that are not all of one save; 0/1 Adam saved between two
- * synchronisations, and gradients in accumulators, which only the same number of ranks can go on with. With as many
- * ranks as saved a list is legal too: each takes its own file from it.
+ * errors, nor have those of one node: they are dropped, or begin with zeros. With node comms a slice of worker_error is
+ * the mean over the nodes, and as many ranks in other nodes are another number. Compat mode drops them, as the original
+ * does. dsopt_report and the log (INFO) tell. Refused (_MISMATCH): sets of files that are not all of one save; 0/1 Adam
+ * saved between two synchronisations, and gradients in accumulators, which only the same number of ranks can go on
+ * with. With as many ranks as saved a list is legal too: each takes its own file from it.
  * @return DSOPT_OK; _IO; _FORMAT, _CHECKSUM, _MISMATCH: the text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
@@ -923,6 +927,12 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
  * the rank that serves a chunk averages them, adds what it owes itself, and sends signs and scales of the mean to all,
  * so results are the same bits on every rank. (Tang et al. 2021, 1-bit Adam; DeepSpeed's compressed_allreduce.) Zeros
  * and NaN count as positive. A NaN or Inf spoils the buffers for good: look for them before.
+ *
+ * Two levels, with `node`: every rank of a node first takes the exact mean of one slice of the list over that node; the
+ * slice goes as above between the ranks that have it, one a node, which are those of the comm; the bits of all slices
+ * then go around in the node. What leaves a node falls by its number of ranks, and so does a worker's buffer. Inside
+ * the node an element takes 4 bytes there and a bit back, and a rank needs 8 bytes of workspace an element. With one
+ * node nothing leaves it and nothing is compressed: the mean is exact, both buffers have size 0.
  */
 typedef struct dsopt_compressed {
     size_t size;
@@ -938,22 +948,26 @@ typedef struct dsopt_compressed {
     int32_t compat; /**< STANDARD: one scale a tensor and chunk, padding takes no part. COMPAT_DEEPSPEED: every tensor
                        is padded to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others */
     int32_t reserved;
+    dsopt_comm *node; /**< optional: the ranks of this node, as many in each; the ranks of the comm, one a node, must
+                         all have the same rank here. One rank is as none. Refused in compat mode, and on CUDA so far */
 } dsopt_compressed;
 /**
  * Sizes for a list: of worker_error and server_error in floats, of the workspace in bytes; each may be NULL. Reads
- * tensors (data not needed), count and compat. A buffer has its elements first and its scales behind them.
+ * tensors (data not needed), count, compat and node. A buffer has its elements first and its scales behind them; a
+ * worker's are `count` scales, and its elements as many as a server's times the ranks of the comm.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,
                                                           int64_t *worker, int64_t *server, size_t *workspace);
 /**
- * Collective: every rank calls it with the same list. On failure of the comm the buffers are spoilt.
+ * Collective: every rank calls it with the same list. On failure of a comm the buffers are spoilt.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT, _ALIGNMENT, _WORKSPACE with nothing changed; _COMM, _TIMEOUT, _ABORTED;
  * _UNSUPPORTED: the backend or the comm cannot. Thread-safety: one thread a comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
 /**
  * What a worker and a server still owe: one float an element, without the scales, into host memory; NULL = not wanted.
+ * Of two levels a worker has its own slice.
  * Waits for the stream. @return as dsopt_compressed_allreduce. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args,

@@ -31,7 +31,7 @@ template <class F> dsopt_status fence(F &&body) noexcept {
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
-template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 88; };
+template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
 template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 208; };
@@ -40,7 +40,7 @@ template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 
 template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 48; };
 template <> struct FirstSize<dsopt_scaler_desc> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value = 56; };
-template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 72; };
+template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 48; };
 
 template <class T> void check_size(size_t size, const char *type) {

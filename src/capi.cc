@@ -77,6 +77,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     if (desc.scaler != nullptr) with.scaler = desc.scaler->object;
     if (desc.data != nullptr) with.data = desc.data->object;
     if (desc.model != nullptr) with.model = desc.model->object;
+    if (desc.node != nullptr) with.node = desc.node->object;
     if (desc.expert_count < 0 || desc.expert_count > 1024)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.expert_count is %d, not in [0, 1024]", desc.expert_count);
     if ((desc.expert_count > 0) != (desc.experts != nullptr))
@@ -86,6 +87,8 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
         with.experts.push_back(not_null(desc.experts[i], "an entry of dsopt_optimizer_desc.experts")->object);
     return with;
 }
+
+Comm *node_of(const dsopt_compressed &args) { return args.node != nullptr ? args.node->object.get() : nullptr; }
 
 /// Checks of a list that stands alone; tensors are called by their place in it.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
@@ -352,7 +355,7 @@ dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compress
     return fence([&] {
         not_null(comm, "the comm");
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        const CompressLayout layout = make_layout(comm->object.get(), known);
+        const CompressLayout layout = make_layout(comm->object.get(), node_of(known), known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
         if (workspace != nullptr) *workspace = layout.workspace_bytes();
@@ -361,15 +364,16 @@ dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compress
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
     return fence([&] {
         Comm &object = *not_null(comm, "the comm")->object;
-        compressed_allreduce(*object.context(), object, read_struct(not_null(args, "args"), "dsopt_compressed"));
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        compressed_allreduce(*object.context(), object, node_of(known), known);
     });
 }
 dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
                                      float *server) {
     return fence([&] {
         const Comm &object = *not_null(comm, "the comm")->object;
-        compressed_errors(*object.context(), object, read_struct(not_null(args, "args"), "dsopt_compressed"), worker,
-                          server);
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        compressed_errors(*object.context(), object, node_of(known), known, worker, server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,

@@ -288,22 +288,24 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message)
     if (plan.comms.model != nullptr)
         plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM,
                                      plan.stream);
-    if (plan.comms.data == nullptr) return;
+    const auto over_data = [&](double *values, int64_t count) {
+        for (Comm *comm : {plan.comms.node, plan.comms.data})
+            if (comm != nullptr) comm->all_reduce(values, count, DSOPT_F64, DSOPT_SUM, plan.stream);
+    };
+    const int64_t ranks = data_ranks(plan.comms.data, plan.comms.node);
     // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
-    if (plan.local_gradients && !plan.onebit->compat && plan.comms.data->ranks() > 1) {
+    if (plan.local_gradients && !plan.onebit->compat && ranks > 1) {
         const int64_t size = NormTable::size(table.groups, table.classes);
-        plan.comms.data->all_reduce(table.at, size, DSOPT_F64, DSOPT_SUM, plan.stream);
-        for (int64_t i = 0; i < size - 1; ++i) table.at[i] /= plan.comms.data->ranks();
+        over_data(table.at, size);
+        for (int64_t i = 0; i < size - 1; ++i) table.at[i] /= double(ranks);
         return;
     }
     // The original trusts data-parallel ranks to have the same averaged gradients.
-    if (plan.wrapper == Wrapper::none || plan.local_gradients)
-        plan.comms.data->all_reduce(&table.reasons(), 1, DSOPT_F64, DSOPT_SUM, plan.stream);
+    if (plan.wrapper == Wrapper::none || plan.local_gradients) over_data(&table.reasons(), 1);
 }
 
 bool has_peers(const CommSet &comms) {
-    bool peers =
-        (comms.data != nullptr && comms.data->ranks() > 1) || (comms.model != nullptr && comms.model->ranks() > 1);
+    bool peers = data_ranks(comms.data, comms.node) > 1 || (comms.model != nullptr && comms.model->ranks() > 1);
     for (int32_t k = 0; k < comms.expert_count; ++k) peers = peers || comms.experts[k]->ranks() > 1;
     return peers;
 }

@@ -80,6 +80,11 @@ private:
     Count counts_[DSOPT_COLLECTIVES]; // what the provider was asked for
 };
 
+/// Data-parallel ranks: those of `data` in each rank of a node. NULL = one.
+inline int64_t data_ranks(const Comm *data, const Comm *node) {
+    return int64_t(data != nullptr ? data->ranks() : 1) * (node != nullptr ? node->ranks() : 1);
+}
+
 /// Providers, in comm/.
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
 std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table);

@@ -81,8 +81,10 @@ void CompressLayout::count_leaves() {
 
 size_t CompressLayout::workspace_bytes() const {
     const auto row = size_t(row_bytes());
-    return 3 * round_up(row * size_t(ranks)) + round_up(row) + round_up(size_t(leaves()) * sizeof(double)) +
-           round_up(size_t(leaves()) * sizeof(int32_t));
+    const size_t one_level = 3 * round_up(row * size_t(ranks)) + round_up(row) +
+                             round_up(size_t(leaves()) * sizeof(double)) + round_up(size_t(leaves()) * sizeof(int32_t));
+    if (!has_levels()) return one_level;
+    return one_level + round_up(row * size_t(whole->ranks)) + 2 * round_up(size_t(whole->worker_numel) * sizeof(float));
 }
 
 Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server_buffer, void *workspace) :
@@ -97,6 +99,11 @@ Exchange::Exchange(const CompressLayout &of, float *worker_buffer, float *server
     sums = reinterpret_cast<double *>(result + round_up(size_t(of.row_bytes())));
     counts =
         reinterpret_cast<int32_t *>(reinterpret_cast<char *>(sums) + round_up(size_t(of.leaves()) * sizeof(double)));
+    slice_results = results;
+    if (!of.has_levels()) return;
+    results = reinterpret_cast<char *>(counts) + round_up(size_t(of.leaves()) * sizeof(int32_t));
+    message = reinterpret_cast<float *>(results + round_up(size_t(of.row_bytes() * of.whole->ranks)));
+    slices = message + round_up(size_t(of.whole->worker_numel) * sizeof(float)) / sizeof(float);
 }
 
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream) {
@@ -104,11 +111,11 @@ void exchange(const Context &context, Comm &comm, const Exchange &exchange, cons
     const int64_t bytes = exchange.layout->row_bytes();
     comm.all_to_all(exchange.send, exchange.recv, bytes, stream, Place::backend);
     backend.compress_serve(exchange, parallel, stream);
-    comm.all_gather(exchange.result, exchange.results, bytes, stream, Place::backend);
+    comm.all_gather(exchange.result, exchange.slice_results, bytes, stream, Place::backend);
 }
 
 // ------------------------------------------------------------------------------------------------------- stand-alone
-CompressLayout make_layout(const Comm *comm, const dsopt_compressed &args) {
+CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args) {
     if (args.compat != DSOPT_STANDARD && args.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
     if (args.reserved != 0)
@@ -130,17 +137,20 @@ CompressLayout make_layout(const Comm *comm, const dsopt_compressed &args) {
         if (total > (int64_t(1) << 56))
             throw Error(DSOPT_ERR_SHAPE, "the compressed tensors have more than 2^56 elements");
     }
+    node = check_node(*comm->context(), comm, node, args.compat);
+    if (node != nullptr)
+        return CompressLayout::two_level(comm->ranks(), comm->rank(), node->ranks(), node->rank(), numels);
     return args.compat == DSOPT_COMPAT_DEEPSPEED ? CompressLayout::padded(comm->ranks(), comm->rank(), numels)
                                                  : CompressLayout::bucket(comm->ranks(), comm->rank(), numels);
 }
 
-void compressed_allreduce(const Context &context, Comm &comm, const dsopt_compressed &args) {
-    const CompressLayout layout = make_layout(&comm, args);
+void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args) {
+    const CompressLayout layout = make_layout(&comm, node, args);
     for (int64_t i = 0; i < args.count; ++i)
         if (args.tensors[i].data == nullptr && args.tensors[i].numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", static_cast<long long>(i));
-    if (layout.worker_numel == 0) return; // nothing to send, on any rank
-    if (args.worker_error == nullptr || args.server_error == nullptr)
+    if (layout.all().worker_numel == 0) return; // nothing to send, on any rank
+    if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     for (const void *buffer :
          {static_cast<const void *>(args.worker_error), static_cast<const void *>(args.server_error)})
@@ -156,14 +166,17 @@ void compressed_allreduce(const Context &context, Comm &comm, const dsopt_compre
     const Parallel parallel = context.parallel();
     const Exchange buffers(layout, args.worker_error, args.server_error, args.workspace);
     backend.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
-    exchange(context, comm, buffers, parallel, args.stream);
+    if (layout.has_levels())
+        two_level_exchange(context, &comm, *node, buffers, parallel, args.stream);
+    else
+        exchange(context, comm, buffers, parallel, args.stream);
     backend.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
 }
 
-void compressed_errors(const Context &context, const Comm &comm, const dsopt_compressed &args, float *worker,
-                       float *server) {
-    const CompressLayout layout = make_layout(&comm, args);
-    if (layout.worker_numel == 0) return;
+void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
+                       float *worker, float *server) {
+    const CompressLayout layout = make_layout(&comm, node, args);
+    if (layout.worker_numel == 0) return; // or nothing is kept
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const Exchange buffers(layout, args.worker_error, args.server_error, nullptr);

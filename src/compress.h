@@ -7,8 +7,12 @@
 //
 // What is owed, the error, is `kept - scale * sign(kept)`: with the kept sum and its scale at hand it is formed on the
 // fly in the next call, which saves a pass over it.
+//
+// Two levels: the ranks of a node first take their exact mean, each that of one slice of the vector; a slice is then
+// compressed and exchanged by the ranks that have it, one a node, and ends in every rank of the node as bits.
 #pragma once
 #include "context.h"
+#include <memory>
 #include <vector>
 
 namespace dsopt {
@@ -43,6 +47,11 @@ struct CompressLayout {
     std::vector<int32_t> first_part;          // of every chunk; its scale is the first in the row
     // Running numbers of leaves, one more than there are parts, and segments of the own chunk.
     std::vector<int64_t> part_leaf{0}, segment_leaf{0};
+    /// Two levels: this one is the whole vector, with a chunk for every rank of every node; the rest of the struct is
+    /// the own slice of it, with a chunk for every node, where parts are the stretches of tensors in that slice.
+    std::shared_ptr<const CompressLayout> whole;
+    int node_ranks = 1;
+    int64_t slice = 0, slice_begin = 0; // elements
 
     /// The original's: every tensor is a vector of its own, padded to a multiple of ranks * lcm(ranks, 8) with elements
     /// that count like any other.
@@ -50,9 +59,19 @@ struct CompressLayout {
     /// The whole list is one vector, with one scale a tensor. Tensors begin at multiples of 32 elements; what is
     /// between them takes no part.
     static CompressLayout bucket(int ranks, int rank, const std::vector<int64_t> &numels);
+    /// The same vector in slices. With one node nothing is compressed, and there is nothing to keep.
+    static CompressLayout two_level(int ranks, int rank, int node_ranks, int node_rank,
+                                    const std::vector<int64_t> &numels);
 
+    bool has_levels() const { return whole != nullptr; }
+    bool is_exact() const { return has_levels() && ranks == 1; }
+    /// Where tensors are in the list's vector.
+    const CompressLayout &all() const { return whole ? *whole : *this; }
     /// Words of bits up to the last part's end: the same for any number of ranks.
-    int64_t used_words() const { return parts.empty() ? 0 : (parts.back().begin + parts.back().numel + 31) / 32; }
+    int64_t used_words() const {
+        const std::vector<Part> &list = all().parts;
+        return list.empty() ? 0 : (list.back().begin + list.back().numel + 31) / 32;
+    }
     int64_t row_bytes() const { return row_scales * 4 + (server_numel / 8 + 3) / 4 * 4; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.
     int64_t worker_floats() const { return worker_numel + int64_t(parts.size()); }
@@ -79,6 +98,10 @@ struct Exchange {
     // there is none yet, there is no such word.
     const void *table = nullptr;
     const int32_t *skip = nullptr;
+    // Two levels: the whole vector as it goes to the node, a slice for each of its ranks; the own slice as they sent
+    // it; the rows of results of that slice, of which `results` then has those of all.
+    float *message = nullptr, *slices = nullptr;
+    char *slice_results = nullptr;
     Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
     float *worker_scales() const { return worker + layout->worker_numel; }
@@ -90,11 +113,24 @@ struct Exchange {
 
 /// From rows to rows of results on every rank.
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream);
+/// From the message to rows of results on every rank; in one node to the exact mean in the message. `data` may be NULL
+/// there.
+void two_level_exchange(const Context &context, Comm *data, Comm &node, const Exchange &exchange,
+                        const Parallel &parallel, void *stream);
+
+/// In full precision over all ranks, of which a slice a rank leaves the node. Same bits everywhere: every element is
+/// added up in one order. Without `node` an all-reduce. With it `numel` is a padded_numel() and `scratch` as long.
+void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
+                    const Parallel &parallel, void *stream);
+int64_t padded_numel(int node_ranks, int64_t numel);
+
+/// The ranks of a node as exchanges see them: NULL for a node of one rank. Refuses what cannot be one beside `data`.
+const Comm *check_node(const Context &context, const Comm *data, const Comm *node, int32_t compat);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
-CompressLayout make_layout(const Comm *comm, const dsopt_compressed &args);
-void compressed_allreduce(const Context &context, Comm &comm, const dsopt_compressed &args);
-void compressed_errors(const Context &context, const Comm &comm, const dsopt_compressed &args, float *worker,
-                       float *server);
+CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);
+void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args);
+void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
+                       float *worker, float *server);
 
 } // namespace dsopt

@@ -74,7 +74,7 @@ ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
 }
 
 OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                              const dsopt_optimizer_desc &desc, int rank, int ranks) {
+                              const dsopt_optimizer_desc &desc, int rank, int ranks, int node_ranks) {
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     OneBitSetup setup;
     const dsopt_group *first = nullptr;
@@ -105,7 +105,7 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
         setup.mean.push_back(-1);
         if (setup.compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             setup.mean.back() = setup.mean_numel;
-            setup.mean_numel += param.numel;
+            setup.mean_numel += padded_numel(node_ranks, param.numel);
         }
         if (!goes || !setup.compresses) {
             setup.worker.push_back(-1);
@@ -124,11 +124,15 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
         numels.back() += param.numel;
         setup.used.back() += param.numel;
     }
-    if (setup.compresses)
+    if (node_ranks > 1) {
+        const int nodes = ranks / node_ranks;
+        setup.layout = CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
+        if (setup.layout.whole->worker_numel < setup.mean_numel) setup.mean_scratch = setup.mean_numel;
+    } else if (setup.compresses)
         setup.layout =
             compat ? CompressLayout::padded(ranks, rank, numels) : CompressLayout::bucket(ranks, rank, numels);
     for (size_t i = 0; i < params.size(); ++i)
-        if (setup.worker[i] >= 0) setup.worker[i] += setup.layout.parts[size_t(setup.part[i])].begin;
+        if (setup.worker[i] >= 0) setup.worker[i] += setup.layout.all().parts[size_t(setup.part[i])].begin;
     return setup;
 }
 
@@ -173,6 +177,7 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
                     .stage = stage_of(setup.rules, now),
                     .compat = setup.rules.compat,
                     .comm = with_.data.get(),
+                    .node = with_.node.get(),
                     .exchange = setup.compresses
                                     ? Exchange(setup.layout, find("worker_error", static_cast<float *>(nullptr)),
                                                find("server_error", static_cast<float *>(nullptr)),
@@ -212,12 +217,13 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
     const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
     const bool some = plan.local_gradients || (onebit.compat && onebit.stage == Stage::dry);
     dsopt_tensor *const from = lists, *const to = lists + plan.count, *const runs = to + plan.count;
+    float *const scratch = onebit_->mean_scratch != 0 ? mean + onebit_->mean_numel : onebit.exchange.slices;
     int64_t count = 0, run_count = 0; // neighbours in `mean` go together
     for (int64_t i = 0; i < plan.count; ++i) {
         const int64_t at = onebit_->mean[size_t(i)];
         TensorJob &job = plan.jobs[i];
         if (at < 0 || job.numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        const dsopt_tensor own{mean + at, job.numel, DSOPT_F32, 0};
+        dsopt_tensor own{mean + at, job.numel, DSOPT_F32, 0};
         if (job.grad == nullptr) {
             backend.clear(own.data, size_t(job.numel) * sizeof(float), plan.stream);
         } else {
@@ -227,6 +233,9 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
         job.grad = own.data; // where it was absent, another rank may have had one
         job.grad_type = Dtype::f32;
         job.present = true;
+        const int64_t padding = padded_numel(node_ranks(), job.numel) - job.numel;
+        if (padding != 0) backend.clear(mean + at + job.numel, size_t(padding) * sizeof(float), plan.stream);
+        own.numel += padding;
         if (run_count != 0 && static_cast<float *>(runs[run_count - 1].data) + runs[run_count - 1].numel == own.data)
             runs[run_count - 1].numel += own.numel;
         else
@@ -234,8 +243,9 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
     }
     if (count != 0) backend.axpby({}, from, 0, to, count, plan.parallel, plan.stream);
     for (int64_t i = 0; i < run_count; ++i)
-        with_.data->all_reduce(runs[i].data, runs[i].numel, DSOPT_F32, DSOPT_SUM, plan.stream, Place::backend);
-    const Factor share{.value = 1.0f / float(with_.data->ranks())};
+        sum_over_ranks(*context_, with_.data.get(), with_.node.get(), static_cast<float *>(runs[i].data), runs[i].numel,
+                       scratch, plan.parallel, plan.stream);
+    const Factor share{.value = 1.0f / float(ranks())};
     if (run_count != 0) backend.axpby(share, runs, 0, runs, run_count, plan.parallel, plan.stream);
 }
 
@@ -310,10 +320,10 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     };
     if (worker)
         for (const CompressLayout::Part &part : onebit_->layout.parts)
-            leave_out(out + part.begin, part.begin, part.numel);
+            leave_out(out + part.begin, onebit_->layout.slice_begin + part.begin, part.numel);
     else
         for (const CompressLayout::Segment &segment : onebit_->layout.own_segments())
-            leave_out(out + segment.server, segment.begin, segment.numel);
+            leave_out(out + segment.server, onebit_->layout.slice_begin + segment.begin, segment.numel);
 }
 
 } // namespace dsopt

@@ -29,7 +29,8 @@ struct OneBitSetup {
     std::vector<int64_t> used; // elements of every part that are some parameter's; the rest is padding
     std::vector<int64_t> mean; // place of its averaged gradient in workspace, -1 = it has none
     int64_t mean_numel = 0;
-    bool compresses = false; // more than one rank
+    int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where an exchange has no room as long
+    bool compresses = false;  // more than one rank
 };
 
 /// One step.
@@ -39,7 +40,7 @@ struct OneBitPlan {
     ScheduleState now;     // before the step
     Stage stage;           // which follows from it
     bool compat;
-    Comm *comm;
+    Comm *comm, *node;       // as in CommSet
     Exchange exchange;       // with setup->compresses
     ScheduleState *schedule; // in backend memory, like all that follows
     const Context *context;

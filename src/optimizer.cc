@@ -122,7 +122,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
     if (random && desc.compat != DSOPT_STANDARD)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
-    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data)
+    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if (!random && desc.seed != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
@@ -131,6 +131,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
+    if (check_node(*context_, with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
     if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
 }
@@ -247,11 +248,12 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
         if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
             throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
-        setup = std::make_unique<OneBitSetup>(make_onebit_setup(new_groups, new_params, desc_, rank(), ranks()));
+        setup = std::make_unique<OneBitSetup>(
+            make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
         const auto whole = [&](const char *name, int32_t dtype, int64_t numel, uint32_t flags, bool carried) {
             longer.push_back({name, -1, dtype, flags, numel, nullptr, false, false, carried});
         };
-        if (setup->compresses) {
+        if (setup->compresses && !setup->layout.is_exact()) {
             whole("worker_error", DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL, false);
             whole("server_error", DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL, false);
             if (desc_.compat == DSOPT_STANDARD) whole("active", DSOPT_I32, setup->layout.used_words(), 0, false);

@@ -35,7 +35,7 @@ struct Param {
 /// Comms and scaler that an optimizer keeps alive.
 struct Attachments {
     std::shared_ptr<Scaler> scaler;
-    std::shared_ptr<Comm> data, model;
+    std::shared_ptr<Comm> data, model, node;
     std::vector<std::shared_ptr<Comm>> experts;
 };
 
@@ -133,10 +133,14 @@ public:
     const std::vector<StateEntry> &state() const { return state_; }
     std::atomic_flag &in_use() { return in_use_; }
     int64_t calls() const { return calls_; }
-    /// Of the data-parallel ranks.
-    int rank() const { return with_.data ? with_.data->rank() : 0; }
-    int ranks() const { return with_.data ? with_.data->ranks() : 1; }
-    void note_loaded(int saved_ranks) { resharded_from_ = saved_ranks != ranks() ? saved_ranks : 0; }
+    /// Of the data-parallel ranks. Two levels: in the order of the chunks that they serve, so those that share a slice
+    /// follow one another.
+    int rank() const {
+        return (with_.data ? with_.data->rank() : 0) + (with_.node ? with_.node->rank() * (ranks() / node_ranks()) : 0);
+    }
+    int ranks() const { return int(data_ranks(with_.data.get(), with_.node.get())); }
+    int node_ranks() const { return with_.node ? with_.node->ranks() : 1; }
+    void note_loaded(int resharded_from) { resharded_from_ = resharded_from; }
     Scaler *scaler() const { return with_.scaler.get(); }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
@@ -196,6 +200,9 @@ private:
     const Outcome *last_known() const;
     void change_outcome(void (*change)(Outcome &));
     Layout layout() const;
+    CommSet comms() const {
+        return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
+    }
     Wrapper wrapper() const;
     void take_initial_step(void *stream);
     void follow_groups(); // the schedule's rules are theirs
@@ -234,6 +241,6 @@ private:
 };
 
 OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                              const dsopt_optimizer_desc &desc, int rank, int ranks);
+                              const dsopt_optimizer_desc &desc, int rank, int ranks, int node_ranks = 1);
 
 } // namespace dsopt

@@ -52,10 +52,11 @@ const char *name_of(Stage stage) {
 } // namespace
 
 void Optimizer::reduce_words(void *words, size_t bytes, void *stream) const {
-    with_.data->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_I32, DSOPT_MAX, stream);
+    for (Comm *comm : {with_.node.get(), with_.data.get()})
+        if (comm != nullptr) comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_I32, DSOPT_MAX, stream);
 }
 
-bool Optimizer::checks_ranks() const { return (desc_.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && with_.data->ranks() > 1; }
+bool Optimizer::checks_ranks() const { return (desc_.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && ranks() > 1; }
 
 /// The first entry whose key is not the same on all ranks.
 int64_t Optimizer::first_different(const std::vector<uint64_t> &keys, void *stream) const {
@@ -89,7 +90,7 @@ void Optimizer::check_ranks(const StepPlan &plan) const {
     const Words own = words;
     reduce_words(&words, sizeof words, plan.stream);
 
-    const int rank = with_.data->rank();
+    const int rank = this->rank();
     if (words.refused != 0)
         throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
                     words.refused - 1);
@@ -129,7 +130,7 @@ void Optimizer::check_ranks(const StepPlan &plan) const {
 void Optimizer::refuse_to_ranks(void *stream) const noexcept {
     try {
         Words words;
-        words.refused = with_.data->rank() + 1;
+        words.refused = rank() + 1;
         // The least of integers, so that it is never the maximum of two.
         for (auto *side : {&words.high, &words.low})
             for (auto &part : *side) part[0] = part[1] = INT32_MIN;

@@ -80,7 +80,8 @@ size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
     list_(io.files != 0),
     rank_(optimizer.rank()),
-    ranks_(optimizer.ranks()) {
+    ranks_(optimizer.ranks()),
+    node_ranks_(optimizer.node_ranks()) {
     const auto open = [](std::unique_ptr<Source> source) {
         return std::make_unique<SafetensorsReader>(std::move(source));
     };
@@ -98,10 +99,16 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
             throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
 
     const auto rank_of = [](const SafetensorsReader &file) { return Fields(file).number<int32_t>("rank"); };
+    const auto node_of = [](const SafetensorsReader &file) { // only there with two levels
+        return file.metadata().count("node_ranks") != 0 ? Fields(file).number<int32_t>("node_ranks") : 1;
+    };
     saved_ = Fields(*files_[0]).number<int32_t>("ranks");
+    saved_node_ = node_of(*files_[0]);
     saved_rank_ = rank_of(*files_[0]);
     if (saved_ < 1 || saved_ > 65536 || saved_rank_ < 0 || saved_rank_ >= saved_)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
+    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
     if (!list_) return;
 
     std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_)};
@@ -111,6 +118,9 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
         if (ranks != saved_ || rank < 0 || rank >= ranks)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, rank, ranks,
                         saved_rank_, saved_);
+        if (node_of(*files_[i]) != saved_node_)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, node_of(*files_[i]),
+                        saved_node_);
         auto &place = sorted[size_t(rank)];
         if (place) throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, rank);
         place = std::move(files_[i]);
@@ -159,7 +169,7 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
                         "ranks has its own, and %d cannot go on with them",
                         param, saved_, ranks_);
         }
-    if (errors && !list_ && saved_ > 1)
+    if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
@@ -190,7 +200,7 @@ void RankFiles::verify_others() const {
 
 bool RankFiles::makes(const StateEntry &entry) const {
     return resharded() && entry.param < 0 &&
-           (is_error(entry) || (saved_ == 1 && std::strcmp(entry.name, "active") == 0));
+           (is_error(entry) || (saved_nodes() == 1 && std::strcmp(entry.name, "active") == 0));
 }
 
 std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &entry) const {
@@ -200,11 +210,11 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
     };
     if (std::strcmp(entry.name, "active") == 0)
         take(active(optimizer));
-    else if (saved_ > 1 && std::strcmp(entry.name, "worker_error") == 0)
+    else if (saved_nodes() > 1 && std::strcmp(entry.name, "worker_error") == 0)
         take(worker_errors(optimizer));
-    else if (saved_ > 1)
+    else if (saved_nodes() > 1)
         take(server_errors(optimizer));
-    return bytes; // one rank alone owed nothing
+    return bytes; // one rank or node alone owed nothing
 }
 
 CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
@@ -215,11 +225,11 @@ CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const CompressLayout &layout = optimizer.onebit()->layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
-    if (saved_ > 1) {
+    if (saved_nodes() > 1) {
         file().verify(find_tensor(file(), "optimizer.active", DSOPT_I32, layout.used_words(), {}), words.data());
         return words;
     }
-    // One rank has none: they follow from the variance, as in the step that last changed it.
+    // One rank or node has none: they follow from the variance, as in the step that last changed it.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const int64_t worker = optimizer.onebit()->worker[i], numel = optimizer.params()[i].numel;
@@ -239,32 +249,35 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     return words;
 }
 
-/// The mean of what the ranks owed: in double, in the order of ranks, rounded once.
+/// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
 std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
     const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout;
     const std::vector<int32_t> takes_part = active(optimizer);
+    const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
+    const int64_t slice = from.server_numel * nodes;
     std::vector<Kept> ranks;
-    for (const auto &file : files_)
-        ranks.emplace_back(*file, "worker_error", from.worker_numel, int64_t(from.parts.size()));
+    for (const auto &file : files_) ranks.emplace_back(*file, "worker_error", slice, int64_t(from.parts.size()));
     std::vector<float> result(size_t(to.worker_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<double> sums(size_t(kFloats), 0.0);
     for (size_t part = 0; part < to.parts.size(); ++part)
-        for (int64_t at = 0; at < to.parts[part].numel; at += kFloats) {
-            const int64_t count = std::min(kFloats, to.parts[part].numel - at), begin = to.parts[part].begin + at;
+        for (int64_t at = 0, count = 0; at < to.parts[part].numel; at += count) {
+            // Tensors are at the same places of the whole vector for any number of ranks.
+            const int64_t begin = to.parts[part].begin + at, place = to.slice_begin + begin, of = place / slice;
+            count = std::min({kFloats, to.parts[part].numel - at, (of + 1) * slice - place});
             std::fill_n(sums.begin(), count, 0.0);
-            for (const Kept &rank : ranks) {
-                rank.errors(from.parts[part].begin + at, count, int64_t(part), errors.data());
+            for (int64_t rank = of * nodes; rank < (of + 1) * nodes; ++rank) {
+                ranks[size_t(rank)].errors(place - of * slice, count, int64_t(part), errors.data());
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
-                if (is_active(takes_part, begin + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / saved_);
+                if (is_active(takes_part, place + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
         }
     return result;
 }
 
 /// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
 std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
-    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout;
+    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout.all();
     const std::vector<int32_t> takes_part = active(optimizer);
     std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk

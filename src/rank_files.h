@@ -45,9 +45,11 @@ public:
 
     /// Where what ranks have alike comes from: the own rank's where as many ranks saved as load.
     const SafetensorsReader &file() const { return *files_[size_t(main_)]; }
-    /// Saved by another number of ranks.
-    bool resharded() const { return saved_ != ranks_; }
+    /// Saved by another number of ranks, or by as many in other nodes.
+    bool resharded() const { return saved_ != ranks_ || saved_node_ != node_ranks_; }
     int saved_ranks() const { return saved_; }
+    /// Two levels: one node owed nothing, as one rank; else there were as many as ranks.
+    int saved_nodes() const { return saved_ / saved_node_; }
 
     /// Refuses what cannot be taken over by another number of ranks, or by another rank. `errors`: the error feedback
     /// is wanted.
@@ -65,12 +67,13 @@ private:
     std::vector<float> worker_errors(const Optimizer &optimizer) const;
     std::vector<float> server_errors(const Optimizer &optimizer) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
+    /// As one level: with two the chunks are the same, and workers keep slices.
     CompressLayout saved_layout(const Optimizer &optimizer) const;
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
-    int rank_, ranks_; // of this process
-    int saved_ = 1, main_ = 0, saved_rank_ = 0;
+    int rank_, ranks_, node_ranks_; // of this process
+    int saved_ = 1, saved_node_ = 1, main_ = 0, saved_rank_ = 0;
 };
 
 } // namespace dsopt

@@ -314,6 +314,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                       {"max_norm", to_text(optimizer.desc().max_norm)},
                       {"max_value", to_text(optimizer.desc().max_value)},
                       {"groups", to_text(optimizer.groups().size())}};
+    if (optimizer.node_ranks() > 1) metadata.emplace_back("node_ranks", to_text(optimizer.node_ranks()));
     for (size_t i = 0; i < optimizer.groups().size(); ++i) {
         const dsopt_group &group = optimizer.groups()[i];
         const std::string prefix = "group." + std::to_string(i) + ".";
@@ -396,8 +397,9 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 
     // The original forgets errors when it loads, forget_like_original() below; so their sizes do not matter.
     const bool forgets = optimizer.onebit() != nullptr && optimizer.onebit()->rules.compat;
-    const bool with_errors = optimizer.onebit() != nullptr && optimizer.onebit()->compresses && !forgets && !no_state &&
-                             !(io.flags & DSOPT_IO_RESET_ERRORS);
+    const bool owes =
+        optimizer.onebit() != nullptr && optimizer.onebit()->compresses && !optimizer.onebit()->layout.is_exact();
+    const bool with_errors = owes && !forgets && !no_state && !(io.flags & DSOPT_IO_RESET_ERRORS);
     files.check(optimizer, with_errors);
 
     std::vector<Transfer> transfers;
@@ -472,12 +474,12 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                       no_hyper ? optimizer.desc().max_value : max_value, no_state ? optimizer.calls() : calls);
     if (!no_state) optimizer.forget_like_original();
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
-    optimizer.note_loaded(files.saved_ranks());
+    optimizer.note_loaded(files.resharded() ? files.saved_ranks() : 0);
     if (files.resharded() && optimizer.onebit() != nullptr)
         optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
                                 files.saved_ranks(), optimizer.rank(), optimizer.ranks(),
                                 !with_errors ? "error feedback is dropped"
-                                : files.saved_ranks() == 1
+                                : files.saved_nodes() == 1
                                     ? "nothing was owed, error feedback begins with zeros"
                                     : "the mean of the worker errors and this rank's part of the "
                                       "joined server errors");

@@ -61,7 +61,7 @@ Optimizer::Layout Optimizer::layout() const {
     l.bad = place(leaves * sizeof(int64_t));
     l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves), onebit_.get()));
     l.exchange = place(onebit_ && onebit_->compresses ? onebit_->layout.workspace_bytes() : 0);
-    l.mean = place(onebit_ ? size_t(onebit_->mean_numel) * sizeof(float) : 0);
+    l.mean = place(onebit_ ? size_t(onebit_->mean_numel + onebit_->mean_scratch) * sizeof(float) : 0);
     const size_t shared = at;
     if (!context_->backend().is_host()) at = 0;
     l.jobs = place(count * sizeof(TensorJob));
@@ -259,49 +259,47 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     const dsopt_tensor *trust = find_state(state, "trust_ratio"), *loss_scale = find_state(state, "loss_scale"),
                        *scaler = find_state(state, "scaler");
     const bool averages = onebit_ && onebit_->mean_numel != 0 && !arguments.initial;
-    const StepPlan plan{
-        .jobs = jobs,
-        .count = int64_t(params_.size()),
-        .groups = hypers,
-        .group_count = int64_t(groups_.size()),
-        .flags = arguments.flags,
-        .wrapper = wrapped,
-        .read_gradients = looks && step.grad_norms == nullptr,
-        .skip_nonfinite = skips,
-        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
-        .has_lamb = has_lamb,
-        .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
-        .local_gradients = onebit_ && onebit.stage != Stage::full && onebit.stage != Stage::dry,
-        .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
-        .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
-        .lr = dry ? nullptr : step.lr,
-        .grad_scale = step.grad_scale,
-        .grad_norms = step.grad_norms,
-        .skip = step.skip,
-        .loss_scale = scales ? static_cast<float *>(loss_scale->data) : nullptr,
-        .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
-        .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
-        .comms = arguments.initial
-                     ? CommSet{}
-                     : CommSet{with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size())},
-        .step = static_cast<int32_t *>(find_state(state, "step")->data),
-        .onebit = onebit_ ? &onebit : nullptr,
-        .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
-        .report = step.report,
-        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : nullptr,
-        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
-        .divisors = part(place.divisors, static_cast<double *>(nullptr)),
-        .norms = part(place.norms, static_cast<double *>(nullptr)),
-        .cost = host_part(place.cost, static_cast<int64_t *>(nullptr)),
-        .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
-        .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
-        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
-        .extra = part(place.extra, static_cast<void *>(nullptr)),
-        .cache = of_engine != nullptr ? cache_.get() : nullptr,
-        .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get()) : nullptr,
-        .stream = step.stream,
-        .parallel = arguments.parallel,
-        .chunk = context_->chunk()};
+    const StepPlan plan{.jobs = jobs,
+                        .count = int64_t(params_.size()),
+                        .groups = hypers,
+                        .group_count = int64_t(groups_.size()),
+                        .flags = arguments.flags,
+                        .wrapper = wrapped,
+                        .read_gradients = looks && step.grad_norms == nullptr,
+                        .skip_nonfinite = skips,
+                        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+                        .has_lamb = has_lamb,
+                        .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                        .local_gradients = onebit_ && onebit.stage != Stage::full && onebit.stage != Stage::dry,
+                        .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
+                        .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
+                        .lr = dry ? nullptr : step.lr,
+                        .grad_scale = step.grad_scale,
+                        .grad_norms = step.grad_norms,
+                        .skip = step.skip,
+                        .loss_scale = scales ? static_cast<float *>(loss_scale->data) : nullptr,
+                        .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
+                        .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
+                        .comms = arguments.initial ? CommSet{} : comms(),
+                        .step = static_cast<int32_t *>(find_state(state, "step")->data),
+                        .onebit = onebit_ ? &onebit : nullptr,
+                        .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
+                        .report = step.report,
+                        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : nullptr,
+                        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
+                        .divisors = part(place.divisors, static_cast<double *>(nullptr)),
+                        .norms = part(place.norms, static_cast<double *>(nullptr)),
+                        .cost = host_part(place.cost, static_cast<int64_t *>(nullptr)),
+                        .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
+                        .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
+                        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+                        .extra = part(place.extra, static_cast<void *>(nullptr)),
+                        .cache = of_engine != nullptr ? cache_.get() : nullptr,
+                        .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get())
+                                                                                : nullptr,
+                        .stream = step.stream,
+                        .parallel = arguments.parallel,
+                        .chunk = context_->chunk()};
     if (context_->checks_pointers()) check_pointers(plan);
     if (arguments.met != nullptr && checks_ranks()) {
         *arguments.met = true;

@@ -62,6 +62,7 @@ struct CommSet {
     Comm *data, *model;
     Comm *const *experts;
     int32_t expert_count;
+    Comm *node; // with it the data ranks are those of all nodes, and `data` has those of the same place in each
 };
 
 /// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in

@@ -150,7 +150,13 @@ public:
     void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
                        void *) const override {
         (void)count;
-        cpu::feed_and_pack(onebit_, exchange, list, parallel);
+        if (exchange.layout->has_levels())
+            cpu::fill_message(exchange, list, parallel);
+        else
+            cpu::feed_and_pack(onebit_, exchange, list, parallel);
+    }
+    void compress_slice(const Exchange &exchange, const Parallel &parallel, void *) const override {
+        cpu::pack_slice(onebit_, exchange, parallel);
     }
     void compress_serve(const Exchange &exchange, const Parallel &parallel, void *) const override {
         cpu::serve(onebit_, exchange, parallel);

@@ -47,10 +47,18 @@ float rms(const Exchange &exchange, int64_t begin, int64_t end) {
 } // namespace
 
 MeanView view_of(const Exchange &exchange, int32_t part) {
-    const CompressLayout &layout = *exchange.layout;
+    const CompressLayout &layout = exchange.layout->all();
     const CompressLayout::Unit &unit = layout.units[size_t(layout.parts[size_t(part)].unit)];
-    return {exchange.results, layout.row_bytes(), layout.row_scales, layout.first_part.data(),
-            unit.begin,       unit.chunk,         unit.server,       part};
+    const bool exact = exchange.layout->is_exact();
+    return {.rows = exact ? nullptr : exchange.results,
+            .row_bytes = layout.row_bytes(),
+            .row_scales = layout.row_scales,
+            .first_part = layout.first_part.data(),
+            .begin = unit.begin,
+            .chunk = unit.chunk,
+            .server = unit.server,
+            .part = part,
+            .values = exact ? exchange.message : nullptr};
 }
 
 void begin_rows(const Exchange &exchange) {
@@ -114,6 +122,44 @@ void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel
     end_rows(exchange);
 }
 
+void clear_gaps(const Exchange &exchange) {
+    const CompressLayout &layout = exchange.layout->all();
+    int64_t at = 0;
+    for (const CompressLayout::Part &part : layout.parts) {
+        std::fill(exchange.message + at, exchange.message + part.begin, 0.0f);
+        at = part.begin + part.numel;
+    }
+    std::fill(exchange.message + at, exchange.message + layout.worker_numel, 0.0f);
+}
+
+void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Parallel &parallel) {
+    const CompressLayout &layout = exchange.layout->all();
+    clear_gaps(exchange);
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const int64_t begin = leaf * kLeaf, n = std::min(kLeaf, list[i].numel - begin);
+        std::memcpy(exchange.message + layout.parts[size_t(i)].begin + begin,
+                    static_cast<const float *>(list[i].data) + begin, size_t(n) * sizeof(float));
+    });
+}
+
+void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+    const CompressLayout &layout = *exchange.layout;
+    if (layout.is_exact())
+        return for_each_leaf(layout.part_leaf, parallel, [&](int64_t, int64_t leaf) {
+            float *at = exchange.slices + leaf * kLeaf;
+            kernels.mean_of_rows(at, layout.slice, layout.node_ranks, std::min(kLeaf, layout.slice - leaf * kLeaf), at);
+        });
+    begin_rows(exchange);
+    for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
+        const CompressLayout::Part &part = layout.parts[size_t(i)];
+        const int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
+        kernels.add_rows(exchange.slices + at, layout.slice, layout.node_ranks, n, exchange.worker + at,
+                         exchange.worker_scales()[i], exchange.active != nullptr ? exchange.active + at / 32 : nullptr);
+        pack_leaf(kernels, exchange, i, leaf);
+    });
+    end_rows(exchange);
+}
+
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
     const auto &segments = layout.own_segments();
@@ -142,7 +188,7 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
 
 void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel) {
-    const CompressLayout &layout = *exchange.layout;
+    const CompressLayout &layout = exchange.layout->all();
     (void)count;
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
         const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, list[i].numel);

@@ -15,6 +15,10 @@ void begin_rows(const Exchange &exchange);
 void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t part, int64_t leaf);
 void end_rows(const Exchange &exchange);
 void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
+/// Two levels: zeros between tensors of the message; the list's values; and from what came of the own slice to rows.
+void clear_gaps(const Exchange &exchange);
+void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Parallel &parallel);
+void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel);

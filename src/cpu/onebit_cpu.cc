@@ -30,8 +30,11 @@ OneBitSpan OneBitStep::onebit_span(int64_t i, const Span &span) const {
     result.mask = job.mask;
     if (job.worker < 0) return result; // one rank
     result.worker = job.worker;
-    result.kept = one_.exchange.worker;
-    result.scale = one_.exchange.worker_scales()[job.part];
+    result.message = one_.exchange.message;
+    if (result.message == nullptr) {
+        result.kept = one_.exchange.worker;
+        result.scale = one_.exchange.worker_scales()[job.part];
+    }
     result.active = one_.exchange.active;
     result.mean = view_of(one_.exchange, job.part);
     return result;
@@ -45,6 +48,14 @@ void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
     }
     const CompressLayout &layout = one_.setup->layout;
     const auto &parts = layout.parts;
+    if (one_.node != nullptr) {
+        clear_gaps(one_.exchange);
+        for_own(cut, span_of, onebit_.feed);
+        mark(DSOPT_MS_COMPRESS);
+        two_level_exchange(*one_.context, one_.comm, *one_.node, one_.exchange, plan_.parallel, plan_.stream);
+        mark(DSOPT_MS_EXCHANGE);
+        return;
+    }
     if (!one_.compat) { // every part is one tensor and begins with its leaves: they are packed while they are in the
                         // cache
         begin_rows(one_.exchange);
@@ -180,8 +191,8 @@ void OneBitStep::end(const Cut &cut, bool taken) {
         if (copies && one_.jobs[i].fresh != nullptr && !late) std::memcpy(one_.jobs[i].fresh, job.v, bytes);
         if (one_.jobs[i].drift != nullptr && !one_.compat) std::memcpy(one_.jobs[i].drift, job.weight, bytes);
     }
-    if (!one_.setup->compresses) return;
     const CompressLayout &layout = one_.setup->layout;
+    if (!one_.setup->compresses || layout.is_exact()) return; // nothing is owed
     std::memset(one_.exchange.worker, 0, size_t(layout.worker_floats()) * sizeof(float));
     std::memset(one_.exchange.server, 0, size_t(layout.server_floats()) * sizeof(float));
 }

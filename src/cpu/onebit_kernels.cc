@@ -25,6 +25,31 @@ void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t fi
     }
 }
 
+void mean_of_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *y) {
+    const float share = 1.0f / float(ranks);
+    Buffer sum;
+    for (int64_t i = 0; i < n; i += kTile) {
+        const int64_t size = least(kTile, n - i);
+        widen(rows + i, sum.at, size, F32{});
+        for (int rank = 1; rank < ranks; ++rank) {
+            const float *row = rows + rank * stride + i;
+            for (int64_t k = 0; k < size; ++k) sum.at[k] += row[k];
+        }
+        for (int64_t k = 0; k < size; ++k) y[i + k] = sum.at[k] * share;
+    }
+}
+
+void add_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *kept, float scale,
+              const int32_t *active) {
+    Buffer mean;
+    for (int64_t i = 0; i < n; i += kTile) {
+        const int64_t size = least(kTile, n - i);
+        mean_of_rows(rows + i, stride, ranks, size, mean.at);
+        add_error(mean.at, kept + i, scale, size);
+        if (active != nullptr) leave_out(kept + i, size, active, i);
+    }
+}
+
 /// Most significant bit first, 1 = not negative.
 void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     int64_t i = 0;
@@ -94,6 +119,7 @@ double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks,
 }
 
 void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+    if (view.values != nullptr) return widen(view.values + worker, y, n, F32{});
     while (n > 0) {
         const int64_t in_unit = worker - view.begin, d = in_unit / view.chunk, at = in_unit - d * view.chunk;
         const int64_t size = least(n, view.chunk - at);
@@ -161,6 +187,10 @@ void feed(const OneBitSpan &one) {
             close(t.p, job.weight, job.weight_type, i, n);
             close(t.m, job.m, job.state_type, i, n);
         }
+        if (one.message != nullptr) {
+            feed_tile(one, t, n, one.message + one.worker + i);
+            continue;
+        }
         if (one.kept == nullptr) continue; // one rank
         feed_tile(one, t, n, x.at);
         add_error(x.at, one.kept + one.worker + i, one.scale, n);
@@ -170,7 +200,7 @@ void feed(const OneBitSpan &one) {
 
 /// The mean of a tile, masked. Without an exchange the rank's own values are it.
 void mean_of(const OneBitSpan &one, const Tile &t, int64_t i, int64_t n, float *y) {
-    if (one.mean.rows != nullptr)
+    if (!one.mean.is_own())
         mean(one.mean, one.worker + i, n, y);
     else
         feed_tile(one, t, n, y);
@@ -217,7 +247,7 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             t.open_all(one, i, n, false);
-            if (one.mean.rows != nullptr)
+            if (!one.mean.is_own())
                 mean(one.mean, one.worker + i, n, y.at);
             else
                 feed_tile(one, t, n, y.at);
@@ -281,7 +311,7 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN_(a, b) a##b
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
-const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, pack,   serve,     mean,         errors,
-                                                      feed,      finish, lamb_mean, lamb_weights, local};
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
+    add_error, mean_of_rows, add_rows, pack, serve, mean, errors, feed, finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

@@ -8,11 +8,13 @@ namespace dsopt::cpu {
 
 /// Bits and scales of all chunks as they arrived, and where an element of a part is in them.
 struct MeanView {
-    const char *rows; // NULL: nothing was exchanged, the rank's own values are the mean
+    const char *rows; // NULL: nothing was compressed
     int64_t row_bytes, row_scales;
     const int32_t *first_part;    // of every chunk
     int64_t begin, chunk, server; // of the part's unit
     int32_t part;
+    const float *values; // the mean itself, by the worker's elements; NULL without rows: it is the rank's own values
+    bool is_own() const { return rows == nullptr && values == nullptr; }
 };
 
 /// A piece of one tensor in a step with an exchange; as Span.
@@ -21,6 +23,7 @@ struct OneBitSpan {
     Feed feed;
     OneBitScalars one;
     int64_t worker;        // place of the tensor's first element among the worker's
+    float *message;        // two levels: the values as they are, in place of kept sums; or NULL
     float *kept;           // the worker's elements
     float scale;           // of the kept sums
     const int32_t *active; // of the exchange
@@ -34,6 +37,11 @@ struct OneBitKernels {
     // `active`: bits of the stretch, lowest first, or NULL; what does not take part is 0 and owes nothing.
     /// kept = x + what is owed; x NULL = 0.
     void (*add_error)(const float *x, float *kept, float scale, int64_t n);
+    /// Two levels: the mean of as many rows as there are ranks, in rank order, `stride` apart. y may be the first row.
+    void (*mean_of_rows)(const float *rows, int64_t stride, int ranks, int64_t n, float *y);
+    /// kept = that mean + what is owed.
+    void (*add_rows)(const float *rows, int64_t stride, int ranks, int64_t n, float *kept, float scale,
+                     const int32_t *active);
     /// Sum of squares of a leaf, and its bits: whole bytes, those behind the end are 1.
     double (*pack)(const float *kept, int64_t n, uint8_t *bits);
     /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.

@@ -1,0 +1,775 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exchanges over two comms, the ranks of a node and the nodes: alone against the algorithm written down in double, and
+// in the 1-bit family.
+#include "test_mixed_util.h"
+
+using namespace dsopt_test;
+
+namespace {
+
+using Values = std::vector<std::vector<float>>; // one vector a tensor
+constexpr double kUlp = 0x1p-23;
+
+int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
+dsopt_optimizer_desc desc_of(uint32_t flags = 0) {
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.flags = flags;
+    return desc;
+}
+
+/// One rank's place and its comms.
+struct Seat {
+    int l, d; // in its node, and which node
+    const Context &ctx;
+    const Comm &node, &data;
+};
+/// body(seat) for `nodes` nodes of `per_node` ranks. `make` makes the context of a rank.
+void with_nodes(
+    int per_node, int nodes, const std::function<void(const Seat &)> &body,
+    const std::function<Context(int)> &make = [](int) { return make_context(1); }) {
+    std::vector<CommId> in_node(size_t(nodes), CommId{}), between(size_t(per_node), CommId{});
+    for (CommId &id : in_node) id = new_id();
+    for (CommId &id : between) id = new_id();
+    run_ranks(per_node * nodes, [&](int rank) {
+        const int l = rank % per_node, d = rank / per_node;
+        const Context ctx = make(rank);
+        const Comm node = local_comm(ctx, in_node[size_t(d)], l, per_node),
+                   data = local_comm(ctx, between[size_t(l)], d, nodes);
+        body({l, d, ctx, node, data});
+    });
+}
+
+/// One rank's side: a list and what is kept from call to call.
+class Side {
+public:
+    Side(const Comm &data, const dsopt_comm *node, const std::vector<int64_t> &sizes) : comm(data.get()) {
+        args.size = sizeof args;
+        args.node = const_cast<dsopt_comm *>(node);
+        for (const int64_t n : sizes) values.emplace_back(size_t(n));
+        for (auto &tensor : values)
+            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_F32, 0});
+        args.tensors = list.data();
+        args.count = int64_t(list.size());
+        int64_t workers = 0, servers = 0;
+        must(dsopt_compressed_sizes(comm, &args, &workers, &servers, &args.workspace_bytes));
+        worker.resize(size_t(workers));
+        server.resize(size_t(servers));
+        room.resize(args.workspace_bytes + 256);
+        args.worker_error = worker.data();
+        args.server_error = server.data();
+        args.workspace = room.data() + (256 - reinterpret_cast<uintptr_t>(room.data()) % 256) % 256;
+        nodes = info_of(data).ranks;
+    }
+    Side(const Side &) = delete;
+    Side &operator=(const Side &) = delete;
+
+    dsopt_status call(const Values &x) {
+        for (size_t i = 0; i < x.size(); ++i) std::copy(x[i].begin(), x[i].end(), values[i].begin());
+        return dsopt_compressed_allreduce(comm, &args);
+    }
+    struct Owed {
+        std::vector<float> worker, server;
+    };
+    Owed owed() const {
+        const size_t elements = worker.empty() ? 0 : worker.size() - list.size();
+        Owed result{std::vector<float>(elements, 7), std::vector<float>(elements / size_t(nodes), 7)};
+        must(dsopt_compressed_errors(comm, &args, result.worker.data(), result.server.data()));
+        return result;
+    }
+
+    dsopt_comm *comm;
+    int nodes;
+    Values values;
+    std::vector<dsopt_tensor> list;
+    std::vector<float> worker, server;
+    std::vector<char> room;
+    dsopt_compressed args{};
+};
+
+// ---------------------------------------------------------------------------------------------------- the algorithm
+/// A vector in slices, one a rank of a node, and each in chunks, one a node.
+struct Places {
+    int64_t per_node, nodes, total = 0, chunk = 0, scales = 0;
+    std::vector<int64_t> begin, numel;
+    Places(int64_t l, int64_t d, const std::vector<int64_t> &sizes) : per_node(l), nodes(d), numel(sizes) {
+        for (const int64_t n : sizes) {
+            begin.push_back(total);
+            total += up(n);
+        }
+        chunk = up((total + l * d - 1) / (l * d));
+        for (int64_t c = 0; c < l * d; ++c) {
+            int64_t first = -1, last = -1;
+            for (size_t t = 0; t < sizes.size(); ++t)
+                if (from(t, c * chunk) < to(t, (c + 1) * chunk)) {
+                    if (first < 0) first = int64_t(t);
+                    last = int64_t(t);
+                }
+            if (first >= 0) scales = std::max(scales, last - first + 1);
+        }
+    }
+    int64_t slice() const { return chunk * nodes; }
+    int64_t row_bytes() const { return 4 * scales + chunk / 8; }
+    /// The part of tensor t at or behind, and before, a place.
+    int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
+    int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }
+};
+
+struct Expected {
+    std::vector<double> y, server, bound; // by place: results, errors of its server, how far off they may be
+    std::vector<bool> unclear;            // the server's sign hangs on a rounding
+    std::vector<double> worker;           // errors of the asked node's workers
+    std::vector<double> magnitude;        // of what those were made from
+};
+
+/// x[d * per_node + l] by place; owed likewise.
+Expected expected(const Places &at, const std::vector<std::vector<float>> &x, const std::vector<Side::Owed> &owed,
+                  int64_t asked) {
+    const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * at.per_node + l); };
+    const auto all = size_t(at.slice() * at.per_node);
+    Expected e{std::vector<double>(all), std::vector<double>(all), std::vector<double>(all),
+               std::vector<bool>(all),   std::vector<double>(all), std::vector<double>(all)};
+    for (int64_t l = 0; l < at.per_node; ++l) {
+        const int64_t first = l * at.slice(), end = first + at.slice();
+        std::vector<std::vector<double>> sent(size_t(at.nodes), std::vector<double>(size_t(at.slice())));
+        std::vector<double> largest(size_t(at.slice()));
+        for (int64_t d = 0; d < at.nodes; ++d)
+            for (size_t t = 0; t < at.numel.size(); ++t) {
+                const int64_t from = at.from(t, first), to = at.to(t, end);
+                std::vector<double> b;
+                double squares = 0;
+                for (int64_t k = from; k < to; ++k) {
+                    float mean = 0; // as the engine has it: rank order, the share last
+                    for (int64_t r = 0; r < at.per_node; ++r)
+                        mean = r == 0 ? x[ranks(r, d)][size_t(k)] : mean + x[ranks(r, d)][size_t(k)];
+                    mean *= 1.0f / float(at.per_node);
+                    b.push_back(double(mean + owed[ranks(l, d)].worker[size_t(k - first)]));
+                    squares += b.back() * b.back();
+                }
+                const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
+                for (int64_t k = from; k < to; ++k) {
+                    const double value = b[size_t(k - from)], sign = value < 0 ? -scale : scale;
+                    sent[size_t(d)][size_t(k - first)] = sign;
+                    largest[size_t(k - first)] = std::max(largest[size_t(k - first)], scale);
+                    if (d != asked) continue;
+                    e.worker[size_t(k)] = value - sign;
+                    e.magnitude[size_t(k)] = std::fabs(value) + scale;
+                }
+            }
+        for (int64_t d = 0; d < at.nodes; ++d)
+            for (size_t t = 0; t < at.numel.size(); ++t) {
+                const int64_t begin = first + d * at.chunk, from = at.from(t, begin), to = at.to(t, begin + at.chunk);
+                std::vector<double> c;
+                double squares = 0;
+                for (int64_t k = from; k < to; ++k) {
+                    c.push_back(double(owed[ranks(l, d)].server[size_t(k - begin)]));
+                    for (const auto &row : sent) c.back() += row[size_t(k - first)] / double(at.nodes);
+                    squares += c.back() * c.back();
+                }
+                const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
+                for (int64_t k = from; k < to; ++k) {
+                    const double value = c[size_t(k - from)], size = largest[size_t(k - first)] + std::fabs(value);
+                    e.y[size_t(k)] = value < 0 ? -scale : scale;
+                    e.server[size_t(k)] = value - e.y[size_t(k)];
+                    e.unclear[size_t(k)] = value != 0 && std::fabs(value) < 2e-6 * size;
+                    e.bound[size_t(k)] = 1e-6 * scale + 2 * kUlp * size;
+                }
+            }
+    }
+    return e;
+}
+
+struct Shape {
+    const char *name;
+    std::vector<int64_t> sizes;
+};
+std::vector<Shape> shapes() {
+    Shape many{"Many", {}};
+    for (int64_t i = 0; i < 300; ++i) many.sizes.push_back(1 + i * 7 % 40);
+    return {{"None", {}},
+            {"Empty", {0, 0}},
+            {"One", {1}},
+            {"Edges", {0, 1, 31, 32, 33, 0, 4095, 4096, 4097, 0}},
+            {"Straddling", {5, 20000, 3, 64, 0, 9001}},
+            many};
+}
+
+class TwoLevel : public testing::TestWithParam<std::tuple<int, int, size_t>> {};
+INSTANTIATE_TEST_SUITE_P(, TwoLevel,
+                         testing::Combine(testing::Range(1, 5), testing::Range(1, 5),
+                                          testing::Range(size_t(0), size_t(6))),
+                         [](const auto &info) {
+                             return shapes()[std::get<2>(info.param)].name + std::to_string(std::get<1>(info.param)) +
+                                    "NodesOf" + std::to_string(std::get<0>(info.param));
+                         });
+
+TEST_P(TwoLevel, GivesResultsErrorsAndBytesOfTheAlgorithm) {
+    const int per_node = std::get<0>(GetParam()), nodes = std::get<1>(GetParam());
+    const auto ranks = size_t(per_node * nodes);
+    const std::vector<int64_t> sizes = shapes()[std::get<2>(GetParam())].sizes;
+    const Places at(per_node, nodes, sizes);
+    const bool exact = nodes == 1 && per_node > 1;
+    constexpr size_t rounds = 3;
+    const auto all = size_t(at.slice() * per_node);
+    std::vector<std::vector<std::vector<float>>> x(rounds, std::vector<std::vector<float>>(ranks)), y = x;
+    std::vector<std::vector<Side::Owed>> owed(rounds + 1, std::vector<Side::Owed>(ranks));
+    Random random(11);
+    for (auto &round : x)
+        for (size_t r = 0; r < ranks; ++r) {
+            round[r].resize(all);
+            for (size_t t = 0; t < sizes.size(); ++t)
+                for (int64_t i = 0; i < sizes[t]; ++i)
+                    round[r][size_t(at.begin[t] + i)] =
+                        float(random.uniform(-1 - 0.13 * double(r), 1 + 0.07 * double(r * r)));
+        }
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const auto r = size_t(seat.d * per_node + seat.l);
+        Side side(seat.data, seat.node.get(), sizes);
+        EXPECT_EQ(int64_t(side.worker.size()), exact ? 0 : at.slice() + int64_t(sizes.size()));
+        EXPECT_EQ(int64_t(side.server.size()), exact ? 0 : at.chunk + at.scales);
+        owed[0][r] = side.owed();
+        for (size_t round = 0; round < rounds; ++round) {
+            Values own;
+            for (size_t t = 0; t < sizes.size(); ++t)
+                own.emplace_back(x[round][r].begin() + at.begin[t], x[round][r].begin() + at.begin[t] + sizes[t]);
+            const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
+            ASSERT_TRUE(ok(side.call(own)));
+            // Between nodes a row each way to every other one; in the node a slice each way, the way back as bits.
+            const int64_t row = at.total > 0 ? at.row_bytes() : 0, back = exact ? at.slice() * 4 : nodes * row;
+            EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * row);
+            EXPECT_EQ(info_of(seat.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * row);
+            EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, (per_node - 1) * (at.slice() * 4 + back));
+            EXPECT_LE(info_of(seat.data).calls - data.calls, 2);
+            EXPECT_EQ(info_of(seat.node).calls - node.calls, per_node > 1 && at.total > 0 ? 2 : 0);
+            y[round][r].resize(all);
+            for (size_t t = 0; t < sizes.size(); ++t)
+                std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + at.begin[t]);
+            owed[round + 1][r] = side.owed();
+        }
+    });
+    if (at.total == 0) return;
+    double unclear = 0;
+    for (size_t round = 0; round < rounds; ++round) {
+        for (size_t r = 1; r < ranks; ++r) ASSERT_TRUE(same_bits(y[round][r], y[round][0])) << "rank " << r;
+        if (exact) {
+            for (size_t k = 0; k < all; ++k) {
+                float sum = x[round][0][k];
+                for (size_t r = 1; r < ranks; ++r) sum += x[round][r][k];
+                ASSERT_EQ(y[round][0][k], sum * (1.0f / float(ranks))) << k;
+            }
+            continue;
+        }
+        for (int64_t d = 0; d < nodes; ++d) {
+            const Expected e = expected(at, x[round], owed[round], d);
+            for (size_t k = 0; k < all; ++k) {
+                unclear += e.unclear[k];
+                const double got = y[round][0][k], wanted = e.y[k];
+                const double off = e.unclear[k] ? std::fabs(got) - std::fabs(wanted) : got - wanted;
+                ASSERT_LE(std::fabs(off), e.bound[k]) << "place " << k;
+                const auto l = int64_t(k) / at.slice();
+                const double error = owed[round + 1][size_t(d * per_node + l)].worker[k - size_t(l * at.slice())];
+                ASSERT_LE(std::fabs(error - e.worker[k]), kUlp * e.magnitude[k]) << "node " << d << ", place " << k;
+                const int64_t in_chunk = int64_t(k) - l * at.slice() - d * at.chunk;
+                if (e.unclear[k] || in_chunk < 0 || in_chunk >= at.chunk) continue;
+                const double debt = owed[round + 1][size_t(d * per_node + l)].server[size_t(in_chunk)];
+                ASSERT_LE(std::fabs(debt - e.server[k]), 2 * e.bound[k]) << "node " << d << ", place " << k;
+            }
+        }
+    }
+    EXPECT_LE(unclear, 0.01 * double(rounds * all * size_t(nodes)) + 2) << "else comparing signs says little";
+}
+
+// --------------------------------------------------------------------------------------------------------- same bits
+struct Bits {
+    Values y;
+    std::vector<float> worker, server;
+};
+const std::vector<int64_t> kSizes = {70001, 0, 1, 33, 4097, 200000, 12345};
+Bits three_calls(const Comm &data, const dsopt_comm *node, int rank) {
+    Side side(data, node, kSizes);
+    Random random(uint64_t(20 + rank));
+    for (int round = 0; round < 3; ++round) {
+        Values x;
+        for (const int64_t n : kSizes) x.push_back(random.floats(size_t(n), -1, 1.2));
+        must(side.call(x));
+    }
+    return {side.values, side.worker, side.server};
+}
+void expect_same(const Bits &a, const Bits &b, const char *what) {
+    for (size_t t = 0; t < a.y.size(); ++t) EXPECT_TRUE(same_bits(a.y[t], b.y[t])) << what << ", tensor " << t;
+    EXPECT_TRUE(same_bits(a.worker, b.worker)) << what;
+    EXPECT_TRUE(same_bits(a.server, b.server)) << what;
+}
+
+TEST(TwoLevelBits, NodesOfOneRankAreTheFlatExchange) {
+    with_nodes(1, 3, [&](const Seat &seat) {
+        const Bits flat = three_calls(seat.data, nullptr, seat.d);
+        expect_same(three_calls(seat.data, seat.node.get(), seat.d), flat, "one rank a node");
+        const Comm self = self_comm(seat.ctx);
+        expect_same(three_calls(seat.data, self.get(), seat.d), flat, "the comm of one rank");
+    });
+}
+
+TEST(TwoLevelBits, AreTheSameForAnyThreadsChunksAndInstructionSet) {
+    struct Way {
+        int threads;
+        int64_t chunk;
+        const char *isa;
+    };
+    const auto run = [&](const Way &way) {
+        std::array<Bits, 4> all;
+        std::array<Context, 4> contexts;
+        for (Context &ctx : contexts) {
+            if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
+            DSOPT_NEW(dsopt_context_desc, desc);
+            desc.threads = way.threads;
+            desc.chunk = way.chunk;
+            dsopt_context *made = nullptr;
+            must(dsopt_context_create(&desc, &made));
+            ctx = Context(made);
+            if (way.isa != nullptr) unsetenv("DSOPT_ISA");
+        }
+        with_nodes(
+            2, 2,
+            [&](const Seat &seat) {
+                const int rank = seat.d * 2 + seat.l;
+                all[size_t(rank)] = three_calls(seat.data, seat.node.get(), rank);
+            },
+            [&](int rank) { return std::move(contexts[size_t(rank)]); });
+        return all;
+    };
+    const auto wanted = run({1, 0, nullptr});
+    for (const Way way : {Way{3, 0, nullptr}, Way{4, 8192, nullptr}, Way{1, 0, "generic"}, Way{2, 0, "avx2"}}) {
+        const auto got = run(way);
+        for (size_t r = 0; r < 4; ++r)
+            expect_same(got[r], wanted[r], (std::to_string(way.threads) + " threads").c_str());
+    }
+}
+
+TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
+    constexpr int per_node = 4, nodes = 3, ranks = per_node * nodes;
+    std::atomic<int64_t> flat{0}, two{0};
+    const CommId id = new_id();
+    run_ranks(ranks, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, ranks);
+        (void)three_calls(comm, nullptr, rank);
+        const int64_t row = info_of(comm).bytes_sent / (ranks - 1);
+        flat += row * (ranks - per_node); // to ranks of other nodes
+    });
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        (void)three_calls(seat.data, seat.node.get(), seat.d * per_node + seat.l);
+        two += info_of(seat.data).bytes_sent;
+    });
+    EXPECT_GT(two, 0);
+    EXPECT_EQ(flat, per_node * two);
+}
+
+// -------------------------------------------------------------------------------------------------------- properties
+TEST(TwoLevelErrors, MakeTheMeanOverManyCallsTheTrueMean) {
+    constexpr size_t numel = 500;
+    constexpr int calls = 2000;
+    for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
+        const int ranks = per_node * nodes;
+        Values x;
+        for (int r = 0; r < ranks; ++r) x.push_back(Random(uint64_t(30 + r)).floats(numel, -1, 1.5));
+        with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
+            Side side(seat.data, seat.node.get(), {int64_t(numel)});
+            std::vector<double> sum(numel);
+            const auto worst = [&](int after) {
+                double most = 0;
+                for (size_t i = 0; i < numel; ++i) {
+                    double mean = 0;
+                    for (const auto &other : x) mean += double(other[i]) / ranks;
+                    most = std::max(most, std::fabs(sum[i] / after - mean));
+                }
+                return most;
+            };
+            double early = 0;
+            for (int call = 1; call <= calls; ++call) {
+                ASSERT_TRUE(ok(side.call({x[size_t(seat.d * per_node + seat.l)]})));
+                for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
+                if (call == 20) early = worst(call);
+            }
+            EXPECT_LE(worst(calls), 0.03);
+            EXPECT_LE(worst(calls), early / 5);
+        });
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- refusals
+class TwoLevelRefusal : public testing::Test {
+protected:
+    void expect(const Seat &seat, Side &side, dsopt_status wanted, const char *text) {
+        for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
+        const Values values = side.values;
+        const auto worker = side.worker, server = side.server;
+        EXPECT_TRUE(fails(side.call({}), wanted, text));
+        int64_t a = -5, b = -5;
+        EXPECT_TRUE(fails(dsopt_compressed_sizes(side.comm, &side.args, &a, &b, nullptr), wanted, text));
+        EXPECT_TRUE(fails(dsopt_compressed_errors(side.comm, &side.args, nullptr, nullptr), wanted, text));
+        EXPECT_TRUE(a == -5 && b == -5);
+        EXPECT_EQ(side.values, values);
+        EXPECT_EQ(side.worker, worker);
+        EXPECT_EQ(side.server, server);
+        EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not lose a comm";
+        EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
+    }
+};
+
+TEST_F(TwoLevelRefusal, OfCompatMode) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Side side(seat.data, seat.node.get(), {40, 0, 9});
+        side.args.compat = DSOPT_COMPAT_DEEPSPEED;
+        expect(seat, side, DSOPT_ERR_UNSUPPORTED, "compat");
+    });
+}
+TEST_F(TwoLevelRefusal, OfOneCommForBothLevels) {
+    with_nodes(1, 2, [&](const Seat &seat) {
+        Side side(seat.data, seat.node.get(), {40, 0, 9});
+        side.args.node = seat.data.get();
+        expect(seat, side, DSOPT_ERR_ARGUMENT, "one comm");
+    });
+}
+TEST_F(TwoLevelRefusal, OfAWorkspaceThatIsTooSmall) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Side side(seat.data, seat.node.get(), {40, 0, 9});
+        --side.args.workspace_bytes;
+        EXPECT_TRUE(fails(side.call({}), DSOPT_ERR_WORKSPACE, "workspace"));
+    });
+}
+TEST(TwoLevelFailure, OfTheNodeIsItsStatus) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Side side(seat.data, seat.node.get(), {40, 0, 9});
+        dsopt_comm_abort(seat.node.get());
+        EXPECT_TRUE(fails(side.call({}), DSOPT_ERR_ABORTED));
+        EXPECT_EQ(info_of(seat.data).calls, 0);
+    });
+}
+TEST(TwoLevelFailure, OfARankThatLeavesReachesAllRanksOfAllNodes) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        if (seat.l == 1 && seat.d == 1) return;
+        Side side(seat.data, seat.node.get(), {40, 0, 9});
+        EXPECT_TRUE(fails(side.call({}), DSOPT_ERR_COMM));
+    });
+}
+
+// --------------------------------------------------------------------------------------------------------- optimizer
+constexpr int32_t kFamily[] = {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB};
+dsopt_group group_for(int32_t algorithm, int64_t freeze_step) {
+    dsopt_group group = group_of(algorithm, 1e-2, 0.01);
+    group.freeze_step = freeze_step;
+    if (algorithm == DSOPT_ZERO_ONE_ADAM) {
+        group.var_interval_steps = 2;
+        group.local_interval_steps = 4;
+        group.max_local_interval = 4;
+    }
+    return group;
+}
+Trainer trainer_of(const Seat &seat, const dsopt_group &group, const std::vector<Array> &weights, uint32_t flags = 0) {
+    dsopt_optimizer_desc desc = desc_of(flags);
+    desc.data = seat.data.get();
+    desc.node = seat.node.get();
+    return Trainer(seat.ctx, desc, group, weights);
+}
+const std::vector<size_t> kParams = {700, 1, 33, 0, 5000, 4096};
+std::vector<Array> weights() {
+    Random random(5);
+    std::vector<Array> list;
+    for (const size_t n : kParams) list.emplace_back(DSOPT_F32, random.floats(n));
+    return list;
+}
+std::vector<Array> gradients(int rank, int64_t call) {
+    Random random(uint64_t(1000 * call + rank));
+    std::vector<Array> list;
+    for (const size_t n : kParams) list.emplace_back(DSOPT_F32, random.floats(n, -1, 1.2));
+    return list;
+}
+int32_t reduction(const Trainer &trainer) {
+    int32_t value = -1;
+    must(dsopt_optimizer_next_reduction(trainer.opt(), 0, &value));
+    return value;
+}
+
+class TwoLevelFamily : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
+protected:
+    const int32_t algorithm = std::get<0>(GetParam());
+    const int per_node = std::get<1>(GetParam()), nodes = std::get<2>(GetParam());
+};
+INSTANTIATE_TEST_SUITE_P(, TwoLevelFamily,
+                         testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2, 3),
+                                          testing::Values(1, 2, 3)),
+                         [](const auto &info) {
+                             const int32_t algorithm = std::get<0>(info.param);
+                             return std::string(algorithm == DSOPT_ONEBIT_ADAM     ? "OneBitAdam"
+                                                : algorithm == DSOPT_ZERO_ONE_ADAM ? "ZeroOneAdam"
+                                                                                   : "OneBitLamb") +
+                                    std::to_string(std::get<2>(info.param)) + "NodesOf" +
+                                    std::to_string(std::get<1>(info.param));
+                         });
+
+TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
+    constexpr int64_t calls = 30;
+    std::vector<std::vector<std::string>> all(size_t(per_node * nodes), std::vector<std::string>(calls));
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l;
+        Trainer trainer = trainer_of(seat, group_for(algorithm, 12), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        for (size_t call = 0; call < calls; ++call) {
+            const bool apart = reduction(trainer) == DSOPT_REDUCE_LOCAL;
+            ASSERT_TRUE(ok(trainer.step(gradients(rank, int64_t(call) + 1))));
+            if (apart) continue;
+            for (Array &weight : trainer.weights()) all[size_t(rank)][call] += weight.bytes();
+            for (const float value : trainer.weight(4).floats()) ASSERT_LE(std::fabs(value), 100);
+        }
+    });
+    for (size_t rank = 1; rank < all.size(); ++rank)
+        for (size_t call = 0; call < calls; ++call)
+            ASSERT_TRUE(all[rank][call] == all[0][call]) << "rank " << rank << ", call " << call + 1;
+}
+
+TEST_P(TwoLevelFamily, SavedInTheMiddleItGoesOnWithTheSameBits) {
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l;
+        Trainer first = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        const auto go = [&](Trainer &trainer, int64_t from, int64_t to) {
+            for (int64_t call = from; call <= to; ++call) must(trainer.step(gradients(rank, call)));
+        };
+        go(first, 1, 12);
+        File file;
+        ASSERT_TRUE(ok(file.save(first, DSOPT_IO_PARAMS)));
+        Trainer second = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        ASSERT_TRUE(ok(file.load(second, DSOPT_IO_PARAMS)));
+        go(first, 13, 20);
+        go(second, 13, 20);
+        EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
+    });
+}
+
+TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l, ranks = per_node * nodes;
+        dsopt_optimizer_desc desc = desc_of();
+        desc.data = seat.data.get();
+        desc.node = seat.node.get();
+        desc.nonfinite = DSOPT_NONFINITE_SKIP;
+        Trainer trainer(seat.ctx, desc, group_for(algorithm, 4), weights());
+        for (int64_t call = 1; call <= 12; ++call) {
+            std::vector<Array> grads = gradients(reduction(trainer) == DSOPT_REDUCE_FULL ? 0 : rank, call);
+            const bool bad = call % 3 == 0;
+            if (bad && rank == int(call) % ranks) grads[4].set(77, kNaN);
+            const std::string before = trainer.weight(4).bytes();
+            ASSERT_TRUE(ok(trainer.step(grads)));
+            EXPECT_EQ(trainer.report().last_skipped, bad) << call;
+            EXPECT_EQ(trainer.weight(4).bytes() == before, bad) << call;
+        }
+    });
+}
+
+TEST_P(TwoLevelFamily, RanksClipByTheRootMeanSquareOfAllNorms) {
+    std::vector<double> norms(size_t(per_node * nodes));
+    double wanted = 0;
+    for (size_t rank = 0; rank < norms.size(); ++rank)
+        for (const Array &tensor : gradients(int(rank), 5))
+            for (const float value : tensor.floats()) wanted += double(value) * double(value) / double(norms.size());
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l;
+        dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
+        desc.data = seat.data.get();
+        desc.node = seat.node.get();
+        desc.max_norm = 0.5;
+        dsopt_group group = group_for(algorithm, 2);
+        group.var_interval_steps = algorithm == DSOPT_ZERO_ONE_ADAM ? 1 : 0;
+        Trainer trainer(seat.ctx, desc, group, weights());
+        for (int64_t call = 1; call <= 5; ++call) ASSERT_TRUE(ok(trainer.step(gradients(rank, call))));
+        norms[size_t(rank)] = trainer.report().grad_norm;
+    });
+    for (const double norm : norms) {
+        EXPECT_EQ(norm, norms[0]);
+        EXPECT_NEAR(norm, std::sqrt(wanted), 1e-6 * std::sqrt(wanted));
+    }
+}
+
+TEST(TwoLevelOptimizer, NodesOfOneRankAreTheFlatOne) {
+    with_nodes(1, 3, [&](const Seat &seat) {
+        dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
+        desc.data = seat.data.get();
+        Trainer flat(seat.ctx, desc, group_for(DSOPT_ONEBIT_ADAM, 4), weights());
+        Trainer two = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        for (int64_t call = 1; call <= 10; ++call) {
+            ASSERT_TRUE(ok(flat.step(gradients(seat.d, call))));
+            ASSERT_TRUE(ok(two.step(gradients(seat.d, call))));
+        }
+        EXPECT_TRUE(same(flat.snapshot(), two.snapshot()));
+    });
+}
+
+TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
+    constexpr int per_node = 4;
+    std::vector<float> wanted;
+    {
+        const Context ctx = make_context(1); // one rank on the mean
+        Trainer alone(ctx, desc_of(), group_for(DSOPT_ONEBIT_ADAM, 4), weights());
+        for (int64_t call = 1; call <= 12; ++call) {
+            std::vector<Array> mean = gradients(0, call);
+            for (int rank = 1; rank < per_node; ++rank) {
+                const std::vector<Array> other = gradients(rank, call);
+                for (size_t t = 0; t < mean.size(); ++t)
+                    for (size_t i = 0; i < mean[t].size(); ++i) mean[t].set(i, mean[t][i] + other[t][i]);
+            }
+            for (Array &tensor : mean)
+                for (size_t i = 0; i < tensor.size(); ++i) tensor.set(i, tensor[i] / per_node);
+            ASSERT_TRUE(ok(alone.step(mean)));
+        }
+        wanted = alone.weight(4).floats();
+    }
+    with_nodes(per_node, 1, [&](const Seat &seat) {
+        dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
+        desc.node = seat.node.get(); // no data comm: one node
+        Trainer trainer(seat.ctx, desc, group_for(DSOPT_ONEBIT_ADAM, 4), weights());
+        for (int64_t call = 1; call <= 12; ++call) ASSERT_TRUE(ok(trainer.step(gradients(seat.l, call))));
+        for (const dsopt_state_info &info : trainer.state())
+            for (const char *name : {"worker_error", "server_error", "active"}) EXPECT_STRNE(info.name, name);
+        const std::vector<float> got = trainer.weight(4).floats();
+        for (size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], wanted[i], 2e-5) << i;
+    });
+}
+
+TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        const int rank = seat.d * 2 + seat.l;
+        Trainer first = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES),
+                second = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        for (int64_t call = 1; call <= 8; ++call) ASSERT_TRUE(ok(first.step(gradients(rank, call))));
+        std::vector<int64_t> sizes;
+        for (const size_t n : kParams) sizes.push_back(int64_t(n));
+        const Places at(2, 2, sizes);
+        const std::vector<float> owed = first.state("worker_error");
+        EXPECT_EQ(int64_t(owed.size()), at.slice() + int64_t(sizes.size()));
+        EXPECT_EQ(int64_t(first.state("server_error").size()), at.chunk + at.scales);
+        EXPECT_TRUE(std::any_of(owed.begin(), owed.end(), [](float value) { return value != 0; }));
+        const std::vector<dsopt_state_info> list = first.state();
+        for (size_t i = 0; i < list.size(); ++i) { // all of it through host memory
+            std::string bytes(size_t(list[i].tensor.numel) * 4, 0);
+            must(dsopt_optimizer_export(first.opt(), int64_t(i), bytes.data(), bytes.size()));
+            must(dsopt_optimizer_import(second.opt(), int64_t(i), bytes.data(), bytes.size()));
+        }
+        for (size_t t = 0; t < kParams.size(); ++t) {
+            const dsopt_tensor to = second.weight(t).tensor(), from = first.weight(t).tensor();
+            if (to.numel > 0) std::memcpy(to.data, from.data, size_t(to.numel) * 4);
+        }
+        for (int64_t call = 9; call <= 14; ++call) {
+            ASSERT_TRUE(ok(first.step(gradients(rank, call))));
+            ASSERT_TRUE(ok(second.step(gradients(rank, call))));
+        }
+        EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
+    });
+}
+
+TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
+    constexpr int64_t numel = 1001;
+    with_nodes(3, 2, [&](const Seat &seat) {
+        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 50), {Array(DSOPT_F32, size_t(numel), 1.0f)},
+                                     DSOPT_OPTIMIZER_AVERAGES);
+        const int rank = seat.d * 3 + seat.l;
+        const Array gradient(DSOPT_F32, Random(uint64_t(rank)).floats(size_t(numel)));
+        ASSERT_TRUE(ok(trainer.step({gradient})));
+        const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
+        ASSERT_TRUE(ok(trainer.step({gradient})));
+        constexpr int64_t slice = (numel + 2) / 3, flag = 8; // all agree on skipping: one double over both
+        EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, slice * 4 + flag);
+        EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, 2 * 2 * slice * 4 + flag * 4 / 3);
+    });
+}
+
+TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
+    // Every rank pulls towards a point of its own; the least sum of squares is at their mean. No coordinate begins near
+    // it: one scale for all would throw those with a small variance about.
+    constexpr size_t numel = 3000;
+    constexpr int per_node = 2, nodes = 2, ranks = per_node * nodes;
+    std::vector<float> common = Random(59).floats(numel, -1, 1);
+    for (float &value : common) value += value < 0 ? -1.0f : 1.0f;
+    Values point;
+    std::vector<double> target(numel);
+    for (int r = 0; r < ranks; ++r) {
+        point.push_back(Random(uint64_t(60 + r)).floats(numel, -0.3, 0.3));
+        for (size_t i = 0; i < numel; ++i) {
+            point.back()[i] += common[i];
+            target[i] += double(point.back()[i]) / ranks;
+        }
+    }
+    struct Losses {
+        double frozen, last;
+    };
+    const auto train = [&](Trainer &trainer, int rank) {
+        Losses losses{};
+        for (int call = 1; call <= 400; ++call) {
+            Array gradient(DSOPT_F32, numel, 0.0f);
+            for (size_t i = 0; i < numel; ++i) gradient.set(i, trainer.weight()[i] - point[size_t(rank)][i]);
+            must(trainer.step({gradient}));
+            losses.last = 0;
+            for (size_t i = 0; i < numel; ++i)
+                losses.last += std::pow(double(trainer.weight()[i]) - target[i], 2) / numel;
+            if (call == 40) losses.frozen = losses.last;
+        }
+        return losses;
+    };
+    dsopt_group group = group_for(DSOPT_ONEBIT_ADAM, 40);
+    group.weight_decay = 0;
+    group.lr = 2e-3;
+    const std::vector<Array> start = {Array(DSOPT_F32, numel, 0.0f)};
+    std::array<Losses, ranks> flat{}, two{};
+    const CommId id = new_id();
+    run_ranks(ranks, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, ranks);
+        dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
+        desc.data = comm.get();
+        Trainer trainer(ctx, desc, group, start);
+        flat[size_t(rank)] = train(trainer, rank);
+    });
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l;
+        Trainer trainer = trainer_of(seat, group, start, DSOPT_OPTIMIZER_AVERAGES);
+        two[size_t(rank)] = train(trainer, rank);
+    });
+    EXPECT_LT(flat[0].last, 0.1 * flat[0].frozen);
+    for (const Losses &losses : two) {
+        EXPECT_EQ(losses.last, two[0].last);
+        EXPECT_LT(losses.last, 0.1 * losses.frozen) << "in compressed steps";
+        EXPECT_LT(losses.last, 1.2 * flat[0].last) << "with less noise";
+    }
+    RecordProperty("flat", std::to_string(flat[0].last));
+    RecordProperty("two_level", std::to_string(two[0].last));
+}
+
+TEST(TwoLevelOptimizer, OfAnotherAlgorithmAgreesOnSkippingOverBothLevels) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        dsopt_optimizer_desc desc = desc_of();
+        desc.data = seat.data.get();
+        desc.node = seat.node.get();
+        desc.nonfinite = DSOPT_NONFINITE_SKIP;
+        Trainer trainer(seat.ctx, desc, group_of(DSOPT_ADAMW), weights());
+        std::vector<Array> grads = gradients(0, 1);
+        if (seat.l == 1 && seat.d == 1) grads[0].set(3, kInf);
+        ASSERT_TRUE(ok(trainer.step(grads)));
+        EXPECT_EQ(trainer.report().last_skipped, 1);
+        ASSERT_TRUE(ok(trainer.step(gradients(0, 2))));
+        EXPECT_EQ(trainer.report().last_skipped, 0);
+    });
+}
+
+TEST(TwoLevelOptimizer, IsRefusedInCompatModeAndWithOneCommForBothLevels) {
+    with_nodes(2, 1, [&](const Seat &seat) {
+        dsopt_optimizer *opt = nullptr;
+        dsopt_optimizer_desc desc = desc_of();
+        desc.data = seat.data.get();
+        desc.node = seat.node.get();
+        desc.compat = DSOPT_COMPAT_DEEPSPEED;
+        EXPECT_TRUE(fails(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "compat"));
+        desc.compat = DSOPT_STANDARD;
+        desc.data = seat.node.get();
+        EXPECT_TRUE(fails(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "one comm"));
+        EXPECT_EQ(opt, nullptr);
+    });
+}
+
+} // namespace
