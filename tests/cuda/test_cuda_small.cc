@@ -43,32 +43,37 @@ TEST_F(CudaSmall, SkipsAndStepsMixedLambWithAScalerLikeTheCpu) {
 }
 
 TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
-    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB})
-        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
-            Setting s = small(algorithm);
-            s.sizes = {5, 4100};
-            s.desc.compat = compat;
-            s.change = [](dsopt_group &group, int) {
-                group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
-                group.freeze_step = 1;
-                if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
-            };
-            std::vector<std::vector<std::vector<char>>> results[2];
-            for (const bool device : {false, true}) {
-                results[device].resize(2);
-                const Ranks group(2);
-                group.run([&](int rank) {
-                    Side side(device, s, &group, rank);
-                    for (int t = 0; t < 5; ++t) {
-                        side.fill_gradients(t + 9 * rank);
-                        OK(side.step());
-                    }
-                    results[device][size_t(rank)] = side.everything();
-                });
-            }
-            for (size_t rank = 0; rank < 2; ++rank)
-                EXPECT_TRUE(same(results[0][rank], results[1][rank])) << "algorithm " << algorithm << ", rank " << rank;
+    const struct {
+        int32_t algorithm, compat;
+        int steps;
+    } rows[] = {{DSOPT_ONEBIT_ADAM, DSOPT_STANDARD, 2},
+                {DSOPT_ZERO_ONE_ADAM, DSOPT_STANDARD, 4},
+                {DSOPT_ONEBIT_LAMB, DSOPT_COMPAT_DEEPSPEED, 3}};
+    for (const auto &row : rows) {
+        Setting s = small(row.algorithm);
+        s.sizes = {5, 4100};
+        s.desc.compat = row.compat;
+        s.change = [](dsopt_group &group, int) {
+            group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+            group.freeze_step = 1;
+            if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
+        };
+        std::vector<std::vector<std::vector<char>>> results[2];
+        for (const bool device : {false, true}) {
+            results[device].resize(2);
+            const Ranks group(2);
+            group.run([&](int rank) {
+                Side side(device, s, &group, rank);
+                for (int t = 0; t < row.steps; ++t) {
+                    side.fill_gradients(t + 9 * rank);
+                    OK(side.step());
+                }
+                results[device][size_t(rank)] = side.everything();
+            });
         }
+        for (size_t rank = 0; rank < 2; ++rank)
+            EXPECT_TRUE(same(results[0][rank], results[1][rank])) << "algorithm " << row.algorithm << ", rank " << rank;
+    }
 }
 
 TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
