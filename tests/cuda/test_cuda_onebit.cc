@@ -246,4 +246,31 @@ TEST_F(CudaOneBit, RefusesToBeCaptured) {
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
+TEST_F(CudaOneBit, RefusesANodeComm) {
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.backend = DSOPT_CUDA;
+    dsopt_context *context = nullptr;
+    OK(dsopt_context_create(&where, &context));
+    dsopt_comm *data = nullptr, *node = nullptr;
+    OK(dsopt_comm_create(context, nullptr, &data));
+    OK(dsopt_comm_create(context, nullptr, &node));
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.data = data;
+    desc.node = node;
+    dsopt_optimizer *optimizer = nullptr;
+    EXPECT_EQ(dsopt_optimizer_create(context, &desc, &optimizer), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_NE(std::string(dsopt_last_error()).find("node comm"), std::string::npos) << dsopt_last_error();
+    const dsopt_tensor tensor{nullptr, 40, DSOPT_F32, 0};
+    DSOPT_NEW(dsopt_compressed, args);
+    args.tensors = &tensor;
+    args.count = 1;
+    args.node = node;
+    int64_t worker = 7;
+    EXPECT_EQ(dsopt_compressed_sizes(data, &args, &worker, nullptr, nullptr), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(worker, 7);
+    dsopt_comm_destroy(node);
+    dsopt_comm_destroy(data);
+    dsopt_context_destroy(context);
+}
+
 } // namespace
