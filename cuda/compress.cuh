@@ -278,11 +278,12 @@ __global__ void __launch_bounds__(kThreads) result_scales_kernel(const DeviceExc
         if (slot >= layout.slots[layout.rank] || layout.parts[first + slot].numel == 0) row[slot] = 0;
 }
 
-/// The mean of V neighbours of a part, from the rows of results. For V = 4 or 8 their bits are in one byte.
-template <int V> __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, int32_t part, int64_t worker) {
+/// The mean of V neighbours of a part, from rows of results. For V = 4 or 8 their bits are in one byte.
+template <int V>
+__device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
     const CompressLayout::Unit &unit = x.layout.units[x.layout.parts[part].unit];
     const InChunk place(unit, worker);
-    char *row = x.row(x.results, place.chunk);
+    char *row = x.row(rows, place.chunk);
     const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
     const int64_t bit = unit.server + place.at;
     const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
@@ -298,10 +299,18 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
         void *to = list[part].data;
         const bool vector = aligned16(to);
+        const auto value = [&](auto width, int k) {
+            constexpr int W = decltype(width)::value;
+            Pack<W> y = mean_of<W>(x, x.results, part, worker + k);
+            const uint32_t active = active_bits(x.active, worker + k);
+#pragma unroll
+            for (int j = 0; j < W; ++j) y.at[j] = (active >> j) & 1u ? y.at[j] : 0.0f;
+            return y;
+        };
         for (int k = int(threadIdx.x) * 8; k + 8 <= real; k += kThreads * 8)
-            store(mean_of<8>(x, part, worker + k), to, Dtype::f32, begin + k, vector);
+            store(value(std::integral_constant<int, 8>{}, k), to, Dtype::f32, begin + k, vector);
         for (int k = real / 8 * 8 + int(threadIdx.x); k < real; k += kThreads)
-            store_one(mean_of<1>(x, part, worker + k).at[0], to, Dtype::f32, begin + k);
+            store_one(value(std::integral_constant<int, 1>{}, k).at[0], to, Dtype::f32, begin + k);
     });
 }
 

@@ -20,6 +20,7 @@ struct DeviceOneBit {
     float *trust_average, *trust_factor, *scaling;
     int32_t *active;
     float *padding;
+    char *momentum;  // exp_avg_bits, or NULL
     double *factors; // one a leaf
     Stage stage;
     bool compat;
@@ -30,10 +31,14 @@ struct DeviceOneBit {
 /// Everything that the rules read, of V neighbours.
 template <int V> struct Inputs { Pack<V> g, p, m, v, drift; };
 template <int V, Feed F>
-__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, const OneBitJob &one, int64_t i) {
+__device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job, const OneBitJob &one,
+                                                 int64_t i) {
     Inputs<V> t;
     t.g = load_gradient<V, true>(job, i);
-    t.m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+    if (F == Feed::momentum && b.momentum != nullptr && b.schedule->momentum_in_bits != 0)
+        t.m = mean_of<V>(b.x, b.momentum, one.part, one.worker + i);
+    else
+        t.m = load<V>(job.m, job.state_type, i, aligned16(job.m));
     if constexpr (F == Feed::distance) {
         t.p = load_weight<V>(job, i);
         t.v = load<V>(job.v, job.state_type, i, aligned16(job.v));
@@ -103,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_ke
         float *kept = b.exchanges ? b.x.worker + one.worker : nullptr;
         for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
             constexpr int W = decltype(width)::value;
-            Inputs<W> t = load_inputs<W, F>(job, one, i);
+            Inputs<W> t = load_inputs<W, F>(b, job, one, i);
             if constexpr (F == Feed::distance) {
 #pragma unroll
                 for (int k = 0; k < W; ++k)
@@ -150,14 +155,14 @@ __global__ void __launch_bounds__(kThreads) finish_padding_kernel(const DeviceOn
     const int64_t used = b.x.layout.used[0];
     for (int64_t k = used + int64_t(blockIdx.x) * kThreads + threadIdx.x; k < part.numel;
          k += int64_t(gridDim.x) * kThreads)
-        b.padding[k - used] = mean_of<1>(b.x, 0, part.begin + k).at[0];
+        b.padding[k - used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
 }
 
 /// The mean of V neighbours. Without other ranks the own values are it.
 template <int V, Feed F>
 __device__ __forceinline__ Pack<V> mean_values(const DeviceOneBit &b, const SharedScalars &s, const SharedOneBit &o,
                                                const OneBitJob &one, const Inputs<V> &t, int64_t i) {
-    if (b.exchanges) return mean_of<V>(b.x, one.part, one.worker + i);
+    if (b.exchanges) return mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
     Pack<V> y;
 #pragma unroll
     for (int k = 0; k < V; ++k)
@@ -190,7 +195,7 @@ template <Feed F> __global__ void __launch_bounds__(kThreads, 4) finish_kernel(c
 #pragma unroll
             for (int k = 0; k < W; ++k)
                 take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
-            store(t.m, job.m, job.state_type, i, aligned16(job.m));
+            if (b.momentum == nullptr) store(t.m, job.m, job.state_type, i, aligned16(job.m));
             if constexpr (F == Feed::distance) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             publish<W, true>(plan, job, s, t.p, old, i);
         });
@@ -205,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b
         const OneBitJob &one = b.jobs[tensor];
         for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
-            Inputs<W> t = load_inputs<W, Feed::distance>(job, one, i);
+            Inputs<W> t = load_inputs<W, Feed::distance>(b, job, one, i);
 #pragma unroll
             for (int k = 0; k < W; ++k)
                 local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
@@ -357,7 +362,19 @@ __global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit
                 average_trust(b.trust, plan.trust_ratio[i], b.trust_average[i], b.scaling[i]);
     if (taken && b.stage == Stage::sync)
         for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) write_double(b.lr_sum + 2 * g, 0);
-    if (threadIdx.x == 0 && (taken || !b.compat)) (void)advance_schedule(b.rules, *b.schedule);
+    if (threadIdx.x != 0) return;
+    if (taken && b.stage == Stage::exchange && b.momentum != nullptr) b.schedule->momentum_in_bits = 1;
+    if (taken || !b.compat) (void)advance_schedule(b.rules, *b.schedule);
+}
+
+/// Rows of results to where the momentum is kept.
+__global__ void __launch_bounds__(kThreads) keep_momentum_kernel(const DeviceOneBit b) {
+    if (skipped(b.d)) return;
+    const int64_t words = b.x.layout.row_bytes * b.x.layout.ranks / 4;
+    const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
+    auto *to = reinterpret_cast<int32_t *>(b.momentum);
+    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < words; k += int64_t(gridDim.x) * kThreads)
+        to[k] = from[k];
 }
 
 /// Standard mode, after the variance has moved: which elements have one.

@@ -72,6 +72,7 @@ public:
               .scaling = one_.scaling,
               .active = one_.active,
               .padding = one_.padding,
+              .momentum = one_.momentum,
               .factors = reinterpret_cast<double *>(plan.bad),
               .stage = one_.stage,
               .compat = one_.compat,
@@ -169,6 +170,7 @@ private:
     template <Feed F, class Mark> void through(const Mark &mark) {
         send<F>(mark);
         launch("finish", finish_kernel<F>, 0);
+        if (one_.momentum != nullptr) launch("keep_momentum", keep_momentum_kernel, 0);
         mark(2);
     }
 

@@ -511,7 +511,12 @@ enum {
      * rank gets DSOPT_ERR_MISMATCH, nothing is changed and the comm is as good as before; so too if a rank refuses its
      * arguments, which alone gets the reason. Without it such ranks hang, fail as the comm does, or drift apart. One
      * all-reduce of 100 bytes */
-    DSOPT_OPTIMIZER_CHECK_RANKS = 64
+    DSOPT_OPTIMIZER_CHECK_RANKS = 64,
+    /** 1-bit Adam in standard mode: once the variance is frozen the momentum is what the last exchange brought, a bit
+     * an element and a few scales, and is kept as that in exp_avg_bits: a step moves 8 bytes an element less, to the
+     * same bits. exp_avg is brought up to date by dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group,
+     * and holds an older momentum in between. No masks; no effect with one rank, or one node */
+    DSOPT_OPTIMIZER_MOMENTUM_BITS = 128
 };
 enum {
     DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
@@ -614,7 +619,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter
  * (master, exp_avg, exp_avg_sq, grad_accum; 0/1 Adam: anchor, in compat mode momentum_accumulator; 1-bit LAMB:
  * exp_avg_sq_fresh; mask), then of the optimizer (1-bit family: worker_error and server_error as in dsopt_compressed,
- * active: I32, a bit an element whose variance is not 0, schedule: I32, 8 words; 0/1 Adam lr_sum: a double a group as
+ * active: I32, a bit an element whose variance is not 0, with MOMENTUM_BITS exp_avg_bits: I32, the rows of the last
+ * exchange, never in files, schedule: I32, 8 words; 0/1 Adam lr_sum: a double a group as
  * I32 words; 1-bit LAMB trust_average, trust_factor and trust_scaling: F32, one a parameter, exp_avg_pad; with a scaler
  * loss_scale: F32, one, and scaler: I32, 12 words; trust_ratio where a group is LAMB: F32, one a parameter; step: I32,
  * one a parameter). Export writes errors as what is owed, followed by scales of 0. Each is there only where it is used.

@@ -280,12 +280,14 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+        optimizer.settle_momentum();
         optimizer.export_entry(entry, host);
     });
 }
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+        optimizer.settle_momentum();
         optimizer.context().backend().copy_from_host(entry.data, host, bytes, nullptr);
         optimizer.state_changed();
     });

@@ -72,6 +72,7 @@ struct CompressLayout {
         const std::vector<Part> &list = all().parts;
         return list.empty() ? 0 : (list.back().begin + list.back().numel + 31) / 32;
     }
+    int64_t rows_bytes() const { return row_bytes() * ranks; }
     int64_t row_bytes() const { return row_scales * 4 + (server_numel / 8 + 3) / 4 * 4; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.
     int64_t worker_floats() const { return worker_numel + int64_t(parts.size()); }

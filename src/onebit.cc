@@ -191,9 +191,14 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
                     .scaling = find("trust_scaling", static_cast<float *>(nullptr)),
                     .active = find("active", static_cast<int32_t *>(nullptr)),
                     .padding = find("exp_avg_pad", static_cast<float *>(nullptr)),
+                    .momentum = reinterpret_cast<char *>(find("exp_avg_bits", static_cast<int32_t *>(nullptr))),
                     .trust = {own->trust_beta, own->trust_threshold, own->trust_min_change, own->trust_max_change,
                               setup.rules.compat}};
     plan.exchange.active = plan.active;
+    if (plan.momentum != nullptr && context_->backend().is_host()) { // in a step that is taken it may go there at once
+        if (!setup.layout.has_levels()) plan.exchange.slice_results = plan.momentum;
+        plan.exchange.results = plan.momentum;
+    }
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_group &group = groups_[size_t(param.group)];
@@ -267,6 +272,32 @@ int32_t Optimizer::next_reduction(int64_t call) const {
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
     for (int64_t i = 1; i < call; ++i) (void)advance_schedule(onebit_->rules, state);
     return reduction_of(stage_of(onebit_->rules, state));
+}
+
+void Optimizer::settle_momentum() {
+    if (!(desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) || !onebit_) return;
+    const auto of = [&](const char *name) -> const StateEntry * {
+        for (const StateEntry &entry : state_)
+            if (std::strcmp(entry.name, name) == 0) return &entry;
+        return nullptr;
+    };
+    const StateEntry *const bits = of("exp_avg_bits"), *const schedule = of("schedule");
+    if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
+    const Backend &backend = context_->backend();
+    ScheduleState state;
+    backend.copy_to_host(&state, schedule->data, sizeof state, nullptr);
+    if (state.momentum_in_bits == 0) return;
+    Exchange exchange(onebit_->layout, nullptr, nullptr, nullptr);
+    exchange.results = static_cast<char *>(bits->data);
+    exchange.active = static_cast<const int32_t *>(of("active")->data);
+    std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
+    for (size_t i = 0; i < params_.size(); ++i)
+        if (onebit_->worker[i] >= 0)
+            moments.push_back(state_[size_t(params_[i].first_state) + params_[i].has_master].tensor());
+    backend.compress_decode(exchange, moments.data(), int64_t(moments.size()), context_->parallel(), nullptr);
+    state.momentum_in_bits = 0;
+    backend.copy_from_host(schedule->data, &state, sizeof state, nullptr);
+    state_changed();
 }
 
 void Optimizer::forget_like_original() {

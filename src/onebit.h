@@ -50,6 +50,7 @@ struct OneBitPlan {
     float *trust_average, *trust_factor, *scaling;
     int32_t *active; // standard mode: whose variance is not 0, as Exchange::active
     float *padding;  // 1-bit LAMB of the original: the tail of its flat momentum
+    char *momentum;  // exp_avg_bits, or NULL
     TrustRules trust;
 };
 

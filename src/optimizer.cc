@@ -106,9 +106,12 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                     desc.compat);
     constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                                DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
-                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS;
+                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
+                               DSOPT_OPTIMIZER_MOMENTUM_BITS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
+    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_STANDARD)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
     if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
@@ -223,6 +226,11 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                     DSOPT_STATE_RANK_LOCAL);
             if (group.algorithm == DSOPT_ONEBIT_LAMB) add("exp_avg_sq_fresh", DSOPT_F32, 0);
             if (given.flags & DSOPT_PARAM_MASKED) add("mask", DSOPT_F32, 0);
+            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && (given.flags & DSOPT_PARAM_MASKED))
+                throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with",
+                            label.name);
+            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && group.algorithm != DSOPT_ONEBIT_ADAM)
+                throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
         }
         leaf += leaves_of(param.numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
@@ -257,6 +265,10 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
             whole("worker_error", DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL, false);
             whole("server_error", DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL, false);
             if (desc_.compat == DSOPT_STANDARD) whole("active", DSOPT_I32, setup->layout.used_words(), 0, false);
+            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) {
+                whole("exp_avg_bits", DSOPT_I32, setup->layout.all().rows_bytes() / 4, 0, false);
+                longer.back().saved = false; // exp_avg is
+            }
         }
         whole("schedule", DSOPT_I32, sizeof(ScheduleState) / 4, 0, true);
         if (setup->rules.algorithm == DSOPT_ZERO_ONE_ADAM)
@@ -267,9 +279,10 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
             if (desc_.compat != DSOPT_STANDARD && setup->compresses)
                 whole("exp_avg_pad", DSOPT_F32, setup->layout.worker_numel - setup->used[0], 0, false);
         }
-    } else if (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) {
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "DSOPT_OPTIMIZER_AVERAGES is for the 1-bit family, whose first group comes first");
+    } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
+        throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
+                    desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
+                                                           : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
     }
     if (with_.scaler) {
         longer.push_back({"loss_scale", -1, DSOPT_F32, 0, 1, with_.scaler->scale(), false, true});
@@ -279,6 +292,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     if (std::any_of(new_groups.begin(), new_groups.end(), has_trust))
         longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr, true});
     longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr, true});
+    settle_momentum(); // its rows are those of the list as it was
     std::vector<Memory> new_memory;
     for (StateEntry &entry : longer) {
         const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
@@ -568,6 +582,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     check_state_list(list, count, false);
+    settle_momentum();
     std::vector<Interval> intervals;
     for (const Param &param : params_)
         intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
@@ -592,6 +607,7 @@ void Optimizer::reset(uint32_t what, void *stream) {
         if (std::strcmp(entry.name, "grad_accum") == 0) return DSOPT_RESET_GRADS;
         if (std::strcmp(entry.name, "mask") == 0) return 0; // the caller's
         if (entry.param >= 0) return DSOPT_RESET_MOMENTS;
+        if (std::strcmp(entry.name, "active") == 0) return DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS; // no variance
         if (std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0)
             return DSOPT_RESET_ERRORS;
         return entry.of_scaler ? 0 : DSOPT_RESET_COUNTERS; // the scaler is its own
@@ -601,6 +617,7 @@ void Optimizer::reset(uint32_t what, void *stream) {
             if (param.has_master && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
+    settle_momentum(); // which counters tell
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
     state_changed();

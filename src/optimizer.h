@@ -50,6 +50,7 @@ struct StateEntry {
     bool per_param; // one element a parameter
     bool of_scaler = false;
     bool carried = false; // keeps its contents when groups are added
+    bool saved = true;
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
 };
@@ -169,6 +170,8 @@ public:
     /// After a load: what the original forgets or decides anew there.
     void forget_like_original();
     const OneBitSetup *onebit() const { return onebit_.get(); }
+    /// exp_avg is what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
+    void settle_momentum();
     /// To be called where state tensors may have been written to, other than by steps.
     void state_changed() { known_schedule_.valid = false; }
 

@@ -305,6 +305,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             if (param.data == nullptr && param.numel != 0)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory", param.name.c_str());
     optimizer.ensure_state(nullptr, nullptr);
+    optimizer.settle_momentum();
 
     Metadata metadata{{"format", "dsopt"},
                       {"format_version", kFormatVersion},
@@ -350,8 +351,9 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         memory.push_back(static_cast<const char *>(data));
     };
     for (const StateEntry &entry : optimizer.state())
-        add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
-            entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
+        if (entry.saved)
+            add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
+                entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
     if (with_params)
         for (const Param &param : optimizer.params())
             add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
@@ -407,7 +409,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         const bool of_scaler = entry.of_scaler;
-        if (is_error(entry) && !with_errors) continue;
+        if (!entry.saved || (is_error(entry) && !with_errors)) continue;
         if (forgets && std::strcmp(entry.name, "exp_avg_pad") == 0) continue;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         if (files.makes(entry)) {

@@ -194,7 +194,7 @@ void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_
         const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, list[i].numel);
         if (begin < end)
             kernels.mean(view_of(exchange, int32_t(i)), layout.parts[size_t(i)].begin + begin, end - begin,
-                         static_cast<float *>(list[i].data) + begin);
+                         static_cast<float *>(list[i].data) + begin, exchange.active);
     });
 }
 

@@ -37,6 +37,9 @@ OneBitSpan OneBitStep::onebit_span(int64_t i, const Span &span) const {
     }
     result.active = one_.exchange.active;
     result.mean = view_of(one_.exchange, job.part);
+    result.momentum_goes = one_.momentum != nullptr;
+    // The rows of results are those of the last exchange until this one's come.
+    if (momentum_in_bits_) result.momentum = result.mean;
     return result;
 }
 
@@ -86,7 +89,7 @@ void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
     mark(DSOPT_MS_EXCHANGE);
     if (one_.padding != nullptr)
         onebit_.mean(view_of(one_.exchange, 0), parts[0].begin + one_.setup->used[0],
-                     parts[0].numel - one_.setup->used[0], one_.padding);
+                     parts[0].numel - one_.setup->used[0], one_.padding, nullptr);
 }
 
 void OneBitStep::mark(int phase) {
@@ -116,9 +119,12 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
             write_double(one_.lr_sum + 2 * g, read_double(one_.lr_sum + 2 * g) + lr);
         }
     if (one_.stage == Stage::local) return for_own(cut, span_of, onebit_.local);
+    momentum_in_bits_ = one_.momentum != nullptr && one_.schedule->momentum_in_bits != 0;
     send(cut, span_of);
+    momentum_in_bits_ = false;
     for_own(cut, span_of, onebit_.finish);
     mark(DSOPT_MS_DECOMPRESS);
+    if (one_.momentum != nullptr) one_.schedule->momentum_in_bits = 1;
     if (one_.stage == Stage::sync)
         for (int64_t g = 0; g < plan_.group_count; ++g) write_double(one_.lr_sum + 2 * g, 0);
 }

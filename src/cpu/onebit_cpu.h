@@ -51,6 +51,7 @@ private:
     const Kernels &kernels_;
     const OneBitKernels &onebit_;
     Feed feed_ = Feed::momentum;
+    bool momentum_in_bits_ = false; // until the exchange
     double *ms_ = nullptr;
     std::chrono::steady_clock::time_point last_{};
 };

@@ -132,6 +132,11 @@ void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
     }
 }
 
+void mean_of_active(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active) {
+    mean(view, worker, n, y);
+    if (active != nullptr) leave_out(y, n, active, worker);
+}
+
 // ------------------------------------------------------------------------------------------------- pieces of a step
 /// One tile of everything that the rules read, as floats; closed again by whoever wrote to it.
 struct Tile {
@@ -142,7 +147,11 @@ struct Tile {
         const TensorJob &job = *one.span->job;
         g = open_gradient(job, i, n, g_buffer);
         p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-        m = open(job.m, job.state_type, i, n, m_buffer);
+        if (one.momentum.rows != nullptr) {
+            mean(one.momentum, one.worker + i, n, m_buffer.at);
+            m = m_buffer.at;
+        } else
+            m = open(job.m, job.state_type, i, n, m_buffer);
         v = open(job.v, job.state_type, i, n, v_buffer);
         drift = one.drift != nullptr ? one.drift + i : drift_buffer.at;
     }
@@ -217,6 +226,7 @@ void finish(const OneBitSpan &one) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(one, i, n, keep);
+        if (one.momentum_goes) t.m = t.m_buffer.at;
         if (needs_old) widen(t.p, old.at, n, F32{});
         mean_of(one, t, i, n, y.at);
         if (one.feed == Feed::gradient)
@@ -228,7 +238,7 @@ void finish(const OneBitSpan &one) {
         settle(span, t.p, i, n);
         if (needs_old) subtract(t.p, old.at, n);
         if (!keep) close(t.p, job.weight, job.weight_type, i, n);
-        close(t.m, job.m, job.state_type, i, n);
+        if (!one.momentum_goes) close(t.m, job.m, job.state_type, i, n);
         publish(span, t.p, old.at, i, n);
     }
     if (span.streaming) fence_streaming();
@@ -311,7 +321,8 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN_(a, b) a##b
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
-const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
-    add_error, mean_of_rows, add_rows, pack, serve, mean, errors, feed, finish, lamb_mean, lamb_weights, local};
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, mean_of_rows,   add_rows,     pack,
+                                                      serve,     mean_of_active, errors,       feed,
+                                                      finish,    lamb_mean,      lamb_weights, local};
 
 } // namespace dsopt::cpu

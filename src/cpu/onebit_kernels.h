@@ -31,6 +31,8 @@ struct OneBitSpan {
     const float *mask;     // or NULL
     float *fresh;          // 1-bit LAMB
     MeanView mean;
+    MeanView momentum;  // rows NULL: it is in exp_avg
+    bool momentum_goes; // it stays in the rows, not in exp_avg
 };
 
 struct OneBitKernels {
@@ -47,7 +49,8 @@ struct OneBitKernels {
     /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.
     double (*serve)(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit,
                     int64_t n, float *kept, float scale, const int32_t *active, uint8_t *bits);
-    void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y);
+    /// `active`: of all elements.
+    void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active);
     void (*errors)(const float *kept, float scale, int64_t n, float *errors);
     void (*feed)(const OneBitSpan &span);
     void (*finish)(const OneBitSpan &span);

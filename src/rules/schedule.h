@@ -20,7 +20,8 @@ struct ScheduleState {
     int32_t step;   // of the optimizer; in compat mode those that were taken, otherwise calls
     int32_t frozen; // the variance does not change any more
     int32_t var_interval, var_counter, local_interval, local_counter; // intervals: 0 = not begun, which means 1
-    int32_t reserved[2];
+    int32_t momentum_in_bits;                                         // exp_avg_bits has it, not exp_avg
+    int32_t reserved;
 };
 static_assert(sizeof(ScheduleState) == 8 * sizeof(int32_t));
 

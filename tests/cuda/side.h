@@ -96,6 +96,7 @@ struct Setting {
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
     bool gaps = false;                                       // every fifth gradient is zero, always
+    int exports_every = 1;                                   // steps
     void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
 };
 

@@ -45,7 +45,7 @@ protected:
                 const dsopt_status status = side.step();
                 EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
                 if (status != DSOPT_OK) return;
-                all[size_t(rank)].push_back(side.everything());
+                if ((t + 1) % setting.exports_every == 0) all[size_t(rank)].push_back(side.everything());
             }
         });
         return all;
@@ -137,6 +137,18 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithAGroupThatIsNotFrozen) {
             s.change = second_is_not_frozen;
             expect_same_bits(s, ranks, -1, compat ? "compat" : "standard");
         }
+}
+
+TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithTheMomentumInBits) {
+    for (const int bad_step : {-1, 4, 8}) { // 4: the first exchange
+        Setting s = setting(DSOPT_ONEBIT_ADAM);
+        s.desc.flags = DSOPT_OPTIMIZER_MOMENTUM_BITS;
+        s.desc.max_norm = 1;
+        s.gaps = true;
+        for (const int ranks : {1, 2}) expect_same_bits(s, ranks, bad_step, std::to_string(bad_step));
+        s.exports_every = 5;
+        expect_same_bits(s, 3, bad_step, "seldom looked at");
+    }
 }
 
 TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
