@@ -755,7 +755,9 @@ typedef struct dsopt_step {
  * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
  * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
- * parameters and state are unchanged, the comms are lost.
+ * parameters and state are unchanged, the comms are lost. In an exchange of the 1-bit family that fails once it has
+ * begun only the compressed parameters (but 0/1 Adam's, which have taken their own step) and their moments are
+ * unchanged, not errors, counters and other groups: go on from a checkpoint.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 

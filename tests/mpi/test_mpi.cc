@@ -2,6 +2,7 @@
 // The MPI adapter, compiled with small pieces. Every rank is a process: run.sh. The argument names what happens; a rank
 // for which it does not happen so says it and exits with 1.
 #define DSOPT_MPI_PIECE 4096
+#include "../onebit_run.h"
 #include "dsopt_mpi.h"
 #include <atomic>
 #include <chrono>
@@ -162,6 +163,27 @@ void step() {
     dsopt_optimizer_destroy(opt);
 }
 
+/// The 1-bit family over processes gives the bits of ranks that are threads, in every call.
+void onebit() {
+    for (const onebit_run::Setting &setting : onebit_run::settings()) {
+        dsopt_comm *const comm = world();
+        const auto wanted = onebit_run::run_threads(setting, ranks)[size_t(rank)];
+        const std::vector<std::string> all = onebit_run::Rank(context(), comm, rank, setting).run();
+        for (size_t call = 0; call < all.size(); ++call)
+            if (all[call] != wanted[call]) {
+                std::printf("%s, call %d:\n", onebit_run::name_of(setting).c_str(), int(call + 1));
+                EXPECT(all[call] == wanted[call]);
+                break;
+            }
+        DSOPT_NEW(dsopt_comm_info, info);
+        EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
+        EXPECT(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL] >= 4);
+        EXPECT(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL] == info.calls_of[DSOPT_COLLECTIVE_ALL_GATHER]);
+        EXPECT(all.back() != all[all.size() - 2]);
+        dsopt_comm_destroy(comm);
+    }
+}
+
 void info() {
     dsopt_comm *const comm = world();
     DSOPT_NEW(dsopt_comm_info, info);
@@ -197,6 +219,44 @@ void rank_that_hangs() {
     EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(1500));
     EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
     dsopt_comm_destroy(comm);
+}
+
+/// Rank 0 stops in the middle of a compressed step, between its collectives.
+void rank_that_hangs_in_a_compressed_step() {
+    dsopt_comm *const comm = world(2000);
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.threads = 2; // so that the step asks for its pool
+    dsopt_context *two = nullptr;
+    EXPECT(dsopt_context_create(&where, &two) == DSOPT_OK);
+    onebit_run::Setting setting;
+    setting.sizes = {700000};
+    setting.averages = false;
+    setting.freeze_step = 1;
+    static int64_t at;
+    static int times;
+    setting.change = [](int64_t call, dsopt_step &step) {
+        at = call;
+        times = 0;
+        step.parallel_for = [](void *, int64_t n, void (*body)(void *, int64_t), void *arg) {
+            if (rank == 0 && at == 3 && ++times == 3) nap(5000); // the second packs, the third serves
+            for (int64_t i = 0; i < n; ++i) body(arg, i);
+        };
+    };
+    {
+        onebit_run::Rank trainer(two, comm, rank, setting);
+        EXPECT(trainer.step(1) == DSOPT_OK);
+        EXPECT(trainer.step(2) == DSOPT_OK);
+        const std::string before = trainer.bytes(false);
+        const auto begin = std::chrono::steady_clock::now();
+        EXPECT(trainer.step(3) == DSOPT_ERR_TIMEOUT);
+        EXPECT(std::strstr(dsopt_last_error(), "all-gather") != nullptr);
+        if (rank != 0) EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(4500));
+        EXPECT(trainer.bytes(false) == before);
+        EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
+        EXPECT(trainer.step(4) == DSOPT_ERR_TIMEOUT);
+    }
+    dsopt_comm_destroy(comm);
+    dsopt_context_destroy(two);
 }
 
 void rank_that_hangs_in_creating() {
@@ -250,16 +310,19 @@ void out_of_time() { // before MPI_Init; after MPI_Finalize: main
 } // namespace
 
 int main(int argc, char **argv) {
-    const std::map<std::string, void (*)()> scenarios = {{"collectives", collectives},
-                                                         {"same-bits", same_bits},
-                                                         {"step", step},
-                                                         {"info", info},
-                                                         {"different-calls", different_calls},
-                                                         {"rank-that-hangs", rank_that_hangs},
-                                                         {"rank-that-hangs-in-creating", rank_that_hangs_in_creating},
-                                                         {"abort-from-another-thread", abort_from_another_thread},
-                                                         {"released-after-finalize", released_after_finalize},
-                                                         {"released-in-a-child", released_in_a_child}};
+    const std::map<std::string, void (*)()> scenarios = {
+        {"collectives", collectives},
+        {"same-bits", same_bits},
+        {"step", step},
+        {"onebit", onebit},
+        {"info", info},
+        {"different-calls", different_calls},
+        {"rank-that-hangs", rank_that_hangs},
+        {"rank-that-hangs-in-creating", rank_that_hangs_in_creating},
+        {"rank-that-hangs-in-a-compressed-step", rank_that_hangs_in_a_compressed_step},
+        {"abort-from-another-thread", abort_from_another_thread},
+        {"released-after-finalize", released_after_finalize},
+        {"released-in-a-child", released_in_a_child}};
     if (argc != 2 || scenarios.count(argv[1]) == 0) return 2;
     out_of_time();
     int level = 0;

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 1-bit family on emulated devices with the double of NCCL between them: the bits of ranks that are threads on the
+// CPU.
+#include "../onebit_run.h"
+#include "nccl_ranks.h"
+
+namespace nccl_test {
+namespace {
+
+/// Parameters and gradients on the device that is current, with a stream of its own.
+onebit_run::Memory device_memory(cudaStream_t stream) {
+    const auto good = [](cudaError_t error) {
+        if (error != cudaSuccess) throw std::runtime_error("the emulated device refuses");
+    };
+    onebit_run::Memory memory;
+    memory.allocate = [good](size_t bytes) {
+        void *data = nullptr;
+        good(cudaMalloc(&data, bytes + 1));
+        return data;
+    };
+    memory.release = [](void *data) { (void)cudaFree(data); };
+    memory.write = [good, stream](void *to, const void *from, size_t bytes) {
+        good(cudaStreamSynchronize(stream)); // the last step reads its gradients
+        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    };
+    memory.read = [good, stream](void *to, const void *from, size_t bytes) {
+        good(cudaStreamSynchronize(stream));
+        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost));
+    };
+    memory.stream = stream;
+    return memory;
+}
+
+/// One rank's context, comm and stream.
+class Device {
+public:
+    Device(const std::string &id, int rank, int ranks, int timeout_ms) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = DSOPT_CUDA;
+        where.device = rank;
+        onebit_run::must(dsopt_context_create(&where, &context));
+        const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms);
+        onebit_run::must(dsopt_comm_create(context, &desc, &comm));
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    ~Device() {
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context);
+        (void)cudaStreamDestroy(stream);
+    }
+    Device(const Device &) = delete;
+    Device &operator=(const Device &) = delete;
+    dsopt_context *context = nullptr;
+    dsopt_comm *comm = nullptr;
+    cudaStream_t stream = nullptr;
+};
+
+TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
+    constexpr int ranks = 3; // as many as there are devices
+    for (onebit_run::Setting setting : onebit_run::settings()) {
+        setting.sizes = {300, 1, 33, 4100};
+        setting.calls = 12;
+        const auto wanted = onebit_run::run_threads(setting, ranks);
+        const std::string id = new_id();
+        run_ranks(ranks, [&](int rank) {
+            const Device device(id, rank, ranks, 60000);
+            onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+            const std::vector<std::string> all = trainer.run();
+            for (size_t call = 0; call < all.size(); ++call)
+                ASSERT_TRUE(all[call] == wanted[size_t(rank)][call])
+                    << onebit_run::name_of(setting) << ", rank " << rank << " of " << ranks << ", call " << call + 1;
+            DSOPT_NEW(dsopt_comm_info, info);
+            onebit_run::must(dsopt_comm_query(device.comm, &info));
+            EXPECT_GE(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL], 4);
+            EXPECT_EQ(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL], info.calls_of[DSOPT_COLLECTIVE_ALL_GATHER]);
+        });
+    }
+}
+
+TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
+    // Of a rank: one call in the first step, then norms, all-to-all and all-gather.
+    for (const char *where : {"1:2:hang", "1:3:hang"})
+        for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ONEBIT_LAMB}) {
+            const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);
+            onebit_run::Setting setting;
+            setting.algorithm = algorithm;
+            setting.freeze_step = 1;
+            setting.averages = false;
+            const std::string id = new_id();
+            run_ranks(2, [&](int rank) {
+                const Device device(id, rank, 2, 1500);
+                onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+                onebit_run::must(trainer.step(1));
+                const std::string before = trainer.bytes(false);
+                const auto begin = Clock::now();
+                EXPECT_EQ(trainer.step(2), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
+                EXPECT_LT(milliseconds_since(begin), 20000);
+                EXPECT_TRUE(trainer.bytes(false) == before) << where;
+                EXPECT_EQ(trainer.step(3), DSOPT_ERR_TIMEOUT) << "the comm is lost";
+            });
+        }
+}
+
+} // namespace
+} // namespace nccl_test

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank's training with the 1-bit family through the C header alone, so that every kind of comm can be held against
+// ranks that are threads, bit for bit. Knows no test framework: MPI's programs have none.
+#pragma once
+#include "dsopt.h"
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace onebit_run {
+
+inline void must(dsopt_status status) {
+    if (status != DSOPT_OK)
+        throw std::runtime_error(std::string(dsopt_status_name(status)) + ": " + dsopt_last_error());
+}
+
+/// Where parameters and gradients are.
+struct Memory {
+    std::function<void *(size_t bytes)> allocate = [](size_t bytes) { return ::operator new(bytes + 1); };
+    std::function<void(void *)> release = [](void *memory) { ::operator delete(memory); };
+    std::function<void(void *to, const void *from, size_t bytes)> write = [](void *to, const void *from, size_t bytes) {
+        std::memcpy(to, from, bytes);
+    };
+    std::function<void(void *to, const void *from, size_t bytes)> read = write;
+    void *stream = nullptr;
+};
+
+struct Setting {
+    int32_t algorithm = DSOPT_ONEBIT_ADAM, compat = DSOPT_STANDARD;
+    std::vector<int64_t> sizes = {700, 1, 33, 5000, 4096};
+    int64_t freeze_step = 4, calls = 16;
+    bool averages = true; // the engine does, in full steps
+    double max_norm = 0;  // in compat mode there is none without a wrapper
+    std::function<void(int64_t call, dsopt_step &step)> change = {};
+};
+inline std::vector<Setting> settings() {
+    std::vector<Setting> list;
+    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB})
+        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+            Setting setting;
+            setting.algorithm = algorithm;
+            setting.compat = compat;
+            setting.max_norm = compat == DSOPT_STANDARD ? 20 : 0;
+            list.push_back(setting);
+        }
+    return list;
+}
+inline std::string name_of(const Setting &setting) {
+    const std::string name = setting.algorithm == DSOPT_ONEBIT_ADAM     ? "1-bit Adam"
+                             : setting.algorithm == DSOPT_ZERO_ONE_ADAM ? "0/1 Adam"
+                                                                        : "1-bit LAMB";
+    return name + (setting.compat == DSOPT_STANDARD ? "" : ", compat");
+}
+
+/// An optimizer and the memory it works on. Gradients are such that their sums and those of their squares are exact, so
+/// that the order in which a comm adds up does not show.
+class Rank {
+public:
+    Rank(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting, Memory memory = {}) :
+        rank_(rank),
+        setting_(setting),
+        memory_(std::move(memory)) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.compat = setting.compat;
+        desc.flags = setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0;
+        desc.max_norm = setting.max_norm;
+        desc.data = comm;
+        must(dsopt_optimizer_create(context, &desc, &opt_));
+        dsopt_group group;
+        must(dsopt_group_init(&group, sizeof group, setting.algorithm));
+        group.lr = 1e-2;
+        group.weight_decay = 0.01;
+        group.freeze_step = setting.freeze_step;
+        if (setting.algorithm == DSOPT_ZERO_ONE_ADAM) {
+            group.var_interval_steps = 2;
+            group.local_interval_steps = 2;
+            group.max_local_interval = 4;
+        }
+        std::vector<dsopt_param> params;
+        for (size_t t = 0; t < setting.sizes.size(); ++t) {
+            const auto n = size_t(setting.sizes[t]);
+            std::vector<float> values(n);
+            for (size_t i = 0; i < n; ++i) values[i] = number(t, i, 0) / 100;
+            weights_.push_back(memory_.allocate(n * sizeof(float)));
+            grads_.push_back(memory_.allocate(n * sizeof(float)));
+            memory_.write(weights_[t], values.data(), n * sizeof(float));
+            dsopt_param param{};
+            param.tensor = {weights_[t], setting.sizes[t], DSOPT_F32, 0};
+            params.push_back(param);
+        }
+        must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));
+    }
+    ~Rank() {
+        dsopt_optimizer_destroy(opt_);
+        for (void *memory : weights_) memory_.release(memory);
+        for (void *memory : grads_) memory_.release(memory);
+    }
+    Rank(const Rank &) = delete;
+    Rank &operator=(const Rank &) = delete;
+
+    dsopt_optimizer *opt() const { return opt_; }
+    dsopt_status step(int64_t call) {
+        std::vector<dsopt_tensor> list;
+        for (size_t t = 0; t < grads_.size(); ++t) {
+            const auto n = size_t(setting_.sizes[t]);
+            std::vector<float> values(n);
+            for (size_t i = 0; i < n; ++i) values[i] = number(t, i, 100 * call + rank_ + 1);
+            memory_.write(grads_[t], values.data(), n * sizeof(float));
+            list.push_back({grads_[t], setting_.sizes[t], DSOPT_F32, 0});
+        }
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = list.data();
+        step.count = int64_t(list.size());
+        step.stream = memory_.stream;
+        if (setting_.change) setting_.change(call, step);
+        return dsopt_optimizer_step(opt_, &step);
+    }
+    /// Weights and all state, errors as what is owed. `whole` false: without errors and the tensors' step counters,
+    /// which an exchange that fails half-way has changed.
+    std::string bytes(bool whole = true) {
+        std::string all;
+        for (size_t t = 0; t < weights_.size(); ++t) {
+            std::string part(size_t(setting_.sizes[t]) * sizeof(float), '\0');
+            memory_.read(part.data(), weights_[t], part.size());
+            all += part;
+        }
+        int64_t count = 0;
+        must(dsopt_optimizer_state_count(opt_, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            must(dsopt_optimizer_state(opt_, i, &info));
+            const bool errors = (info.flags & DSOPT_STATE_RANK_LOCAL) && info.param < 0;
+            if (!whole && (errors || std::strcmp(info.name, "step") == 0)) continue;
+            std::string part(size_t(info.tensor.numel) * 4, '\0'); // no state here has another element
+            must(dsopt_optimizer_export(opt_, i, part.data(), part.size()));
+            all += part;
+        }
+        return all;
+    }
+    /// What every call leaves behind.
+    std::vector<std::string> run() {
+        std::vector<std::string> all;
+        for (int64_t call = 1; call <= setting_.calls; ++call) {
+            must(step(call));
+            all.push_back(bytes());
+        }
+        return all;
+    }
+
+private:
+    /// A multiple of 1/64 in [-4, 4.2].
+    static float number(size_t tensor, size_t i, int64_t of) {
+        uint64_t x = (uint64_t(of) * 1000003u + tensor) * 0x9e3779b97f4a7c15u + i * 0xbf58476d1ce4e5b9u;
+        x ^= x >> 31;
+        x *= 0x94d049bb133111ebu;
+        return float(int64_t((x >> 40) % 526) - 256) / 64;
+    }
+
+    int rank_;
+    Setting setting_;
+    Memory memory_;
+    std::vector<void *> weights_, grads_;
+    dsopt_optimizer *opt_ = nullptr;
+};
+
+/// What `ranks` threads with a local comm come to: a list for each rank, of every call.
+inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {
+    std::vector<std::vector<std::string>> all{size_t(ranks)};
+    char id[16];
+    size_t bytes = sizeof id;
+    must(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, &bytes));
+    std::vector<std::thread> threads;
+    std::vector<std::string> errors{size_t(ranks)};
+    for (int rank = 0; rank < ranks; ++rank)
+        threads.emplace_back([&, rank] {
+            dsopt_context *context = nullptr;
+            dsopt_comm *comm = nullptr;
+            try {
+                DSOPT_NEW(dsopt_context_desc, where);
+                where.threads = 1;
+                must(dsopt_context_create(&where, &context));
+                DSOPT_NEW(dsopt_comm_desc, desc);
+                desc.kind = DSOPT_COMM_LOCAL;
+                desc.rank = rank;
+                desc.ranks = ranks;
+                desc.timeout_ms = 60000;
+                desc.id = id;
+                desc.id_bytes = sizeof id;
+                must(dsopt_comm_create(context, &desc, &comm));
+                all[size_t(rank)] = Rank(context, comm, rank, setting).run();
+            } catch (const std::exception &e) { errors[size_t(rank)] = e.what(); }
+            dsopt_comm_destroy(comm);
+            dsopt_context_destroy(context);
+        });
+    for (std::thread &thread : threads) thread.join();
+    for (const std::string &error : errors)
+        if (!error.empty()) throw std::runtime_error(error);
+    return all;
+}
+
+} // namespace onebit_run
