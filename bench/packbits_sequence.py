@@ -46,7 +46,7 @@ class Compressed(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("tensors", ctypes.c_void_p), ("count", ctypes.c_int64),
                 ("worker_error", ctypes.c_void_p), ("server_error", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
                 ("workspace_bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("compat", ctypes.c_int32),
-                ("reserved", ctypes.c_int32)]
+                ("reserved", ctypes.c_int32), ("node", ctypes.c_void_p)]
 
 
 class Dsopt:

@@ -17,11 +17,12 @@ void errors(const float *__restrict kept, float scale, int64_t n, float *__restr
     for (int64_t i = 0; i < n; ++i) errors[i] = error_of(kept[i], scale);
 }
 
-/// `first`: of x[0] among the bits.
+/// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
 void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t at = first + i;
-        x[i] = (uint32_t(active[at / 32]) >> (at % 32)) & 1u ? x[i] : 0.0f;
+    for (int64_t i = 0; i < n; i += 32) {
+        const auto word = uint32_t(active[(first + i) / 32]);
+        if (word == ~0u) continue;
+        for (int64_t k = 0; k < least(32, n - i); ++k) x[i + k] = (word >> k) & 1u ? x[i + k] : 0.0f;
     }
 }
 

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""alpha_beta.py TIMES.json [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
+
+TIMES.json is what `local_times gpt2-124m` printed on a machine: the measured part, nanoseconds an element of what a rank
+does by itself. The rest is a model: a message takes alpha seconds and beta seconds a byte, a rank can start another one
+after a gap. Ranks that share a link add up their bytes on it. Nothing overlaps, with backward or with each other.
+
+  all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are free
+  1-bit flat   all-to-all (one latency, a gap for every further message), all-gather (log steps or a ring)
+  two levels   reduce-scatter of fp32 in the node, those two between nodes for a slice a rank, all-gather of bits in it
+"""
+import json
+import math
+import os
+import sys
+
+PER_NODE = 8
+RANKS = [8 << k for k in range(10)]
+# Gbit/s of the link, alpha and gap in seconds: TCP for the slow ones, RDMA for the others.
+LINKS = [(10, 30e-6, 5e-6), (25, 30e-6, 5e-6), (100, 4e-6, 0.5e-6), (400, 4e-6, 0.5e-6)]
+NODE_ALPHA = 2e-6
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+def shapes(name):
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes", name + ".csv")
+    with open(path) as file:
+        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
+
+
+class Layout:
+    """A list as src/compress.h lays it out for so many ranks: chunks of whole words, a scale a tensor in each."""
+
+    def __init__(self, numels, ranks):
+        begin, total = [], 0
+        for numel in numels:
+            begin.append(total)
+            total += (numel + 31) // 32 * 32
+        self.chunk = (-(-total // ranks) + 31) // 32 * 32
+        first, last = {}, {}
+        for i, numel in enumerate(numels):
+            if numel:
+                for c in range(begin[i] // self.chunk, (begin[i] + numel - 1) // self.chunk + 1):
+                    first.setdefault(c, i)
+                    last[c] = i
+        self.scales = max((last[c] - first[c] + 1 for c in first), default=0)
+        self.row = 4 * self.scales + self.chunk // 8
+
+
+def all_reduce_bytes(payload, ranks):
+    """Sent by a rank."""
+    return 2 * (ranks - 1) * payload // ranks
+
+
+def flat_bytes(numels, ranks):
+    return 2 * (ranks - 1) * Layout(numels, ranks).row
+
+
+def two_level_bytes(numels, per_node, nodes):
+    """Sent by a rank between nodes, and inside its node."""
+    layout = Layout(numels, per_node * nodes)
+    out = layout.chunk * nodes * 4
+    back = nodes * layout.row if nodes > 1 else out
+    return 2 * (nodes - 1) * layout.row, (per_node - 1) * (out + back)
+
+
+# ------------------------------------------------------------------------------------------------------------- times
+class Net:
+    def __init__(self, link, per_node, node_gbyte):
+        gbit, self.alpha, self.gap = link
+        self.beta, self.node_beta, self.per_node = 8 / (gbit * 1e9), 1 / (node_gbyte * 1e9), per_node
+
+    def ring_or_tree(self, payload, ranks):
+        ring = 2 * (ranks - 1) * self.alpha + all_reduce_bytes(payload, ranks) * self.beta
+        return min(ring, 2 * math.ceil(math.log2(ranks)) * self.alpha + 2 * payload * self.beta)
+
+    def in_node(self, payload):
+        """A rank's way out or back inside its node."""
+        return 0 if self.per_node == 1 else NODE_ALPHA + payload * self.node_beta
+
+    def all_reduce(self, payload, ranks):
+        nodes = ranks // self.per_node
+        inside = 2 * self.in_node(payload * (self.per_node - 1) / self.per_node)
+        if nodes == 1:
+            return inside
+        # Rings in the order of nodes cross a link once; so do the slices of all ranks of a node together.
+        return min(self.ring_or_tree(payload, ranks), inside + self.ring_or_tree(payload, nodes))
+
+    def flat(self, numels, ranks):
+        row, per_node = Layout(numels, ranks).row, self.per_node
+        if ranks == per_node:
+            return 2 * self.in_node((ranks - 1) * row)
+        link = per_node * (ranks - per_node) * row * self.beta  # every rank of the node to every rank elsewhere
+        log_steps = math.ceil(math.log2(ranks)) * self.alpha + link
+        ring = (ranks - 1) * (self.alpha + row * self.beta)
+        return self.alpha + (ranks - 1) * self.gap + link + min(log_steps, ring)
+
+    def two_level(self, numels, ranks):
+        per_node, nodes = self.per_node, ranks // self.per_node
+        layout = Layout(numels, ranks)
+        out = (per_node - 1) * layout.chunk * nodes * 4
+        if nodes == 1:
+            return 2 * self.in_node(out)
+        link = per_node * (nodes - 1) * layout.row * self.beta
+        between = 2 * link + self.alpha + (nodes - 1) * self.gap + math.ceil(math.log2(nodes)) * self.alpha
+        return self.in_node(out) + between + self.in_node((per_node - 1) * nodes * layout.row)
+
+
+def steps(times, numels, net, ranks):
+    """Seconds of a step by scheme."""
+    elements = sum(numels)
+
+    def local(name):
+        return times[name]["step"] * 1e-9 * elements
+
+    result = {"fp32 all-reduce": local("full_f32") + net.all_reduce(4 * elements, ranks),
+              "fp16 all-reduce": local("full_f16") + net.all_reduce(2 * elements, ranks),
+              "1-bit flat": local("flat_%d" % ranks) + net.flat(numels, ranks)}
+    if net.per_node > 1:
+        result["1-bit two levels"] = local("two_level_%d" % ranks) + net.two_level(numels, ranks)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+def number(value):
+    return "%.3g" % value if value < 1000 else "%.0f" % value
+
+
+def row(cells):
+    print("| " + " | ".join(cells) + " |")
+
+
+def heading(cells):
+    row(cells)
+    print("|" + " --- |" * len(cells))
+
+
+def tables(times, name, per_node, node_gbyte):
+    numels = shapes(name)
+    ranks = [r for r in RANKS if r > per_node or per_node == 1]
+    print("\n### %s, %s\n" % (name, "a link for every rank" if per_node == 1 else
+                             "%d ranks behind one link" % per_node))
+    heading(["Gbit/s", "milliseconds a step"] + ["%d ranks" % r if r == ranks[0] else str(r) for r in ranks])
+    for link in LINKS:
+        net = Net(link, per_node, node_gbyte)
+        columns = [steps(times, numels, net, r) for r in ranks]
+        for scheme in columns[0]:
+            row([str(link[0]), scheme] + [number(column[scheme] * 1e3) for column in columns])
+        for scheme in list(columns[0])[2:]:
+            row([str(link[0]), "**fp16 / %s**" % scheme] +
+                ["**%.2f**" % (column["fp16 all-reduce"] / column[scheme]) for column in columns])
+
+
+def local_table(data):
+    times = data["times"]
+    print("| step | ns an element | own values to bits | exchange, the local part | bits to means, update |")
+    print("| --- | --- | --- | --- | --- |")
+    names = [("AdamW, fp32 gradients", "full_f32"), ("AdamW, fp16 gradients", "full_f16")]
+    for ranks in (8, 64, 512, 4096):
+        names.append(("1-bit Adam, %d ranks" % ranks, "flat_%d" % ranks))
+        if ranks > PER_NODE:
+            names.append(("1-bit Adam, %d ranks, %d a node" % (ranks, PER_NODE), "two_level_%d" % ranks))
+    for text, key in names:
+        t = times[key]
+        row([text] + ["%.2f" % t[k] if t[k] else "" for k in ("step", "compress", "exchange", "decompress")])
+
+
+def main():
+    arguments = sys.argv[1:]
+    node_gbyte = 100.0
+    if "--node-gbyte" in arguments:
+        at = arguments.index("--node-gbyte")
+        node_gbyte = float(arguments[at + 1])
+        del arguments[at:at + 2]
+    if not arguments:
+        sys.exit(__doc__)
+    with open(arguments[0]) as file:
+        data = json.load(file)
+    if data["per_node"] != PER_NODE:
+        sys.exit("the times are of nodes of %d ranks" % data["per_node"])
+    print("Measured, of %s:\n" % data["list"])
+    local_table(data)
+    print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s a rank." % (
+        ", ".join("%g and %g us at %d Gbit/s" % (a * 1e6, g * 1e6, gbit) for gbit, a, g in LINKS), NODE_ALPHA * 1e6, node_gbyte))
+    for name in arguments[1:] or ["gpt2-124m", "bert-large"]:
+        for per_node in (1, PER_NODE):
+            tables(data["times"], name, per_node, node_gbyte)
+
+
+if __name__ == "__main__":
+    main()
