@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""alpha_beta.py TIMES.json [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
+"""alpha_beta.py TIMES.json... [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
 
 TIMES.json is what `local_times gpt2-124m` printed on a machine: the measured part, nanoseconds an element of what a rank
-does by itself. The rest is a model: a message takes alpha seconds and beta seconds a byte, a rank can start another one
+does by itself; of several runs the least counts. The rest is a model: a message takes alpha seconds and beta seconds a byte, a rank can start another one
 after a gap. Ranks that share a link add up their bytes on it. Nothing overlaps, with backward or with each other.
 
   all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are free
@@ -152,6 +152,31 @@ def tables(times, name, per_node, node_gbyte):
                 ["**%.2f**" % (column["fp16 all-reduce"] / column[scheme]) for column in columns])
 
 
+def pays_below(times, numels, per_node, node_gbyte, ranks, scheme):
+    """Gbit/s of the link at which a scheme takes as long as the fp16 all-reduce; None: it never does better."""
+    def gain(gbit):
+        column = steps(times, numels, Net((gbit,) + LINKS[2][1:], per_node, node_gbyte), ranks)
+        return column["fp16 all-reduce"] - column[scheme]
+    low, high = 0.1, 10000.0
+    if gain(low) <= 0:
+        return None
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    return low
+
+
+def limits(times, names, node_gbyte):
+    print("\n### The link below which one bit pays\n\nGbit/s, with the latencies of the faster links: there the step takes as long "
+          "as with the fp16 all-reduce.\n")
+    heading(["list", "scheme"] + ["64 ranks", "512", "4096"])
+    for name in names:
+        for per_node, scheme in ((1, "1-bit flat"), (PER_NODE, "1-bit flat"), (PER_NODE, "1-bit two levels")):
+            cells = [pays_below(times, shapes(name), per_node, node_gbyte, ranks, scheme) for ranks in (64, 512, 4096)]
+            row([name, scheme + (", a link for every rank" if per_node == 1 else ", %d ranks behind one link" % per_node)] +
+                ["never" if cell is None else number(cell) for cell in cells])
+
+
 def local_table(data):
     times = data["times"]
     print("| step | ns an element | own values to bits | exchange, the local part | bits to means, update |")
@@ -173,17 +198,25 @@ def main():
         at = arguments.index("--node-gbyte")
         node_gbyte = float(arguments[at + 1])
         del arguments[at:at + 2]
-    if not arguments:
+    files = [a for a in arguments if a.endswith(".json")]
+    names = [a for a in arguments if a not in files] or ["gpt2-124m", "bert-large"]
+    if not files:
         sys.exit(__doc__)
-    with open(arguments[0]) as file:
-        data = json.load(file)
-    if data["per_node"] != PER_NODE:
-        sys.exit("the times are of nodes of %d ranks" % data["per_node"])
+    data = None
+    for path in files:
+        with open(path) as file:
+            run = json.load(file)
+        if run["per_node"] != PER_NODE:
+            sys.exit("the times are of nodes of %d ranks" % run["per_node"])
+        data = data or run
+        for key, value in run["times"].items():
+            data["times"][key] = min(data["times"][key], value, key=lambda t: t["step"])
     print("Measured, of %s:\n" % data["list"])
     local_table(data)
     print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s a rank." % (
         ", ".join("%g and %g us at %d Gbit/s" % (a * 1e6, g * 1e6, gbit) for gbit, a, g in LINKS), NODE_ALPHA * 1e6, node_gbyte))
-    for name in arguments[1:] or ["gpt2-124m", "bert-large"]:
+    limits(data["times"], names, node_gbyte)
+    for name in names:
         for per_node in (1, PER_NODE):
             tables(data["times"], name, per_node, node_gbyte)
 
