@@ -196,6 +196,25 @@ TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
     });
 }
 
+TEST(TwoLevelOptimizer, KeepsTheMomentumAsBitsWithTheSameBits) {
+    for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 1}})
+        with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
+            const int rank = seat.d * per_node + seat.l;
+            const dsopt_group group = group_for(DSOPT_ONEBIT_ADAM, 4);
+            Trainer plain = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES);
+            Trainer bits = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS);
+            for (int64_t call = 1; call <= 12; ++call) {
+                ASSERT_TRUE(ok(plain.step(gradients(rank, call))));
+                ASSERT_TRUE(ok(bits.step(gradients(rank, call))));
+                if (call == 9) { EXPECT_TRUE(same_bits(bits.state("exp_avg", 4), plain.state("exp_avg", 4))); }
+            }
+            for (size_t t = 0; t < kParams.size(); ++t) {
+                EXPECT_TRUE(same_bits(bits.weight(t).floats(), plain.weight(t).floats())) << t;
+                EXPECT_TRUE(same_bits(bits.state("exp_avg", int64_t(t)), plain.state("exp_avg", int64_t(t)))) << t;
+            }
+        });
+}
+
 TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
     constexpr int64_t numel = 1001;
     with_nodes(3, 2, [&](const Seat &seat) {
