@@ -878,8 +878,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  * errors, nor have those of one node: they are dropped, or begin with zeros. With node comms a slice of worker_error is
  * the mean over the nodes, and as many ranks in other nodes are another number. Compat mode drops them, as the original
  * does. dsopt_report and the log (INFO) tell. Refused (_MISMATCH): sets of files that are not all of one save; 0/1 Adam
- * saved between two synchronisations, and gradients in accumulators, which only the same number of ranks can go on
- * with. With as many ranks as saved a list is legal too: each takes its own file from it.
+ * saved between two synchronisations (in compat mode after the freeze: roundings leave its ranks apart), and gradients
+ * in accumulators, which only the same number of ranks can go on with. With as many ranks as saved a list is legal too:
+ * each takes its own file from it.
  * @return DSOPT_OK; _IO; _FORMAT, _CHECKSUM, _MISMATCH: the text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);

@@ -142,6 +142,37 @@ public:
         }
         return all;
     }
+    std::string save() {
+        std::string file;
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = DSOPT_IO_PARAMS;
+        io.user = &file;
+        io.write = [](void *user, const void *data, size_t size) {
+            static_cast<std::string *>(user)->append(static_cast<const char *>(data), size);
+            return 0;
+        };
+        must(dsopt_optimizer_save(opt_, nullptr, &io));
+        return file;
+    }
+    /// The files of all ranks that saved.
+    void load(std::vector<std::string> &files) {
+        std::vector<void *> users;
+        std::vector<uint64_t> totals;
+        for (std::string &file : files) {
+            users.push_back(&file);
+            totals.push_back(file.size());
+        }
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = DSOPT_IO_PARAMS;
+        io.read = [](void *user, uint64_t offset, void *data, size_t size) {
+            std::memcpy(data, static_cast<std::string *>(user)->data() + offset, size);
+            return 0;
+        };
+        io.files = int32_t(files.size());
+        io.users = users.data();
+        io.totals = totals.data();
+        must(dsopt_optimizer_load(opt_, nullptr, &io));
+    }
     /// What every call leaves behind.
     std::vector<std::string> run() {
         std::vector<std::string> all;
@@ -168,9 +199,8 @@ private:
     dsopt_optimizer *opt_ = nullptr;
 };
 
-/// What `ranks` threads with a local comm come to: a list for each rank, of every call.
-inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {
-    std::vector<std::vector<std::string>> all{size_t(ranks)};
+/// body(context, comm, rank) on a thread each, with a local comm.
+inline void with_threads(int ranks, const std::function<void(dsopt_context *, dsopt_comm *, int rank)> &body) {
     char id[16];
     size_t bytes = sizeof id;
     must(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, &bytes));
@@ -192,7 +222,7 @@ inline std::vector<std::vector<std::string>> run_threads(const Setting &setting,
                 desc.id = id;
                 desc.id_bytes = sizeof id;
                 must(dsopt_comm_create(context, &desc, &comm));
-                all[size_t(rank)] = Rank(context, comm, rank, setting).run();
+                body(context, comm, rank);
             } catch (const std::exception &e) { errors[size_t(rank)] = e.what(); }
             dsopt_comm_destroy(comm);
             dsopt_context_destroy(context);
@@ -200,6 +230,13 @@ inline std::vector<std::vector<std::string>> run_threads(const Setting &setting,
     for (std::thread &thread : threads) thread.join();
     for (const std::string &error : errors)
         if (!error.empty()) throw std::runtime_error(error);
+}
+/// What they come to: a list for each rank, of every call.
+inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {
+    std::vector<std::vector<std::string>> all{size_t(ranks)};
+    with_threads(ranks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
+        all[size_t(rank)] = Rank(context, comm, rank, setting).run();
+    });
     return all;
 }
 

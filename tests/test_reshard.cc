@@ -287,6 +287,17 @@ TEST(ReshardRefusal, OfZeroOneAdamBetweenSynchronisationsExceptFromOneRank) {
     EXPECT_TRUE(same(ends[0], ends[1]));
 }
 
+TEST(ReshardRefusal, OfZeroOneAdamInCompatModeAfterTheFreezeWhereRoundingsLeaveRanksApart) {
+    const Saved saved = run_and_save(DSOPT_ZERO_ONE_ADAM, 3, 16, 0, DSOPT_COMPAT_DEEPSPEED);
+    with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
+        Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(DSOPT_ZERO_ONE_ADAM, 3),
+                        problem_of(2).weights());
+        const Snapshot before = trainer.snapshot();
+        EXPECT_TRUE(fails(File::load_all(trainer, saved.list(), DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "'p0."));
+        EXPECT_TRUE(same(trainer.snapshot(), before));
+    });
+}
+
 TEST(ReshardRefusal, OfGradientsInAccumulators) {
     std::array<File, 2> files;
     const auto make = [](const Context &ctx, const Comm &comm, int ranks) {
