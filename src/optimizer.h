@@ -191,6 +191,7 @@ private:
     // In rank_check.cc; `met` is set once the ranks have compared what they do.
     bool checks_ranks() const;
     void check_ranks(const StepPlan &plan) const;
+    void check_places(void *stream) const;
     void refuse_to_ranks(void *stream) const noexcept;
     void reduce_words(void *words, size_t bytes, void *stream) const;
     int64_t first_different(const std::vector<uint64_t> &keys, void *stream) const;

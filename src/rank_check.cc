@@ -5,6 +5,7 @@
 #include "optimizer.h"
 #include "rules/rounding.h"
 #include <algorithm>
+#include <iterator>
 
 namespace dsopt {
 namespace {
@@ -125,6 +126,25 @@ void Optimizer::check_ranks(const StepPlan &plan) const {
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
                     params_[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }
+    if (with_.node) check_places(plan.stream);
+}
+
+/// Two levels: those that exchange a slice must have the same one, or the mean is one of different tensors.
+void Optimizer::check_places(void *stream) const {
+    const int nodes = ranks() / node_ranks(), place = with_.node->rank();
+    int32_t places[2] = {place, ~place};
+    if (with_.data) with_.data->all_reduce(places, std::size(places), DSOPT_I32, DSOPT_MAX, stream);
+    const bool apart = places[0] != ~places[1];
+    int32_t all[5] = {apart, nodes, ~nodes, node_ranks(), ~node_ranks()};
+    reduce_words(all, sizeof all, stream);
+    if (all[1] != ~all[2] || all[3] != ~all[4])
+        throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d nodes of %d to %d ranks", ~all[2], all[1], ~all[4],
+                    all[3]);
+    if (all[0] != 0)
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "dsopt_optimizer_desc.data has ranks of different places in their nodes, in this rank's from %d "
+                    "to %d: they must be the same in each",
+                    ~places[1], places[0]);
 }
 
 void Optimizer::refuse_to_ranks(void *stream) const noexcept {

@@ -429,6 +429,31 @@ TEST(TwoLevelCheckpoint, OfAnotherRankIsRefused) {
     });
 }
 
+TEST(TwoLevelOptimizer, ComparesPlacesInNodesWhereAskedTo) {
+    constexpr int per_node = 3, nodes = 2;
+    constexpr int swapped[per_node] = {1, 0, 2}; // two of the second node sit in each other's comm
+    std::array<CommId, nodes> in_node;
+    std::array<CommId, per_node> between;
+    for (CommId &id : in_node) id = new_id();
+    for (CommId &id : between) id = new_id();
+    run_ranks(per_node * nodes, [&](int rank) {
+        const int l = rank % per_node, d = rank / per_node;
+        const Context ctx = make_context(1);
+        const Comm node = local_comm(ctx, in_node[size_t(d)], l, per_node),
+                   data = local_comm(ctx, between[size_t(d == 0 ? l : swapped[l])], d, nodes);
+        Trainer trainer = trainer_of({l, d, ctx, node, data}, group_for(DSOPT_ONEBIT_ADAM, 2), weights(),
+                                     DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
+        const Snapshot before = trainer.snapshot();
+        EXPECT_TRUE(fails(trainer.step(gradients(rank, 1)), DSOPT_ERR_MISMATCH, "different places")) << rank;
+        EXPECT_TRUE(same(trainer.snapshot(), before));
+    });
+    with_nodes(3, 2, [&](const Seat &seat) {
+        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 2), weights(),
+                                     DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
+        for (int64_t call = 1; call <= 4; ++call) EXPECT_TRUE(ok(trainer.step(gradients(seat.d * 3 + seat.l, call))));
+    });
+}
+
 TEST(TwoLevelOptimizer, ComparesRanksOverBothLevels) {
     for (const int odd : {0, 1, 2, 3}) // one rank, in either node, has another list
         with_nodes(2, 2, [&](const Seat &seat) {
