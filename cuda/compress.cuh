@@ -280,9 +280,8 @@ __global__ void __launch_bounds__(kThreads) result_scales_kernel(const DeviceExc
 
 /// The mean of V neighbours of a part, from rows of results. For V = 4 or 8 their bits are in one byte.
 template <int V>
-__device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
-    const CompressLayout::Unit &unit = x.layout.units[x.layout.parts[part].unit];
-    const InChunk place(unit, worker);
+__device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, int32_t part,
+                                           const CompressLayout::Unit &unit, const InChunk &place) {
     char *row = x.row(rows, place.chunk);
     const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
     const int64_t bit = unit.server + place.at;
@@ -292,6 +291,11 @@ __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, 
     for (int k = 0; k < V; ++k) y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale;
     return y;
 }
+template <int V>
+__device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
+    const CompressLayout::Unit &unit = x.layout.units[x.layout.parts[part].unit];
+    return mean_at<V>(x, rows, part, unit, InChunk(unit, worker));
+}
 
 __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x, const dsopt_tensor *list) {
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t) {
@@ -299,9 +303,13 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
         void *to = list[part].data;
         const bool vector = aligned16(to);
+        const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
+        const InChunk first(unit, worker);
         const auto value = [&](auto width, int k) {
             constexpr int W = decltype(width)::value;
-            Pack<W> y = mean_of<W>(x, x.results, part, worker + k);
+            InChunk place = first;
+            place.move(unit, k);
+            Pack<W> y = mean_at<W>(x, x.results, part, unit, place);
             const uint32_t active = active_bits(x.active, worker + k);
 #pragma unroll
             for (int j = 0; j < W; ++j) y.at[j] = (active >> j) & 1u ? y.at[j] : 0.0f;

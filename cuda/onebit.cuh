@@ -171,7 +171,8 @@ __device__ __forceinline__ Pack<V> mean_values(const DeviceOneBit &b, const Shar
 }
 
 /// From the mean to momentum and weights.
-template <Feed F> __global__ void __launch_bounds__(kThreads, 4) finish_kernel(const DeviceOneBit b) {
+template <Feed F>
+__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_kernel(const DeviceOneBit b) {
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
     const StepPlan &plan = b.d.plan;

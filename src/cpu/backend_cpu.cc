@@ -252,9 +252,7 @@ void CpuBackend::step(const StepPlan &plan) const {
         }
     watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
 
-    // Lists that do not stay in a last-level cache of usual size; below it the next forward pass finds the weights
-    // there.
-    const bool streaming = cut.bytes() > int64_t(64) << 20;
+    const bool streaming = cpu::leaves_caches(cut.bytes());
     const auto span_of = [&](int64_t i, int64_t begin, int64_t end) {
         return Span{.job = &plan.jobs[i],
                     .scalars = &plan.scalars[i],

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/compress_cpu.h"
+#include "cpu/cut.h"
 #include <algorithm>
 #include <cstring>
 
@@ -189,12 +190,14 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
 void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel) {
     const CompressLayout &layout = exchange.layout->all();
-    (void)count;
+    int64_t numel = 0;
+    for (int64_t i = 0; i < count; ++i) numel += list[i].numel;
+    const bool streaming = leaves_caches(numel * int64_t(sizeof(float)));
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
         const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, list[i].numel);
         if (begin < end)
             kernels.mean(view_of(exchange, int32_t(i)), layout.parts[size_t(i)].begin + begin, end - begin,
-                         static_cast<float *>(list[i].data) + begin, exchange.active);
+                         static_cast<float *>(list[i].data) + begin, exchange.active, streaming);
     });
 }
 

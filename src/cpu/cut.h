@@ -7,6 +7,9 @@
 
 namespace dsopt::cpu {
 
+/// Lists that do not stay in a last-level cache of usual size; below it who reads next finds the results there.
+constexpr bool leaves_caches(int64_t bytes) { return bytes > int64_t(64) << 20; }
+
 /// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
 /// the number of parts alone, so nothing has to be handed out while it runs.
 class Cut {

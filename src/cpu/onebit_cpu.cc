@@ -89,7 +89,7 @@ void OneBitStep::send(const Cut &cut, const SpanOf &span_of) {
     mark(DSOPT_MS_EXCHANGE);
     if (one_.padding != nullptr)
         onebit_.mean(view_of(one_.exchange, 0), parts[0].begin + one_.setup->used[0],
-                     parts[0].numel - one_.setup->used[0], one_.padding, nullptr);
+                     parts[0].numel - one_.setup->used[0], one_.padding, nullptr, false);
 }
 
 void OneBitStep::mark(int phase) {

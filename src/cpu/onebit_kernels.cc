@@ -68,7 +68,8 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     }
 }
 
-/// Values of n bits from `first` on.
+/// Values of n bits from `first` on; past the caches if y allows and it is so wanted.
+template <bool Streaming = false>
 void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
     const auto one = [&](int64_t k) { return (bits[k / 8] >> (7 - k % 8)) & 1 ? scale : -scale; };
@@ -79,7 +80,11 @@ void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, flo
     for (; i + 8 <= n; i += 8) {
         const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place);
         const __m256 negative = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, _mm256_setzero_si256()));
-        _mm256_storeu_ps(y + i, _mm256_blendv_ps(plus, minus, negative));
+        const __m256 values = _mm256_blendv_ps(plus, minus, negative);
+        if (Streaming)
+            _mm256_stream_ps(y + i, values);
+        else
+            _mm256_storeu_ps(y + i, values);
     }
 #endif
     for (; i < n; ++i) y[i] = one(first + i);
@@ -119,21 +124,27 @@ double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks,
     return total.fold();
 }
 
-void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+template <bool Streaming = false> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
     if (view.values != nullptr) return widen(view.values + worker, y, n, F32{});
     while (n > 0) {
         const int64_t in_unit = worker - view.begin, d = in_unit / view.chunk, at = in_unit - d * view.chunk;
         const int64_t size = least(n, view.chunk - at);
         const char *row = view.rows + d * view.row_bytes;
-        unpack_bits(bits_of_row(row, view.row_scales), view.server + at, size,
-                    scales_of(row)[view.part - view.first_part[d]], y);
+        unpack_bits<Streaming>(bits_of_row(row, view.row_scales), view.server + at, size,
+                               scales_of(row)[view.part - view.first_part[d]], y);
         worker += size;
         n -= size;
         y += size;
     }
 }
 
-void mean_of_active(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active) {
+void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming) {
+    // Vectors that begin with a byte of bits, and whole ones in y.
+    if (streaming && active == nullptr && view.begin % 8 == 0 && view.chunk % 8 == 0 && view.server % 8 == 0 &&
+        worker % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 32 == 0) {
+        mean<true>(view, worker, n, y);
+        return fence_streaming();
+    }
     mean(view, worker, n, y);
     if (active != nullptr) leave_out(y, n, active, worker);
 }
@@ -322,8 +333,7 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN_(a, b) a##b
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
-const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_error, mean_of_rows,   add_rows,     pack,
-                                                      serve,     mean_of_active, errors,       feed,
-                                                      finish,    lamb_mean,      lamb_weights, local};
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
+    add_error, mean_of_rows, add_rows, pack, serve, mean_of_list, errors, feed, finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

@@ -49,8 +49,8 @@ struct OneBitKernels {
     /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.
     double (*serve)(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit,
                     int64_t n, float *kept, float scale, const int32_t *active, uint8_t *bits);
-    /// `active`: of all elements.
-    void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active);
+    /// `active`: of all elements. `streaming`: y is long, and not read again soon.
+    void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming);
     void (*errors)(const float *kept, float scale, int64_t n, float *errors);
     void (*feed)(const OneBitSpan &span);
     void (*finish)(const OneBitSpan &span);

@@ -32,7 +32,8 @@ BUDGET = [
     ("result_scales_kernel", 64, 0, 0),
     ("feed_kernelILNS.*4FeedE[012]E", 64, 2, 1),  # the gradient, or the momentum
     ("feed_kernelILNS.*4FeedE3E", 80, 6, 4),  # the distance, after a step
-    ("finish_kernel", 64, 3, 2),
+    ("finish_kernelILNS.*4FeedE[012]E", 64, 2, 2),
+    ("finish_kernelILNS.*4FeedE3E", 80, 3, 3),
     ("local_kernel", 64, 5, 3),
     ("onebit_lamb_moments_kernel", 64, 4, 2),
     ("onebit_lamb_weights_kernel", 64, 3, 1),
