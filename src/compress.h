@@ -89,8 +89,7 @@ private:
 struct Exchange {
     const CompressLayout *layout = nullptr;
     float *worker = nullptr, *server = nullptr;
-    const int32_t *active =
-        nullptr; // a bit for each of the worker's elements, lowest first: it takes part; NULL = all do
+    const int32_t *active = nullptr; // a bit for each element of the list, lowest first: it takes part; NULL = all do
     // Rows: one a rank, one a rank, one, one a rank. One a leaf: the sum of squares, and how many elements take part.
     char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
     double *sums = nullptr;
@@ -105,6 +104,8 @@ struct Exchange {
     char *slice_results = nullptr;
     Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
+    /// The same of the worker's elements. Slices begin at whole words.
+    const int32_t *own_active() const { return active != nullptr ? active + layout->slice_begin / 32 : nullptr; }
     float *worker_scales() const { return worker + layout->worker_numel; }
     float *server_scales() const { return server + layout->server_numel; }
     char *row(char *rows, int64_t index) const { return rows + index * layout->row_bytes(); }

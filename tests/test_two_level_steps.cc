@@ -25,6 +25,12 @@ std::vector<Array> gradients(int rank, int64_t call) {
     for (const size_t n : kParams) list.emplace_back(DSOPT_F32, random.floats(n, -1, 1.2));
     return list;
 }
+/// Elements of a chunk where the list is cut into so many.
+int64_t round_up_words(int chunks) {
+    int64_t all = 0;
+    for (const size_t n : kParams) all += int64_t(n + 31) / 32 * 32;
+    return ((all + chunks - 1) / chunks + 31) / 32 * 32;
+}
 class TwoLevelFamily : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
 protected:
     const int32_t algorithm = std::get<0>(GetParam());
@@ -56,6 +62,40 @@ TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
     for (size_t rank = 1; rank < all.size(); ++rank)
         for (size_t call = 0; call < calls; ++call)
             ASSERT_TRUE(all[rank][call] == all[0][call]) << "rank " << rank << ", call " << call + 1;
+}
+
+/// In whichever slice it lies: an element that never had a gradient stays, and owes nothing; all others go against
+/// theirs.
+TEST_P(TwoLevelFamily, OnlyElementsWithoutVarianceStayWhereTheyAre) {
+    const auto unused = [](size_t t, size_t i) { return (t == 0 && i >= 50 && i < 90) || (t == 4 && i % 5 == 0); };
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const int rank = seat.d * per_node + seat.l;
+        Trainer trainer = trainer_of(seat, group_for(algorithm, 4, 1e-2, 0), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        const std::vector<Array> before = weights();
+        for (int64_t call = 1; call <= 14; ++call) {
+            std::vector<Array> grads = gradients(rank, call);
+            for (size_t t = 0; t < kParams.size(); ++t)
+                for (size_t i = 0; i < kParams[t]; ++i) grads[t].set(i, unused(t, i) ? 0.0f : i % 2 ? 0.5f : -0.5f);
+            ASSERT_TRUE(ok(trainer.step(grads)));
+        }
+        for (size_t t = 0; t < kParams.size(); ++t)
+            for (size_t i = 0; i < kParams[t]; ++i)
+                if (unused(t, i)) {
+                    ASSERT_EQ(trainer.weight(t)[i], before[t][i]) << "tensor " << t << ", element " << i;
+                } else {
+                    ASSERT_EQ(trainer.weight(t)[i] < before[t][i], i % 2 == 1) << "tensor " << t << ", element " << i;
+                }
+        if (per_node * nodes == 1 || nodes == 1) return; // nothing is owed
+        const std::vector<float> owed = trainer.state("worker_error");
+        const int64_t chunk = round_up_words(per_node * nodes), slice = chunk * nodes, begin = slice * seat.l;
+        int64_t at = 0;
+        for (size_t t = 0; t < kParams.size(); at += int64_t(kParams[t] + 31) / 32 * 32, ++t)
+            for (size_t i = 0; i < kParams[t]; ++i) {
+                const int64_t place = at + int64_t(i) - begin;
+                if (place < 0 || place >= slice) continue;
+                if (unused(t, i)) { ASSERT_EQ(owed[size_t(place)], 0) << "tensor " << t << ", element " << i; }
+            }
+    });
 }
 
 TEST_P(TwoLevelFamily, SavedInTheMiddleItGoesOnWithTheSameBits) {

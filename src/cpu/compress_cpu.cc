@@ -74,7 +74,7 @@ void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i
     int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
     uint8_t bits[kLeaf / 8];
     exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
-    exchange.counts[layout.part_leaf[size_t(i)] + leaf] = count_active(exchange.active, at, n);
+    exchange.counts[layout.part_leaf[size_t(i)] + leaf] = count_active(exchange.own_active(), at, n);
     for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
         const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
         const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
@@ -145,6 +145,7 @@ void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Para
 
 void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
+    const int32_t *const active = exchange.own_active();
     if (layout.is_exact())
         return for_each_leaf(layout.part_leaf, parallel, [&](int64_t, int64_t leaf) {
             float *at = exchange.slices + leaf * kLeaf;
@@ -155,7 +156,7 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
         const CompressLayout::Part &part = layout.parts[size_t(i)];
         const int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
         kernels.add_rows(exchange.slices + at, layout.slice, layout.node_ranks, n, exchange.worker + at,
-                         exchange.worker_scales()[i], exchange.active != nullptr ? exchange.active + at / 32 : nullptr);
+                         exchange.worker_scales()[i], active != nullptr ? active + at / 32 : nullptr);
         pack_leaf(kernels, exchange, i, leaf);
     });
     end_rows(exchange);
@@ -164,6 +165,7 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
     const auto &segments = layout.own_segments();
+    const int32_t *const active = exchange.own_active();
     const int32_t first_part = layout.first_part[size_t(layout.rank)];
     std::memset(exchange.result, 0xff, size_t(layout.row_bytes()));
     float *scales = exchange.server_scales();
@@ -173,11 +175,11 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
         const int64_t begin = leaf * kLeaf, n = std::min(kLeaf, segment.numel - begin),
                       slot = segment.part - first_part;
         const int64_t index = layout.segment_leaf[size_t(i)] + leaf;
-        exchange.counts[index] = count_active(exchange.active, segment.begin + begin, n);
+        exchange.counts[index] = count_active(active, segment.begin + begin, n);
         exchange.sums[index] =
             kernels.serve(exchange.recv, layout.row_bytes(), layout.row_scales, layout.ranks, slot,
                           segment.server + begin, n, exchange.server + segment.server + begin, scales[slot],
-                          exchange.active != nullptr ? exchange.active + (segment.begin + begin) / 32 : nullptr, bits);
+                          active != nullptr ? active + (segment.begin + begin) / 32 : nullptr, bits);
     });
     std::memset(Exchange::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
     for (size_t i = 0; i < segments.size(); ++i) {
