@@ -510,7 +510,8 @@ enum {
      * of the 1-bit family's schedule, and, where the caller averages, which gradients are there. If they differ every
      * rank gets DSOPT_ERR_MISMATCH, nothing is changed and the comm is as good as before; so too if a rank refuses its
      * arguments, which alone gets the reason. Without it such ranks hang, fail as the comm does, or drift apart. One
-     * all-reduce of 100 bytes; with a node comm also whether both comms fit together, by two short ones more */
+     * all-reduce of 100 bytes, which compares the lists of the 1-bit family with the first dsopt_optimizer_step after
+     * every new group in any case; with a node comm also whether both comms fit together, by two short ones more */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: once the variance is frozen the momentum is what the last exchange brought, a bit
      * an element and a few scales, and is kept as that in exp_avg_bits: a step moves 8 bytes an element less, to the

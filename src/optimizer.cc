@@ -315,6 +315,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
     workspace_ = Memory();
     cache_.reset(); // it describes that
+    lists_compared_ = false;
     state_list_.clear();
     state_changed();
 }

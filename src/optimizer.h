@@ -190,7 +190,7 @@ private:
     void take_apply(const dsopt_step &step, bool &met) const;
     // In rank_check.cc; `met` is set once the ranks have compared what they do.
     bool checks_ranks() const;
-    void check_ranks(const StepPlan &plan) const;
+    void check_ranks(const StepPlan &plan, bool lists_only) const;
     void check_places(void *stream) const;
     void refuse_to_ranks(void *stream) const noexcept;
     void reduce_words(void *words, size_t bytes, void *stream) const;
@@ -238,6 +238,7 @@ private:
     std::unique_ptr<StepCache> cache_;
     std::unique_ptr<OneBitSetup> onebit_; // with a group of the 1-bit family
     KnownSchedule known_schedule_;
+    bool lists_compared_ = false; // with those of other ranks, since the last group came
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     int resharded_from_ = 0;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // DSOPT_OPTIMIZER_CHECK_RANKS: before the first collective of a step the data-parallel ranks compare what they are
-// about to do. One all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one
-// of ~x tell every rank whether all have the same x, and so all come to the same end.
+// about to do; where they will exchange bits, they compare their lists before the first step in any case. One
+// all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell every
+// rank whether all have the same x, and so all come to the same end.
 #include "optimizer.h"
 #include "rules/rounding.h"
 #include <algorithm>
@@ -69,7 +70,7 @@ int64_t Optimizer::first_different(const std::vector<uint64_t> &keys, void *stre
     return -1;
 }
 
-void Optimizer::check_ranks(const StepPlan &plan) const {
+void Optimizer::check_ranks(const StepPlan &plan, bool lists_only) const {
     Words words;
     uint64_t list = 0, gradients = 0;
     for (const Param &param : params_) list = mix(list, key_of(param, groups_[size_t(param.group)]));
@@ -84,10 +85,13 @@ void Optimizer::check_ranks(const StepPlan &plan) const {
         if (counts(i)) gradients = mix(gradients, uint64_t(2 * i + plan.jobs[i].present));
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
-    words.set(Words::calls, plan.outcome != nullptr ? uint32_t(calls_) : 0);
-    words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
-    words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
-    words.set(Words::gradients, gradients);
+    for (int part = Words::calls; part < Words::parts; ++part) words.set(part, 0);
+    if (!lists_only) {
+        words.set(Words::calls, plan.outcome != nullptr ? uint32_t(calls_) : 0);
+        words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
+        words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
+        words.set(Words::gradients, gradients);
+    }
     const Words own = words;
     reduce_words(&words, sizeof words, plan.stream);
 

@@ -303,8 +303,9 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     if (context_->checks_pointers()) check_pointers(plan);
     if (arguments.met != nullptr && checks_ranks()) {
         *arguments.met = true;
-        check_ranks(plan);
-    }
+        check_ranks(plan, false);
+    } else if (of_engine != nullptr && !lists_compared_ && onebit_ && onebit_->compresses)
+        check_ranks(plan, true); // other lists would be other messages
     if (averages)
         average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)),
                           host_part(place.lists, static_cast<dsopt_tensor *>(nullptr)));
@@ -403,6 +404,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                      find_state(step.state, "schedule")->data == nullptr;
     const OfEngine of_engine{&outcome_memory_, complete || !own ? nullptr : &known_schedule_};
     run(arguments, state, workspace_.data(), &of_engine);
+    lists_compared_ = true;
     ++calls_;
     if (arguments.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;
