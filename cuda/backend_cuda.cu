@@ -143,11 +143,23 @@ public:
                        void *stream) const override {
         const CompressLayout &layout = *exchange.layout;
         with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
+            if (layout.has_levels()) {
+                clear_gaps(x, blocks_, as_stream(stream));
+                check(::gpu::launch("fill_message", fill_message_kernel, blocks_for(layout.whole->part_leaf.back()),
+                                    kThreads, 0, as_stream(stream), x, tensors),
+                      "fill_message");
+                return;
+            }
             clear_rows(x.send, layout.row_bytes() * layout.ranks, as_stream(stream));
             check(::gpu::launch("feed_list", feed_list_kernel, blocks_for(layout.part_leaf.back()), kThreads, 0,
                                 as_stream(stream), x, tensors),
                   "feed_list");
             end_rows(x, blocks_, as_stream(stream));
+        });
+    }
+    void compress_slice(const Exchange &exchange, const Parallel &, void *stream) const override {
+        with_exchange(exchange, nullptr, 0, stream, [&](const DeviceExchange &x, const dsopt_tensor *) {
+            pack_slice(*exchange.layout, x, blocks_, as_stream(stream));
         });
     }
     void compress_serve(const Exchange &exchange, const Parallel &, void *stream) const override {
@@ -158,8 +170,8 @@ public:
     void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
                          void *stream) const override {
         with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
-            check(::gpu::launch("decode", decode_kernel, blocks_for(exchange.layout->part_leaf.back()), kThreads, 0,
-                                as_stream(stream), x, tensors),
+            check(::gpu::launch("decode", decode_kernel, blocks_for(exchange.layout->all().part_leaf.back()), kThreads,
+                                0, as_stream(stream), x, tensors),
                   "decode");
         });
     }

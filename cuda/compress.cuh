@@ -28,9 +28,13 @@ struct DeviceLayout {
 
 /// An Exchange as kernels see it.
 struct DeviceExchange {
-    DeviceLayout layout;
+    DeviceLayout layout, all; // in two levels the own slice, and the whole list; otherwise the same
     float *worker, *server;
-    const int32_t *active;
+    const int32_t *active, *own_active; // of the list, of the worker's elements
+    float *message, *slices;            // two levels
+    const float *values;                // the mean itself, where nothing is compressed
+    int64_t slice;
+    int32_t node_ranks;
     char *send, *recv, *result, *results;
     double *sums;
     int32_t *counts;
@@ -106,7 +110,7 @@ __device__ inline void pack_room(const DeviceExchange &x, int32_t part, int64_t 
         const double sum = fold_lanes(add_squares(room, n, 0));
         if (lane == 0) x.sums[leaf] = sum;
     } else if (warp == 1) {
-        const int32_t count = count_active(x.active, worker, n);
+        const int32_t count = count_active(x.own_active, worker, n);
         if (lane == 0) x.counts[leaf] = count;
     }
 }
@@ -233,7 +237,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x)
                 old = load<8>(kept, Dtype::f32, k, vector);
             else
                 for (int j = 0; j < here; ++j) old.at[j] = kept[k + j];
-            const uint32_t active = active_bits(x.active, segment.begin + begin + k);
+            const uint32_t active = active_bits(x.own_active, segment.begin + begin + k);
             unsigned result = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -254,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x)
             const double sum = fold_lanes(add_squares(room, n, 0));
             if (threadIdx.x == 0) x.sums[leaf] = sum;
         } else if (warp == 1) {
-            const int32_t count = count_active(x.active, segment.begin + begin, n);
+            const int32_t count = count_active(x.own_active, segment.begin + begin, n);
             if (threadIdx.x % 32 == 0) x.counts[leaf] = count;
         }
     }
@@ -283,7 +287,7 @@ template <int V>
 __device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, int32_t part,
                                            const CompressLayout::Unit &unit, const InChunk &place) {
     char *row = x.row(rows, place.chunk);
-    const float scale = DeviceExchange::scales(row)[part - x.layout.first_part[place.chunk]];
+    const float scale = DeviceExchange::scales(row)[part - x.all.first_part[place.chunk]];
     const int64_t bit = unit.server + place.at;
     const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
     Pack<V> y;
@@ -293,23 +297,25 @@ __device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, 
 }
 template <int V>
 __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
-    const CompressLayout::Unit &unit = x.layout.units[x.layout.parts[part].unit];
+    if (x.values != nullptr) return load<V>(x.values, Dtype::f32, worker, aligned16(x.values));
+    const CompressLayout::Unit &unit = x.all.units[x.all.parts[part].unit];
     return mean_at<V>(x, rows, part, unit, InChunk(unit, worker));
 }
 
 __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x, const dsopt_tensor *list) {
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t) {
-        const int64_t worker = x.layout.parts[part].begin + begin, left = list[part].numel - begin;
+    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) {
+        const int64_t worker = x.all.parts[part].begin + begin, left = list[part].numel - begin;
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
         void *to = list[part].data;
         const bool vector = aligned16(to);
-        const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
+        const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
         const InChunk first(unit, worker);
         const auto value = [&](auto width, int k) {
             constexpr int W = decltype(width)::value;
             InChunk place = first;
             place.move(unit, k);
-            Pack<W> y = mean_at<W>(x, x.results, part, unit, place);
+            Pack<W> y = x.values != nullptr ? load<W>(x.values, Dtype::f32, worker + k, aligned16(x.values))
+                                            : mean_at<W>(x, x.results, part, unit, place);
             const uint32_t active = active_bits(x.active, worker + k);
 #pragma unroll
             for (int j = 0; j < W; ++j) y.at[j] = (active >> j) & 1u ? y.at[j] : 0.0f;
@@ -322,11 +328,85 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x
     });
 }
 
+/// Two levels: zeros between tensors of the message, and behind the last one.
+__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(const DeviceExchange x) {
+    const DeviceLayout &layout = x.all;
+    const int64_t threads = int64_t(gridDim.x) * kThreads, own = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    for (int64_t i = own; i + 1 < layout.part_count; i += threads)
+        for (int64_t k = layout.parts[i].begin + layout.parts[i].numel; k < layout.parts[i + 1].begin; ++k)
+            x.message[k] = 0;
+    const CompressLayout::Part last = layout.parts[layout.part_count - 1];
+    for (int64_t k = last.begin + last.numel + own; k < layout.worker_numel; k += threads) x.message[k] = 0;
+}
+
+/// A list to the message.
+__global__ void __launch_bounds__(kThreads) fill_message_kernel(const DeviceExchange x, const dsopt_tensor *list) {
+    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) {
+        const float *values = static_cast<const float *>(list[part].data) + begin;
+        float *to = x.message + x.all.parts[part].begin + begin;
+        for (int k = int(threadIdx.x); k < n; k += kThreads) to[k] = values[k];
+    });
+}
+
+/// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
+template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceExchange &x, int64_t i) {
+    const float share = 1.0f / float(x.node_ranks);
+    const bool vector = aligned16(x.slices); // slices are multiples of 32 elements
+    Pack<V> sum = load<V>(x.slices, Dtype::f32, i, vector);
+    for (int rank = 1; rank < x.node_ranks; ++rank) {
+        const Pack<V> other = load<V>(x.slices + rank * x.slice, Dtype::f32, i, vector);
+#pragma unroll
+        for (int k = 0; k < V; ++k) sum.at[k] += other.at[k];
+    }
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum.at[k] *= share;
+    return sum;
+}
+
+/// That mean and what is owed to the kept sums, and their bits to the rows.
+__global__ void __launch_bounds__(kThreads) feed_slice_kernel(const DeviceExchange x) {
+    __shared__ float room[kLeaf];
+    if (x.skipped()) return;
+    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) {
+        const int64_t worker = x.layout.parts[part].begin + begin; // a multiple of 32
+        const float scale = x.worker_scales()[part];
+        const bool vector = aligned16(x.worker);
+        __syncthreads();
+        const auto take = [&](auto width, int k) {
+            constexpr int W = decltype(width)::value;
+            const Pack<W> mean = mean_of_slices<W>(x, worker + k);
+            Pack<W> sum = load<W>(x.worker, Dtype::f32, worker + k, vector);
+            const uint32_t active = active_bits(x.own_active, worker + k);
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                const float value = mean.at[j] + error_of(sum.at[j], scale);
+                room[k + j] = sum.at[j] = (active >> j) & 1u ? value : 0.0f;
+            }
+            store(sum, x.worker, Dtype::f32, worker + k, vector);
+        };
+        for (int k = int(threadIdx.x) * 4; k + 4 <= n; k += kThreads * 4) take(std::integral_constant<int, 4>{}, k);
+        for (int k = n / 4 * 4 + int(threadIdx.x); k < n; k += kThreads) take(std::integral_constant<int, 1>{}, k);
+        __syncthreads();
+        pack_room(x, part, worker, n, room, leaf);
+    });
+}
+
+/// One node: the mean is all, and goes to the first of the slices.
+__global__ void __launch_bounds__(kThreads) mean_slice_kernel(const DeviceExchange x) {
+    const bool vector = aligned16(x.slices);
+    for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < x.slice;
+         i += int64_t(gridDim.x) * kThreads * 4)
+        store(mean_of_slices<4>(x, i), x.slices, Dtype::f32, i, vector);
+}
+
 /// A layout as bytes for the device, and where its parts are in them.
 class LayoutImage {
 public:
-    /// `used`: NULL = all of it, as far as the layout knows.
-    static size_t bytes(const CompressLayout &layout) { return Places(layout).bytes; }
+    /// In two levels of the slice, with the whole list's behind it.
+    static size_t bytes(const CompressLayout &layout) {
+        return Places(layout).bytes + (layout.has_levels() ? Places(*layout.whole).bytes : 0);
+    }
+    /// `used`: empty = all of it, as far as the layout knows.
     static void write(const CompressLayout &layout, const std::vector<int64_t> &used, char *to) {
         const Places at(layout);
         std::memset(to, 0, at.bytes);
@@ -338,12 +418,18 @@ public:
         put(at.segments, layout.own_segments());
         put(at.part_leaf, layout.part_leaf);
         put(at.segment_leaf, layout.segment_leaf);
-        put(at.used, used);
+        if (used.size() == layout.parts.size()) put(at.used, used);
         put(at.first_part, layout.first_part);
         std::vector<int32_t> slots;
         for (const auto &segments : layout.chunks)
             slots.push_back(segments.empty() ? 0 : segments.back().part - segments.front().part + 1);
+        slots.resize(layout.first_part.size());
         put(at.slots, slots);
+        if (layout.has_levels()) write(*layout.whole, {}, to + at.bytes);
+    }
+    static DeviceLayout view_all(const CompressLayout &layout, const void *memory) {
+        return layout.has_levels() ? view(*layout.whole, static_cast<const char *>(memory) + Places(layout).bytes)
+                                   : view(layout, memory);
     }
     static DeviceLayout view(const CompressLayout &layout, const void *memory) {
         const Places at(layout);

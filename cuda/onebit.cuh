@@ -24,8 +24,9 @@ struct DeviceOneBit {
     double *factors; // one a leaf
     Stage stage;
     bool compat;
-    bool exchanges; // with other ranks
-    bool packs;     // a part is one tensor: bits are made while its kept sums are at hand
+    bool exchanges;     // with other ranks
+    bool packs;         // a part is one tensor: bits are made while its kept sums are at hand
+    bool whole_vectors; // four neighbours of a tensor have their bits side by side
 };
 
 /// Everything that the rules read, of V neighbours.
@@ -59,7 +60,7 @@ template <Feed F> __device__ inline void find_onebit_scalars(const DeviceOneBit 
              .lr_sum = b.lr_sum != nullptr ? float(read_double(b.lr_sum + 2 * b.d.plan.jobs[tensor].group)) : 0.0f,
              .drops = b.compat && !b.exchanges && F == Feed::gradient,
              .anchored = !b.compat};
-    s.scale = b.exchanges ? b.x.worker_scales()[b.jobs[tensor].part] : 0.0f;
+    s.scale = b.exchanges && b.x.message == nullptr ? b.x.worker_scales()[b.jobs[tensor].part] : 0.0f;
 }
 
 /// body(tensor, job, begin, n, leaf) for the block's leaves of tensors that go into exchanges, with their scalars
@@ -89,7 +90,7 @@ __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedScal
 /// and weights are fp32 in this family. In compat mode one by one: a part may begin anywhere.
 template <class Body>
 __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, int64_t begin, int n, const Body &body) {
-    const int whole = b.packs || !b.exchanges ? n / 4 * 4 : 0;
+    const int whole = b.whole_vectors ? n / 4 * 4 : 0;
     for (int place = int(threadIdx.x) * 4; place < whole; place += kThreads * 4)
         body(std::integral_constant<int, 4>{}, begin + place, place);
     for (int place = whole + int(threadIdx.x); place < n; place += kThreads)
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_ke
     __shared__ SharedOneBit o;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
         const OneBitJob &one = b.jobs[tensor];
-        float *kept = b.exchanges ? b.x.worker + one.worker : nullptr;
+        float *kept = b.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
         for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
             constexpr int W = decltype(width)::value;
             Inputs<W> t = load_inputs<W, F>(b, job, one, i);
@@ -118,6 +119,15 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_ke
                 if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             }
             if (kept == nullptr) return;
+            if (b.x.message != nullptr) { // the values as they are
+                Pack<W> x;
+#pragma unroll
+                for (int k = 0; k < W; ++k)
+                    x.at[k] =
+                        feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
+                store(x, kept, Dtype::f32, i, aligned16(kept));
+                return;
+            }
             const uint32_t active = active_bits(b.x.active, one.worker + i);
             Pack<W> sum = load<W>(kept, Dtype::f32, i, aligned16(kept));
 #pragma unroll
@@ -371,7 +381,7 @@ __global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit
 /// Rows of results to where the momentum is kept.
 __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(const DeviceOneBit b) {
     if (skipped(b.d)) return;
-    const int64_t words = b.x.layout.row_bytes * b.x.layout.ranks / 4;
+    const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
     auto *to = reinterpret_cast<int32_t *>(b.momentum);
     for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < words; k += int64_t(gridDim.x) * kThreads)
@@ -414,7 +424,7 @@ __global__ void __launch_bounds__(kThreads) freeze_kernel(const DeviceOneBit b, 
                 store(load_weight<W>(job, i), one.drift, Dtype::f32, i, aligned16(one.drift));
         });
     }
-    if (!b.exchanges) return;
+    if (!b.exchanges || b.x.values != nullptr) return; // nothing is owed
     const int64_t workers = b.x.layout.worker_numel + b.x.layout.part_count,
                   servers = b.x.layout.server_numel + b.x.layout.row_scales;
     for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < workers; k += int64_t(gridDim.x) * kThreads)

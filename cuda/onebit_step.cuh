@@ -9,10 +9,18 @@ namespace dsopt::gpu {
 
 /// `layout`: in device memory, as LayoutImage has it.
 inline DeviceExchange device_exchange(const Exchange &exchange, const void *layout) {
-    return {.layout = LayoutImage::view(*exchange.layout, layout),
+    const CompressLayout &of = *exchange.layout;
+    return {.layout = LayoutImage::view(of, layout),
+            .all = LayoutImage::view_all(of, layout),
             .worker = exchange.worker,
             .server = exchange.server,
             .active = exchange.active,
+            .own_active = exchange.own_active(),
+            .message = exchange.message,
+            .slices = exchange.slices,
+            .values = of.is_exact() ? exchange.message : nullptr,
+            .slice = of.slice,
+            .node_ranks = of.node_ranks,
             .send = exchange.send,
             .recv = exchange.recv,
             .result = exchange.result,
@@ -35,6 +43,25 @@ inline void end_rows(const DeviceExchange &x, unsigned blocks, cudaStream_t stre
     check(::gpu::launch("row_scales", row_scales_kernel, grid_of(x.layout.part_count / kWarps + 1, blocks), kThreads, 0,
                         stream, x),
           "row_scales");
+}
+inline void clear_gaps(const DeviceExchange &x, unsigned blocks, cudaStream_t stream) {
+    check(::gpu::launch("clear_gaps", clear_gaps_kernel, grid_of(x.all.part_count / kThreads + 1, blocks), kThreads, 0,
+                        stream, x),
+          "clear_gaps");
+}
+/// What the ranks of the node sent to the own slice of the mean, and that to rows.
+inline void pack_slice(const CompressLayout &layout, const DeviceExchange &x, unsigned blocks, cudaStream_t stream) {
+    if (layout.is_exact()) {
+        check(::gpu::launch("mean_slice", mean_slice_kernel, grid_of(layout.slice / (kThreads * 4) + 1, blocks),
+                            kThreads, 0, stream, x),
+              "mean_slice");
+        return;
+    }
+    clear_rows(x.send, layout.row_bytes() * layout.ranks, stream);
+    check(::gpu::launch("feed_slice", feed_slice_kernel, grid_of(layout.part_leaf.back(), blocks), kThreads, 0, stream,
+                        x),
+          "feed_slice");
+    end_rows(x, blocks, stream);
 }
 inline void serve_rows(const CompressLayout &layout, const DeviceExchange &x, unsigned blocks, cudaStream_t stream) {
     clear_rows(x.result, layout.row_bytes(), stream);
@@ -77,7 +104,8 @@ public:
               .stage = one_.stage,
               .compat = one_.compat,
               .exchanges = exchanges,
-              .packs = exchanges && !one_.compat};
+              .packs = exchanges && !one_.compat && one_.node == nullptr,
+              .whole_vectors = !exchanges || !one_.compat};
     }
 
     /// What tensors that go into exchanges get. mark(k), k = 0, 1, 2: after compression, the exchange, the rest.
@@ -148,6 +176,14 @@ private:
             return;
         }
         const CompressLayout &layout = one_.setup->layout;
+        if (one_.node != nullptr) {
+            clear_gaps(b_.x, blocks_, stream_);
+            launch("feed", feed_kernel<F>, 0);
+            mark(0);
+            two_level_exchange(*one_.context, one_.comm, *one_.node, exchange_, plan_.parallel, plan_.stream);
+            mark(1);
+            return;
+        }
         clear_rows(b_.x.send, layout.row_bytes() * layout.ranks, stream_);
         launch("feed", feed_kernel<F>, b_.packs ? kLeaf * sizeof(float) : 0);
         if (!b_.packs) {

@@ -959,7 +959,7 @@ typedef struct dsopt_compressed {
                        is padded to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others */
     int32_t reserved;
     dsopt_comm *node; /**< optional: the ranks of this node, as many in each; the ranks of the comm, one a node, must
-                         all have the same rank here. One rank is as none. Refused in compat mode, and on CUDA so far */
+                         all have the same rank here. One rank is as none. Refused in compat mode */
 } dsopt_compressed;
 /**
  * Sizes for a list: of worker_error and server_error in floats, of the workspace in bytes; each may be NULL. Reads

@@ -137,7 +137,7 @@ CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compr
         if (total > (int64_t(1) << 56))
             throw Error(DSOPT_ERR_SHAPE, "the compressed tensors have more than 2^56 elements");
     }
-    node = check_node(*comm->context(), comm, node, args.compat);
+    node = check_node(comm, node, args.compat);
     if (node != nullptr)
         return CompressLayout::two_level(comm->ranks(), comm->rank(), node->ranks(), node->rank(), numels);
     return args.compat == DSOPT_COMPAT_DEEPSPEED ? CompressLayout::padded(comm->ranks(), comm->rank(), numels)

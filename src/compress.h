@@ -127,7 +127,7 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
 int64_t padded_numel(int node_ranks, int64_t numel);
 
 /// The ranks of a node as exchanges see them: NULL for a node of one rank. Refuses what cannot be one beside `data`.
-const Comm *check_node(const Context &context, const Comm *data, const Comm *node, int32_t compat);
+const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
 CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);

@@ -134,7 +134,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
-    if (check_node(*context_, with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
+    if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
     if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
 }

@@ -43,13 +43,11 @@ CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, in
     return own;
 }
 
-const Comm *check_node(const Context &context, const Comm *data, const Comm *node, int32_t compat) {
+const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == nullptr) return nullptr;
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
     if (compat != DSOPT_STANDARD)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
-    if (!context.backend().is_host() || !node->context()->backend().is_host())
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the node comm: exchanges in two levels run on the CPU backend only");
     if (data_ranks(data, node) > (1 << 24))
         throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24",
                     static_cast<long long>(data_ranks(data, node)));

@@ -28,6 +28,8 @@ BUDGET = [
     ("pack_kernel", 64, 0, 0),
     ("serve_kernel", 64, 2, 2),
     ("decode_kernel", 64, 0, 2),
+    ("feed_slice_kernel", 64, 3, 1),
+    ("mean_slice_kernel", 64, 2, 1),
     ("row_scales_kernel", 64, 0, 0),
     ("result_scales_kernel", 64, 0, 0),
     ("feed_kernelILNS.*4FeedE[012]E", 64, 2, 1),  # the gradient, or the momentum

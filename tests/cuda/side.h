@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <gtest/gtest.h>
 #include <string>
@@ -120,17 +121,30 @@ struct Ranks {
         EXPECT_EQ(dsopt_comm_create(context, &desc, &comm), DSOPT_OK) << dsopt_last_error();
         return comm;
     }
-    void run(const std::function<void(int rank)> &body) const {
+    void run(const std::function<void(int rank)> &body) const { run(count, body); }
+    static void run(int count, const std::function<void(int rank)> &body) {
         std::vector<std::thread> threads;
         for (int rank = 0; rank < count; ++rank) threads.emplace_back(body, rank);
         for (std::thread &thread : threads) thread.join();
     }
 };
 
+/// Nodes of ranks: the comms of two levels.
+struct Nodes {
+    int per_node, nodes;
+    std::deque<Ranks> inside, across; // one a node, one a place in it
+    Nodes(int of, int number) : per_node(of), nodes(number) {
+        for (int d = 0; d < nodes; ++d) inside.emplace_back(per_node);
+        for (int l = 0; l < per_node; ++l) across.emplace_back(nodes);
+    }
+    int count() const { return per_node * nodes; }
+};
+
 /// An optimizer with its lists, on one of the two backends.
 class Side {
 public:
-    Side(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
+    Side(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0,
+         const Ranks *node_ranks = nullptr, int node_rank = 0) :
         device_(device),
         setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
@@ -146,6 +160,7 @@ public:
             desc.scaler = scaler;
         }
         if (ranks != nullptr) desc.data = comm = ranks->join(context, rank);
+        if (node_ranks != nullptr) desc.node = node = node_ranks->join(context, node_rank);
         good(dsopt_optimizer_create(context, &desc, &optimizer));
         const int32_t dtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
         std::vector<dsopt_param> list;
@@ -186,6 +201,7 @@ public:
         dsopt_optimizer_destroy(optimizer);
         dsopt_scaler_destroy(scaler);
         dsopt_comm_destroy(comm);
+        dsopt_comm_destroy(node);
         dsopt_context_destroy(context);
     }
 
@@ -245,7 +261,7 @@ public:
 
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
-    dsopt_comm *comm = nullptr;
+    dsopt_comm *comm = nullptr, *node = nullptr;
     dsopt_optimizer *optimizer = nullptr;
     std::vector<Bytes> params, grads, outs;
     std::vector<dsopt_tensor> gradients, outputs;

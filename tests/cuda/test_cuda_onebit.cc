@@ -32,11 +32,15 @@ protected:
         if (index == 1) g.flags |= DSOPT_GROUP_NON_FREEZE;
     }
 
-    static std::vector<Snapshots> train(bool device, const Setting &setting, int ranks, int bad_step) {
-        const Ranks group(ranks);
+    /// Ranks of one comm, or of nodes.
+    static std::vector<Snapshots> train(bool device, const Setting &setting, int ranks, int bad_step,
+                                        int per_node = 0) {
+        const Nodes nodes(per_node > 0 ? per_node : 1, per_node > 0 ? ranks / per_node : ranks);
         std::vector<Snapshots> all(static_cast<size_t>(ranks));
-        group.run([&](int rank) {
-            Side side(device, setting, &group, rank);
+        Ranks::run(ranks, [&](int rank) {
+            const int d = rank / nodes.per_node, l = rank % nodes.per_node;
+            Side side(device, setting, &nodes.across[size_t(l)], d, per_node > 0 ? &nodes.inside[size_t(d)] : nullptr,
+                      l);
             if (setting.param_flags & DSOPT_PARAM_MASKED) mask(side);
             for (int t = 0; t < 14; ++t) {
                 side.fill_gradients(t + 20 * rank, t == bad_step && rank == ranks - 1 ? 4 : -1);
@@ -62,10 +66,11 @@ protected:
             Side::good(dsopt_optimizer_import(side.optimizer, i, values.data(), values.size() * sizeof(float)));
         }
     }
-    static void expect_same_bits(const Setting &setting, int ranks, int bad_step, const std::string &what) {
-        SCOPED_TRACE(what + ", " + std::to_string(ranks) + " ranks");
-        const std::vector<Snapshots> host = train(false, setting, ranks, bad_step),
-                                     device = train(true, setting, ranks, bad_step);
+    static void expect_same_bits(const Setting &setting, int ranks, int bad_step, const std::string &what,
+                                 int per_node = 0) {
+        SCOPED_TRACE(what + ", " + std::to_string(ranks) + " ranks, in a node " + std::to_string(per_node));
+        const std::vector<Snapshots> host = train(false, setting, ranks, bad_step, per_node),
+                                     device = train(true, setting, ranks, bad_step, per_node);
         for (size_t rank = 0; rank < host.size(); ++rank) {
             ASSERT_EQ(host[rank].size(), device[rank].size());
             for (size_t t = 0; t < host[rank].size(); ++t)
@@ -151,70 +156,102 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithTheMomentumInBits) {
     }
 }
 
+TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInTwoLevels) {
+    const struct { int per_node, nodes; } shapes[] = {{2, 2}, {3, 2}, {2, 1}, {1, 2}};
+    for (const auto &shape : shapes) {
+        for (const int32_t algorithm : kFamily) {
+            Setting s = setting(algorithm);
+            s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
+            s.gaps = true;
+            expect_same_bits(s, shape.per_node * shape.nodes, -1, name_of(algorithm), shape.per_node);
+        }
+        Setting s = setting(DSOPT_ONEBIT_ADAM);
+        s.desc.flags = DSOPT_OPTIMIZER_MOMENTUM_BITS;
+        s.desc.max_norm = 1;
+        s.param = s.grad = DSOPT_F16;
+        s.scaler = true;
+        s.exports_every = 4;
+        expect_same_bits(s, shape.per_node * shape.nodes, 6, "momentum in bits", shape.per_node);
+    }
+}
+
 TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
     const std::vector<int64_t> sizes{1, 31, 0, 32, 4096, 33, 9001};
-    for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED})
-        for (const int count : {1, 2, 3, 5}) {
-            SCOPED_TRACE(std::to_string(count) + (compat ? " ranks, compat" : " ranks"));
-            std::vector<std::vector<std::vector<char>>> results[2];
-            for (const bool device : {false, true}) {
-                results[device].resize(size_t(count));
-                const Ranks group(count);
-                group.run([&](int rank) {
-                    DSOPT_NEW(dsopt_context_desc, where);
-                    where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
-                    dsopt_context *context = nullptr;
-                    OK(dsopt_context_create(&where, &context));
-                    dsopt_comm *comm = group.join(context, rank);
-                    {
-                        std::vector<Bytes> memory;
-                        std::vector<dsopt_tensor> list;
-                        for (const int64_t n : sizes) {
-                            memory.emplace_back(device, size_t(n) * sizeof(float), n % 2 ? sizeof(float) : 0);
-                            list.push_back({memory.back().data(), n, DSOPT_F32, 0});
-                        }
-                        DSOPT_NEW(dsopt_compressed, args);
-                        args.tensors = list.data();
-                        args.count = int64_t(list.size());
-                        args.compat = compat;
-                        int64_t worker = 0, server = 0;
-                        OK(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
-                        Bytes worker_error(device, size_t(worker) * sizeof(float), 0),
-                            server_error(device, size_t(server) * sizeof(float), 0),
-                            workspace(device, args.workspace_bytes + 256, 0);
-                        worker_error.set(std::vector<char>(size_t(worker) * sizeof(float)));
-                        server_error.set(std::vector<char>(size_t(server) * sizeof(float)));
-                        args.worker_error = reinterpret_cast<float *>(worker_error.data());
-                        args.server_error = reinterpret_cast<float *>(server_error.data());
-                        args.workspace =
-                            workspace.data() + (256 - reinterpret_cast<uintptr_t>(workspace.data()) % 256) % 256;
-                        for (int call = 0; call < 4; ++call) {
-                            for (size_t i = 0; i < sizes.size(); ++i) {
-                                const int64_t n = sizes[i];
-                                std::vector<char> values(static_cast<size_t>(n) * sizeof(float));
-                                for (int64_t k = 0; k < n; ++k)
-                                    put(&values[size_t(k) * sizeof(float)], DSOPT_F32,
-                                        std::sin(float(k * (rank + 2) + call + int64_t(i))));
-                                memory[i].set(values);
-                            }
-                            OK(dsopt_compressed_allreduce(comm, &args));
-                            for (const Bytes &bytes : memory) results[device][size_t(rank)].push_back(bytes.get());
-                        }
-                        std::vector<float> owed_worker(static_cast<size_t>(worker)),
-                            owed_server(static_cast<size_t>(server));
-                        OK(dsopt_compressed_errors(comm, &args, owed_worker.data(), owed_server.data()));
-                        for (const std::vector<float> *owed : {&owed_worker, &owed_server})
-                            results[device][size_t(rank)].emplace_back(
-                                reinterpret_cast<const char *>(owed->data()),
-                                reinterpret_cast<const char *>(owed->data() + owed->size()));
+    const struct {
+        int32_t compat;
+        int per_node, nodes;
+    } rows[] = {{DSOPT_STANDARD, 0, 1},         {DSOPT_STANDARD, 0, 2},         {DSOPT_STANDARD, 0, 3},
+                {DSOPT_STANDARD, 0, 5},         {DSOPT_COMPAT_DEEPSPEED, 0, 1}, {DSOPT_COMPAT_DEEPSPEED, 0, 2},
+                {DSOPT_COMPAT_DEEPSPEED, 0, 3}, {DSOPT_COMPAT_DEEPSPEED, 0, 5}, {DSOPT_STANDARD, 2, 2},
+                {DSOPT_STANDARD, 3, 1},         {DSOPT_STANDARD, 1, 3},         {DSOPT_STANDARD, 2, 3}};
+    for (const auto &row : rows) {
+        const Nodes nodes(row.per_node > 0 ? row.per_node : 1, row.nodes);
+        const int count = nodes.count();
+        SCOPED_TRACE(std::to_string(row.nodes) + " nodes of " + std::to_string(row.per_node) +
+                     (row.compat ? ", compat" : ""));
+        std::vector<std::vector<std::vector<char>>> results[2];
+        for (const bool device : {false, true}) {
+            results[device].resize(size_t(count));
+            const Nodes group(nodes.per_node, nodes.nodes);
+            Ranks::run(count, [&](int rank) {
+                const int d = rank / nodes.per_node, l = rank % nodes.per_node;
+                DSOPT_NEW(dsopt_context_desc, where);
+                where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
+                dsopt_context *context = nullptr;
+                OK(dsopt_context_create(&where, &context));
+                dsopt_comm *comm = group.across[size_t(l)].join(context, d), *node = nullptr;
+                if (row.per_node > 0) node = group.inside[size_t(d)].join(context, l);
+                {
+                    std::vector<Bytes> memory;
+                    std::vector<dsopt_tensor> list;
+                    for (const int64_t n : sizes) {
+                        memory.emplace_back(device, size_t(n) * sizeof(float), n % 2 ? sizeof(float) : 0);
+                        list.push_back({memory.back().data(), n, DSOPT_F32, 0});
                     }
-                    dsopt_comm_destroy(comm);
-                    dsopt_context_destroy(context);
-                });
-            }
-            for (size_t rank = 0; rank < size_t(count); ++rank)
-                ASSERT_TRUE(same(results[0][rank], results[1][rank])) << "rank " << rank;
+                    DSOPT_NEW(dsopt_compressed, args);
+                    args.tensors = list.data();
+                    args.count = int64_t(list.size());
+                    args.compat = row.compat;
+                    args.node = node;
+                    int64_t worker = 0, server = 0;
+                    OK(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
+                    Bytes worker_error(device, size_t(worker) * sizeof(float), 0),
+                        server_error(device, size_t(server) * sizeof(float), 0),
+                        workspace(device, args.workspace_bytes + 256, 0);
+                    worker_error.set(std::vector<char>(size_t(worker) * sizeof(float)));
+                    server_error.set(std::vector<char>(size_t(server) * sizeof(float)));
+                    args.worker_error = reinterpret_cast<float *>(worker_error.data());
+                    args.server_error = reinterpret_cast<float *>(server_error.data());
+                    args.workspace =
+                        workspace.data() + (256 - reinterpret_cast<uintptr_t>(workspace.data()) % 256) % 256;
+                    for (int call = 0; call < 4; ++call) {
+                        for (size_t i = 0; i < sizes.size(); ++i) {
+                            const int64_t n = sizes[i];
+                            std::vector<char> values(static_cast<size_t>(n) * sizeof(float));
+                            for (int64_t k = 0; k < n; ++k)
+                                put(&values[size_t(k) * sizeof(float)], DSOPT_F32,
+                                    std::sin(float(k * (rank + 2) + call + int64_t(i))));
+                            memory[i].set(values);
+                        }
+                        OK(dsopt_compressed_allreduce(comm, &args));
+                        for (const Bytes &bytes : memory) results[device][size_t(rank)].push_back(bytes.get());
+                    }
+                    std::vector<float> owed_worker(static_cast<size_t>(worker)),
+                        owed_server(static_cast<size_t>(server));
+                    OK(dsopt_compressed_errors(comm, &args, owed_worker.data(), owed_server.data()));
+                    for (const std::vector<float> *owed : {&owed_worker, &owed_server})
+                        results[device][size_t(rank)].emplace_back(
+                            reinterpret_cast<const char *>(owed->data()),
+                            reinterpret_cast<const char *>(owed->data() + owed->size()));
+                }
+                dsopt_comm_destroy(node);
+                dsopt_comm_destroy(comm);
+                dsopt_context_destroy(context);
+            });
         }
+        for (size_t rank = 0; rank < size_t(count); ++rank)
+            ASSERT_TRUE(same(results[0][rank], results[1][rank])) << "rank " << rank;
+    }
 }
 
 TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
@@ -256,33 +293,6 @@ TEST_F(CudaOneBit, RefusesToBeCaptured) {
     ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
     OK(side.step());
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
-}
-
-TEST_F(CudaOneBit, RefusesANodeComm) {
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_CUDA;
-    dsopt_context *context = nullptr;
-    OK(dsopt_context_create(&where, &context));
-    dsopt_comm *data = nullptr, *node = nullptr;
-    OK(dsopt_comm_create(context, nullptr, &data));
-    OK(dsopt_comm_create(context, nullptr, &node));
-    DSOPT_NEW(dsopt_optimizer_desc, desc);
-    desc.data = data;
-    desc.node = node;
-    dsopt_optimizer *optimizer = nullptr;
-    EXPECT_EQ(dsopt_optimizer_create(context, &desc, &optimizer), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_NE(std::string(dsopt_last_error()).find("node comm"), std::string::npos) << dsopt_last_error();
-    const dsopt_tensor tensor{nullptr, 40, DSOPT_F32, 0};
-    DSOPT_NEW(dsopt_compressed, args);
-    args.tensors = &tensor;
-    args.count = 1;
-    args.node = node;
-    int64_t worker = 7;
-    EXPECT_EQ(dsopt_compressed_sizes(data, &args, &worker, nullptr, nullptr), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(worker, 7);
-    dsopt_comm_destroy(node);
-    dsopt_comm_destroy(data);
-    dsopt_context_destroy(context);
 }
 
 } // namespace
