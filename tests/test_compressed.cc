@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The error-compensated 1-bit mean by itself, against the algorithm written down in double.
-#include "test_mixed_util.h"
+#include "test_compressed_util.h"
 
 using namespace dsopt_test;
 
 namespace {
 
-using Values = std::vector<std::vector<float>>; // one vector a tensor
 constexpr double kUlp = 0x1p-23;
 
 Context context_of(int threads, int64_t chunk = 0) {
@@ -17,67 +16,6 @@ Context context_of(int threads, int64_t chunk = 0) {
     must(dsopt_context_create(&desc, &ctx));
     return Context(ctx);
 }
-
-/// Floats at a multiple of 256 bytes.
-class Room {
-public:
-    explicit Room(size_t bytes) : memory_(bytes + 256) {}
-    char *at() { return memory_.data() + (256 - reinterpret_cast<uintptr_t>(memory_.data()) % 256) % 256; }
-
-private:
-    std::vector<char> memory_;
-};
-
-/// One rank's side: a list and what is kept from call to call.
-class Side {
-public:
-    Side(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_STANDARD) : comm_(comm) {
-        args.size = sizeof args;
-        args.compat = compat;
-        for (const int64_t n : sizes) values.emplace_back(size_t(n));
-        for (auto &tensor : values)
-            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_F32, 0});
-        args.tensors = list.data();
-        args.count = int64_t(list.size());
-        must(dsopt_compressed_sizes(comm.get(), &args, &workers, &servers, &bytes));
-        worker.resize(size_t(workers));
-        server.resize(size_t(servers));
-        room = std::make_unique<Room>(bytes);
-        args.worker_error = worker.data();
-        args.server_error = server.data();
-        args.workspace = room->at();
-        args.workspace_bytes = bytes;
-    }
-    Side(const Side &) = delete;
-    Side &operator=(const Side &) = delete;
-
-    dsopt_status call() { return dsopt_compressed_allreduce(comm_.get(), &args); }
-    dsopt_status call(const Values &x) {
-        for (size_t i = 0; i < x.size(); ++i) std::copy(x[i].begin(), x[i].end(), values[i].begin());
-        return call();
-    }
-    struct Owed {
-        std::vector<float> worker, server;
-    };
-    Owed owed() const {
-        const int64_t elements = workers - args.count; // without the scales
-        Owed result{std::vector<float>(size_t(elements), 7),
-                    std::vector<float>(size_t(elements / info_of(comm_).ranks), 7)};
-        must(dsopt_compressed_errors(comm_.get(), &args, result.worker.data(), result.server.data()));
-        return result;
-    }
-
-    std::vector<std::vector<float>> values;
-    std::vector<dsopt_tensor> list;
-    std::vector<float> worker, server;
-    std::unique_ptr<Room> room;
-    dsopt_compressed args{};
-    int64_t workers = 0, servers = 0;
-    size_t bytes = 0;
-
-private:
-    const Comm &comm_;
-};
 
 // ---------------------------------------------------------------------------------------------------- the algorithm
 int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
@@ -487,174 +425,6 @@ TEST(CompressedCompat, FollowsTheOriginalForTwoRanksAndFiveElements) {
             for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(owed.server[i], rank == 0 ? server[round][i] : 0, 4e-6) << i;
         }
     });
-}
-
-// ---------------------------------------------------------------------------------------------------------- refusals
-class Refusal : public testing::Test {
-protected:
-    const Context ctx = make_context(1);
-    const Comm comm = self_comm(ctx);
-    Side side{comm, {40, 0, 9}};
-
-    void SetUp() override {
-        for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
-    }
-    void expect(dsopt_status wanted, const char *text, bool sizes_too = true) {
-        const auto worker = side.worker, server = side.server;
-        const auto values = side.values;
-        EXPECT_TRUE(fails(side.call(), wanted, text));
-        EXPECT_EQ(side.worker, worker);
-        EXPECT_EQ(side.server, server);
-        EXPECT_EQ(side.values, values);
-        EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "a refusal does not lose the comm";
-        int64_t a = -5, b = -5;
-        size_t c = 77;
-        const dsopt_status status = dsopt_compressed_sizes(comm.get(), &side.args, &a, &b, &c);
-        if (sizes_too) {
-            EXPECT_TRUE(fails(status, wanted, text));
-            EXPECT_TRUE(a == -5 && b == -5 && c == 77) << "outputs are untouched";
-        } else {
-            EXPECT_TRUE(ok(status));
-        }
-    }
-};
-
-TEST_F(Refusal, DtypesOtherThanF32) {
-    for (const int32_t dtype : std::initializer_list<int32_t>{DSOPT_F16, DSOPT_BF16, DSOPT_F64, DSOPT_I32, 0, 99}) {
-        side.list[2].dtype = dtype;
-        expect(DSOPT_ERR_DTYPE, "'2'");
-    }
-}
-TEST_F(Refusal, NegativeSizesAndCounts) {
-    side.list[2].numel = -1;
-    expect(DSOPT_ERR_SHAPE, "'2'");
-    side.list[2].numel = int64_t(1) << 57;
-    side.list[2].data = nullptr;
-    expect(DSOPT_ERR_SHAPE, "");
-    side.list[2] = {side.values[2].data(), 9, DSOPT_F32, 0};
-    side.args.count = -1;
-    expect(DSOPT_ERR_ARGUMENT, "count");
-}
-TEST_F(Refusal, NoList) {
-    side.args.tensors = nullptr;
-    expect(DSOPT_ERR_ARGUMENT, "tensors");
-}
-TEST_F(Refusal, TensorWithoutMemoryOrMisaligned) {
-    side.list[0].data = nullptr;
-    expect(DSOPT_ERR_ARGUMENT, "'0'", false);
-    side.list[0].data = reinterpret_cast<char *>(side.values[0].data()) + 2;
-    expect(DSOPT_ERR_ALIGNMENT, "'0'");
-}
-TEST_F(Refusal, BuffersMissingOrMisaligned) {
-    float *const worker = side.args.worker_error, *const server = side.args.server_error;
-    side.args.worker_error = nullptr;
-    expect(DSOPT_ERR_ARGUMENT, "worker_error", false);
-    EXPECT_TRUE(fails(dsopt_compressed_errors(comm.get(), &side.args, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
-    side.args.worker_error = worker;
-    side.args.server_error = nullptr;
-    expect(DSOPT_ERR_ARGUMENT, "server_error", false);
-    for (const bool first : {true, false}) {
-        side.args.worker_error = first ? reinterpret_cast<float *>(reinterpret_cast<char *>(worker) + 2) : worker;
-        side.args.server_error = first ? server : reinterpret_cast<float *>(reinterpret_cast<char *>(server) + 2);
-        expect(DSOPT_ERR_ALIGNMENT, "error buffer", false);
-    }
-}
-TEST_F(Refusal, WorkspaceMissingTooSmallOrMisaligned) {
-    const std::string needed = std::to_string(side.bytes);
-    side.args.workspace_bytes = side.bytes - 1;
-    expect(DSOPT_ERR_WORKSPACE, needed.c_str(), false);
-    side.args.workspace_bytes = 0;
-    expect(DSOPT_ERR_WORKSPACE, needed.c_str(), false);
-    side.args.workspace_bytes = side.bytes;
-    void *const workspace = side.args.workspace;
-    side.args.workspace = nullptr;
-    expect(DSOPT_ERR_WORKSPACE, needed.c_str(), false);
-    side.args.workspace = static_cast<char *>(workspace) + 64;
-    expect(DSOPT_ERR_ALIGNMENT, "256", false);
-}
-TEST_F(Refusal, UnknownCompatReservedAndVersion) {
-    for (const int32_t compat : {-1, 2}) {
-        side.args.compat = compat;
-        expect(DSOPT_ERR_ARGUMENT, "compat");
-    }
-    side.args.compat = 0;
-    side.args.reserved = 1;
-    expect(DSOPT_ERR_ARGUMENT, "reserved");
-    side.args.reserved = 0;
-    side.args.size = sizeof side.args - 4;
-    expect(DSOPT_ERR_VERSION, "");
-}
-TEST_F(Refusal, NullArguments) {
-    EXPECT_TRUE(fails(dsopt_compressed_allreduce(nullptr, &side.args), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(fails(dsopt_compressed_allreduce(comm.get(), nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(fails(dsopt_compressed_sizes(nullptr, &side.args, nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(fails(dsopt_compressed_sizes(comm.get(), nullptr, nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(fails(dsopt_compressed_errors(nullptr, &side.args, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(fails(dsopt_compressed_errors(comm.get(), nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_TRUE(ok(dsopt_compressed_sizes(comm.get(), &side.args, nullptr, nullptr, nullptr)));
-    EXPECT_TRUE(ok(dsopt_compressed_errors(comm.get(), &side.args, nullptr, nullptr)));
-}
-
-// ---------------------------------------------------------------------------------------------------------- failures
-struct Broken { // a table whose collectives can fail
-    int all_to_all = 0, all_gather = 0;
-    int calls = 0;
-    static Comm make(const Context &ctx, Broken &self) {
-        DSOPT_NEW(dsopt_comm_table, table);
-        table.self = &self;
-        table.ranks = 2;
-        table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-        table.all_to_all = [](void *at, const void *send, void *recv, int64_t bytes, void *) {
-            ++static_cast<Broken *>(at)->calls;
-            std::memcpy(recv, send, size_t(2 * bytes)); // as if the other one had sent the same
-            return static_cast<Broken *>(at)->all_to_all;
-        };
-        table.all_gather = [](void *at, const void *send, void *recv, int64_t bytes, void *) {
-            ++static_cast<Broken *>(at)->calls;
-            for (int r = 0; r < 2; ++r) std::memcpy(static_cast<char *>(recv) + r * bytes, send, size_t(bytes));
-            return static_cast<Broken *>(at)->all_gather;
-        };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_TABLE;
-        desc.table = &table;
-        dsopt_comm *comm = nullptr;
-        must(dsopt_comm_create(ctx.get(), &desc, &comm));
-        return Comm(comm);
-    }
-};
-
-TEST(CompressedFailure, OfACollectiveIsTheStatusAndLosesTheComm) {
-    const Context ctx = make_context(1);
-    struct {
-        int all_to_all, all_gather;
-        dsopt_status wanted;
-    } const ways[] = {{7, 0, DSOPT_ERR_COMM},
-                      {0, 9, DSOPT_ERR_COMM},
-                      {-DSOPT_ERR_TIMEOUT, 0, DSOPT_ERR_TIMEOUT},
-                      {0, -DSOPT_ERR_ABORTED, DSOPT_ERR_ABORTED}};
-    for (const auto &way : ways) {
-        Broken self;
-        const Comm comm = Broken::make(ctx, self);
-        Side side(comm, {100});
-        ASSERT_TRUE(ok(side.call()));
-        EXPECT_EQ(self.calls, 2);
-        self.all_to_all = way.all_to_all;
-        self.all_gather = way.all_gather;
-        EXPECT_TRUE(fails(side.call(), way.wanted));
-        const int calls = self.calls;
-        EXPECT_TRUE(fails(side.call(), way.wanted)) << "sticky";
-        EXPECT_EQ(self.calls, calls) << "without trying";
-        EXPECT_EQ(info_of(comm).status, way.wanted);
-    }
-}
-
-TEST(CompressedFailure, OfAPeerThatDoesNotComeIsATimeout) {
-    const Context ctx = make_context(1);
-    const CommId id = new_id();
-    std::array<Comm, 2> comms;
-    run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, 100); });
-    Side side(comms[0], {100});
-    EXPECT_TRUE(fails(side.call(), DSOPT_ERR_TIMEOUT));
 }
 
 } // namespace

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank of the error-compensated 1-bit mean.
+#pragma once
+#include "test_mixed_util.h"
+
+namespace dsopt_test {
+
+using Values = std::vector<std::vector<float>>; // one vector a tensor
+
+/// Floats at a multiple of 256 bytes.
+class Room {
+public:
+    explicit Room(size_t bytes) : memory_(bytes + 256) {}
+    char *at() { return memory_.data() + (256 - reinterpret_cast<uintptr_t>(memory_.data()) % 256) % 256; }
+
+private:
+    std::vector<char> memory_;
+};
+
+/// One rank's side: a list and what is kept from call to call.
+class Side {
+public:
+    Side(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_STANDARD) : comm_(comm) {
+        args.size = sizeof args;
+        args.compat = compat;
+        for (const int64_t n : sizes) values.emplace_back(size_t(n));
+        for (auto &tensor : values)
+            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_F32, 0});
+        args.tensors = list.data();
+        args.count = int64_t(list.size());
+        must(dsopt_compressed_sizes(comm.get(), &args, &workers, &servers, &bytes));
+        worker.resize(size_t(workers));
+        server.resize(size_t(servers));
+        room = std::make_unique<Room>(bytes);
+        args.worker_error = worker.data();
+        args.server_error = server.data();
+        args.workspace = room->at();
+        args.workspace_bytes = bytes;
+    }
+    Side(const Side &) = delete;
+    Side &operator=(const Side &) = delete;
+
+    dsopt_status call() { return dsopt_compressed_allreduce(comm_.get(), &args); }
+    dsopt_status call(const Values &x) {
+        for (size_t i = 0; i < x.size(); ++i) std::copy(x[i].begin(), x[i].end(), values[i].begin());
+        return call();
+    }
+    struct Owed {
+        std::vector<float> worker, server;
+    };
+    Owed owed() const {
+        const int64_t elements = workers - args.count; // without the scales
+        Owed result{std::vector<float>(size_t(elements), 7),
+                    std::vector<float>(size_t(elements / info_of(comm_).ranks), 7)};
+        must(dsopt_compressed_errors(comm_.get(), &args, result.worker.data(), result.server.data()));
+        return result;
+    }
+
+    std::vector<std::vector<float>> values;
+    std::vector<dsopt_tensor> list;
+    std::vector<float> worker, server;
+    std::unique_ptr<Room> room;
+    dsopt_compressed args{};
+    int64_t workers = 0, servers = 0;
+    size_t bytes = 0;
+
+private:
+    const Comm &comm_;
+};
+
+} // namespace dsopt_test
