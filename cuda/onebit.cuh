@@ -168,11 +168,9 @@ __global__ void __launch_bounds__(kThreads) finish_padding_kernel(const DeviceOn
         b.padding[k - used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
 }
 
-/// The mean of V neighbours. Without other ranks the own values are it.
+/// Without other ranks the own values are the mean of V neighbours.
 template <int V, Feed F>
-__device__ __forceinline__ Pack<V> mean_values(const DeviceOneBit &b, const SharedScalars &s, const SharedOneBit &o,
-                                               const OneBitJob &one, const Inputs<V> &t, int64_t i) {
-    if (b.exchanges) return mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
+__device__ __forceinline__ Pack<V> own_values(const SharedScalars &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
 #pragma unroll
     for (int k = 0; k < V; ++k)
@@ -191,14 +189,18 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_
         for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             Inputs<W> t;
+            Pack<W> y;
             t.g = t.drift = Pack<W>{};
-            if (!b.exchanges) t.g = load_gradient<W, true>(job, i);
+            if (b.exchanges) // first: where it comes from needs registers, too
+                y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
+            else
+                t.g = load_gradient<W, true>(job, i);
             t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
             t.p = load_weight<W>(job, i);
             t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
             if constexpr (F == Feed::distance) t.drift = load<W>(one.drift, Dtype::f32, i, aligned16(one.drift));
             const Pack<W> old = t.p;
-            Pack<W> y = mean_values<W, F>(b, s, o, one, t, i);
+            if (!b.exchanges) y = own_values<W, F>(s, o, t);
             if (one.mask != nullptr) {
 #pragma unroll
                 for (int k = 0; k < W; ++k) y.at[k] *= one.mask[i + k];
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b
 }
 
 /// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
-__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const DeviceOneBit b) {
     DYNAMIC_SHARED(float, room);
     __shared__ SharedScalars s;
     __shared__ SharedOneBit o;
@@ -247,13 +249,17 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_moments_kernel(const 
             for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
                 constexpr int W = decltype(width)::value;
                 Inputs<W> t;
+                Pack<W> y;
                 t.g = t.drift = Pack<W>{};
-                if (!b.exchanges) t.g = load_gradient<W, true>(job, i);
+                if (b.exchanges)
+                    y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
+                else
+                    t.g = load_gradient<W, true>(job, i);
                 t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
                 t.p = load_weight<W>(job, i);
                 t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
                 Pack<W> fresh = load<W>(one.fresh, Dtype::f32, i, aligned16(one.fresh));
-                const Pack<W> y = mean_values<W, Feed::scaled>(b, s, o, one, t, i);
+                if (!b.exchanges) y = own_values<W, Feed::scaled>(s, o, t);
 #pragma unroll
                 for (int k = 0; k < W; ++k) {
                     const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];

@@ -37,7 +37,7 @@ BUDGET = [
     ("finish_kernelILNS.*4FeedE[012]E", 64, 2, 2),
     ("finish_kernelILNS.*4FeedE3E", 80, 3, 3),
     ("local_kernel", 64, 5, 3),
-    ("onebit_lamb_moments_kernel", 64, 4, 2),
+    ("onebit_lamb_moments_kernel", 80, 4, 2),
     ("onebit_lamb_weights_kernel", 64, 3, 1),
 ]
 
