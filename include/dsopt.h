@@ -753,7 +753,10 @@ typedef struct dsopt_step {
  * capturable in a CUDA graph once one plain step has been taken. A graph keeps lists and host-side values (lr set with
  * dsopt_optimizer_set, max_norm) as they were at its capture; device scalars are read at every replay. While a stream
  * is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the
- * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays.
+ * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays. The 1-bit
+ * family cannot be captured (DSOPT_ERR_STATE): the host chooses the stage of a step. It keeps count and does not wait,
+ * but in compat mode, where only the device knows whether the last step was taken, and where `state` or apply bring
+ * the schedule. Write to the engine's schedule with dsopt_optimizer_import alone.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
  * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
  * parameters and state are unchanged, the comms are lost. In an exchange of the 1-bit family that fails once it has
@@ -764,7 +767,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, co
 
 /**
  * The same as a pure function: reads and writes only what `step` names. Nothing is remembered, allocated or
- * synchronised.
+ * synchronised, but that the host reads the schedule of the 1-bit family.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads at once, on memory that
  * differs.
  */
