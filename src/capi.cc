@@ -58,7 +58,7 @@ const StateEntry &entry_at(const Optimizer &optimizer, int64_t index) {
 const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void *host, size_t bytes) {
     const StateEntry &entry = entry_at(optimizer, index);
     if (bytes != entry.bytes())
-        throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name, entry.bytes(), bytes);
+        throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
     optimizer.ensure_state(nullptr, nullptr);
     return entry_at(optimizer, index);
@@ -270,7 +270,7 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
     return with(opt, [&](const Optimizer &optimizer) {
         const StateEntry &entry = entry_at(optimizer, index);
         dsopt_state_info known{};
-        known.name = entry.name;
+        known.name = entry.name();
         known.param = entry.param;
         known.tensor = entry.tensor();
         known.flags = entry.flags;

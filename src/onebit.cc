@@ -162,38 +162,39 @@ ScheduleState Optimizer::read_schedule(const void *data, const KnownSchedule *kn
 OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
                                   const KnownSchedule *known, void *stream) const {
     const OneBitSetup &setup = *onebit_;
-    const auto find = [&]<class T>(const char *name, T *) {
-        const dsopt_tensor *tensor = find_state(state, name);
+    const auto find = [&]<class T>(StateKind kind, T *) {
+        const dsopt_tensor *tensor = find_state(state, kind);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     };
-    auto *const schedule = find("schedule", static_cast<ScheduleState *>(nullptr));
+    auto *const schedule = find(StateKind::schedule, static_cast<ScheduleState *>(nullptr));
     const ScheduleState now = read_schedule(schedule, known, stream);
     const dsopt_group *own = nullptr;
     for (const dsopt_group &group : groups_)
         if (own == nullptr && is_onebit(group.algorithm)) own = &group;
-    OneBitPlan plan{.setup = &setup,
-                    .jobs = jobs,
-                    .now = now,
-                    .stage = stage_of(setup.rules, now),
-                    .compat = setup.rules.compat,
-                    .comm = with_.data.get(),
-                    .node = with_.node.get(),
-                    .exchange = setup.compresses
-                                    ? Exchange(setup.layout, find("worker_error", static_cast<float *>(nullptr)),
-                                               find("server_error", static_cast<float *>(nullptr)),
-                                               static_cast<char *>(workspace) + exchange)
-                                    : Exchange(setup.layout, nullptr, nullptr, nullptr),
-                    .schedule = schedule,
-                    .context = context_.get(),
-                    .lr_sum = find("lr_sum", static_cast<int32_t *>(nullptr)),
-                    .trust_average = find("trust_average", static_cast<float *>(nullptr)),
-                    .trust_factor = find("trust_factor", static_cast<float *>(nullptr)),
-                    .scaling = find("trust_scaling", static_cast<float *>(nullptr)),
-                    .active = find("active", static_cast<int32_t *>(nullptr)),
-                    .padding = find("exp_avg_pad", static_cast<float *>(nullptr)),
-                    .momentum = reinterpret_cast<char *>(find("exp_avg_bits", static_cast<int32_t *>(nullptr))),
-                    .trust = {own->trust_beta, own->trust_threshold, own->trust_min_change, own->trust_max_change,
-                              setup.rules.compat}};
+    OneBitPlan plan{
+        .setup = &setup,
+        .jobs = jobs,
+        .now = now,
+        .stage = stage_of(setup.rules, now),
+        .compat = setup.rules.compat,
+        .comm = with_.data.get(),
+        .node = with_.node.get(),
+        .exchange = setup.compresses
+                        ? Exchange(setup.layout, find(StateKind::worker_error, static_cast<float *>(nullptr)),
+                                   find(StateKind::server_error, static_cast<float *>(nullptr)),
+                                   static_cast<char *>(workspace) + exchange)
+                        : Exchange(setup.layout, nullptr, nullptr, nullptr),
+        .schedule = schedule,
+        .context = context_.get(),
+        .lr_sum = find(StateKind::lr_sum, static_cast<int32_t *>(nullptr)),
+        .trust_average = find(StateKind::trust_average, static_cast<float *>(nullptr)),
+        .trust_factor = find(StateKind::trust_factor, static_cast<float *>(nullptr)),
+        .scaling = find(StateKind::trust_scaling, static_cast<float *>(nullptr)),
+        .active = find(StateKind::active, static_cast<int32_t *>(nullptr)),
+        .padding = find(StateKind::exp_avg_pad, static_cast<float *>(nullptr)),
+        .momentum = reinterpret_cast<char *>(find(StateKind::exp_avg_bits, static_cast<int32_t *>(nullptr))),
+        .trust = {own->trust_beta, own->trust_threshold, own->trust_min_change, own->trust_max_change,
+                  setup.rules.compat}};
     plan.exchange.active = plan.active;
     if (plan.momentum != nullptr && context_->backend().is_host()) { // in a step that is taken it may go there at once
         if (!setup.layout.has_levels()) plan.exchange.slice_results = plan.momentum;
@@ -260,9 +261,7 @@ int32_t Optimizer::next_reduction(int64_t call) const {
     if (!onebit_) return DSOPT_REDUCE_FULL;
     ScheduleState state{};
     if (call == 0) {
-        const StateEntry *entry = nullptr;
-        for (const StateEntry &other : state_)
-            if (std::strcmp(other.name, "schedule") == 0) entry = &other;
+        const StateEntry *const entry = find_entry(StateKind::schedule);
         if (entry != nullptr && entry->data != nullptr) state = read_schedule(entry->data, &known_schedule_, nullptr);
         // What the original's wrapper does when it is made, the engine does when its state is first needed.
         if (state.step == 0 && wrapper() != Wrapper::none) state.step = 1;
@@ -276,12 +275,8 @@ int32_t Optimizer::next_reduction(int64_t call) const {
 
 void Optimizer::settle_momentum() {
     if (!(desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) || !onebit_) return;
-    const auto of = [&](const char *name) -> const StateEntry * {
-        for (const StateEntry &entry : state_)
-            if (std::strcmp(entry.name, name) == 0) return &entry;
-        return nullptr;
-    };
-    const StateEntry *const bits = of("exp_avg_bits"), *const schedule = of("schedule");
+    const StateEntry *const bits = find_entry(StateKind::exp_avg_bits);
+    const StateEntry *const schedule = find_entry(StateKind::schedule);
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
     const Backend &backend = context_->backend();
     ScheduleState state;
@@ -289,7 +284,7 @@ void Optimizer::settle_momentum() {
     if (state.momentum_in_bits == 0) return;
     Exchange exchange(onebit_->layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
-    exchange.active = static_cast<const int32_t *>(of("active")->data);
+    exchange.active = static_cast<const int32_t *>(find_entry(StateKind::active)->data);
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
     for (size_t i = 0; i < params_.size(); ++i)
         if (onebit_->worker[i] >= 0)
@@ -304,13 +299,8 @@ void Optimizer::forget_like_original() {
     if (!onebit_ || !onebit_->rules.compat) return;
     const Backend &backend = context_->backend();
     const bool zero_one = onebit_->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
-    const auto of = [&](const char *name) -> const StateEntry * {
-        for (const StateEntry &entry : state_)
-            if (std::strcmp(entry.name, name) == 0) return &entry;
-        return nullptr;
-    };
     ScheduleState schedule;
-    const StateEntry &entry = *of("schedule");
+    const StateEntry &entry = *find_entry(StateKind::schedule);
     backend.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
     ScheduleState kept{};
     kept.step = schedule.step;
@@ -318,17 +308,16 @@ void Optimizer::forget_like_original() {
     kept.frozen = !zero_one && schedule.step >= onebit_->rules.freeze_step;
     backend.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
     for (const StateEntry &other : state_) {
-        const auto is = [&](const char *name) { return std::strcmp(other.name, name) == 0; };
-        const bool errors = is("worker_error") || is("server_error") || is("exp_avg_pad");
-        const bool trust = is("trust_average") || is("trust_factor") || is("trust_scaling");
-        if (errors || is("momentum_accumulator") || is("lr_sum") || (trust && kept.frozen == 0))
+        const auto is = [&](StateKind kind) { return other.kind == kind; };
+        if (other.is_error() || is(StateKind::exp_avg_pad) || is(StateKind::momentum_accumulator) ||
+            is(StateKind::lr_sum) || (other.is_trust() && kept.frozen == 0))
             backend.clear(other.data, other.bytes(), nullptr);
     }
 }
 
 void Optimizer::export_entry(const StateEntry &entry, void *host) const {
-    const bool worker = std::strcmp(entry.name, "worker_error") == 0;
-    if (!worker && std::strcmp(entry.name, "server_error") != 0) {
+    const bool worker = entry.kind == StateKind::worker_error;
+    if (!entry.is_error()) {
         context_->backend().copy_to_host(host, entry.data, entry.bytes(), nullptr);
         return;
     }
@@ -338,9 +327,7 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? onebit_->layout.worker_numel : onebit_->layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
-    const StateEntry *active = nullptr;
-    for (const StateEntry &other : state_)
-        if (std::strcmp(other.name, "active") == 0) active = &other;
+    const StateEntry *const active = find_entry(StateKind::active);
     if (active == nullptr) return;
     // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
     std::vector<int32_t> words(size_t(active->numel));

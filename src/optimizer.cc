@@ -190,13 +190,13 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         param.has_master = param.dtype != DSOPT_F32 && !no_master;
         // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
         const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_F32;
-        const auto add = [&](const char *name, int32_t dtype, uint32_t flags) {
-            new_state.push_back({name, index, dtype, flags, param.numel, nullptr, false});
+        const auto add = [&](StateKind kind, int32_t dtype, uint32_t flags) {
+            new_state.push_back({kind, index, dtype, flags, param.numel});
         };
-        if (param.has_master) add("master", DSOPT_F32, DSOPT_STATE_FROM_PARAM);
-        add("exp_avg", moments, 0);
-        add("exp_avg_sq", moments, 0);
-        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add("grad_accum", DSOPT_F32, 0);
+        if (param.has_master) add(StateKind::master, DSOPT_F32, DSOPT_STATE_FROM_PARAM);
+        add(StateKind::exp_avg, moments, 0);
+        add(StateKind::exp_avg_sq, moments, 0);
+        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_F32, 0);
         if ((given.flags & DSOPT_PARAM_MASKED) && !is_onebit(group.algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
                         label.name);
@@ -205,10 +205,10 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                 throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters",
                             label.name);
             if (group.algorithm == DSOPT_ZERO_ONE_ADAM)
-                add(desc_.compat == DSOPT_STANDARD ? "anchor" : "momentum_accumulator", DSOPT_F32,
+                add(desc_.compat == DSOPT_STANDARD ? StateKind::anchor : StateKind::momentum_accumulator, DSOPT_F32,
                     DSOPT_STATE_RANK_LOCAL);
-            if (group.algorithm == DSOPT_ONEBIT_LAMB) add("exp_avg_sq_fresh", DSOPT_F32, 0);
-            if (given.flags & DSOPT_PARAM_MASKED) add("mask", DSOPT_F32, 0);
+            if (group.algorithm == DSOPT_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_F32, 0);
+            if (given.flags & DSOPT_PARAM_MASKED) add(StateKind::mask, DSOPT_F32, 0);
             if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && (given.flags & DSOPT_PARAM_MASKED))
                 throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with",
                             label.name);
@@ -228,39 +228,37 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     for (const StateEntry &entry : new_state)
         if (entry.data != nullptr)
             intervals.push_back(
-                interval_of(entry.tensor(), {entry.name, new_params[size_t(entry.param)].name.c_str()}));
+                interval_of(entry.tensor(), {entry.name(), new_params[size_t(entry.param)].name.c_str()}));
     check_overlap(intervals);
 
     // State of the whole optimizer, most of it with one element a parameter: what is there is copied into something
     // longer.
     const auto total = int64_t(new_params.size());
     std::vector<StateEntry> longer;
+    const auto whole = [&](StateKind kind, int32_t dtype, int64_t numel, uint32_t flags = 0) {
+        longer.push_back({kind, -1, dtype, flags, numel});
+    };
     std::unique_ptr<OneBitSetup> setup;
     if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
         if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
             throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
         setup = std::make_unique<OneBitSetup>(
             make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
-        const auto whole = [&](const char *name, int32_t dtype, int64_t numel, uint32_t flags, bool carried) {
-            longer.push_back({name, -1, dtype, flags, numel, nullptr, false, false, carried});
-        };
         if (setup->compresses && !setup->layout.is_exact()) {
-            whole("worker_error", DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL, false);
-            whole("server_error", DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL, false);
-            if (desc_.compat == DSOPT_STANDARD) whole("active", DSOPT_I32, setup->layout.used_words(), 0, false);
-            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) {
-                whole("exp_avg_bits", DSOPT_I32, setup->layout.all().rows_bytes() / 4, 0, false);
-                longer.back().saved = false; // exp_avg is
-            }
+            whole(StateKind::worker_error, DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
+            whole(StateKind::server_error, DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
+            if (desc_.compat == DSOPT_STANDARD) whole(StateKind::active, DSOPT_I32, setup->layout.used_words());
+            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
+                whole(StateKind::exp_avg_bits, DSOPT_I32, setup->layout.all().rows_bytes() / 4);
         }
-        whole("schedule", DSOPT_I32, sizeof(ScheduleState) / 4, 0, true);
+        whole(StateKind::schedule, DSOPT_I32, sizeof(ScheduleState) / 4);
         if (setup->rules.algorithm == DSOPT_ZERO_ONE_ADAM)
-            whole("lr_sum", DSOPT_I32, 2 * int64_t(new_groups.size()), 0, true);
+            whole(StateKind::lr_sum, DSOPT_I32, 2 * int64_t(new_groups.size()));
         if (setup->rules.algorithm == DSOPT_ONEBIT_LAMB) {
-            for (const char *name : {"trust_average", "trust_factor", "trust_scaling"})
-                longer.push_back({name, -1, DSOPT_F32, 0, total, nullptr, true});
+            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
+                whole(kind, DSOPT_F32, total);
             if (desc_.compat != DSOPT_STANDARD && setup->compresses)
-                whole("exp_avg_pad", DSOPT_F32, setup->layout.worker_numel - setup->used[0], 0, false);
+                whole(StateKind::exp_avg_pad, DSOPT_F32, setup->layout.worker_numel - setup->used[0]);
         }
     } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
@@ -268,20 +266,20 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                                                            : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
     }
     if (with_.scaler) {
-        longer.push_back({"loss_scale", -1, DSOPT_F32, 0, 1, with_.scaler->scale(), false, true});
-        longer.push_back(
-            {"scaler", -1, DSOPT_I32, 0, int64_t(sizeof(ScalerState) / 4), with_.scaler->state(), false, true});
+        whole(StateKind::loss_scale, DSOPT_F32, 1);
+        longer.back().data = with_.scaler->scale();
+        whole(StateKind::scaler, DSOPT_I32, sizeof(ScalerState) / 4);
+        longer.back().data = with_.scaler->state();
     }
-    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust))
-        longer.push_back({"trust_ratio", -1, DSOPT_F32, 0, total, nullptr, true});
-    longer.push_back({"step", -1, DSOPT_I32, 0, total, nullptr, true});
+    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust)) whole(StateKind::trust_ratio, DSOPT_F32, total);
+    whole(StateKind::step, DSOPT_I32, total);
     settle_momentum(); // its rows are those of the list as it was
     std::vector<Memory> new_memory;
     for (StateEntry &entry : longer) {
         const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
-            return std::strcmp(other.name, entry.name) == 0 && other.data != nullptr;
+            return other.kind == entry.kind && other.data != nullptr;
         });
-        if (old == of_optimizer.end() || !(entry.per_param || entry.carried)) continue;
+        if (old == of_optimizer.end() || !entry.carried()) continue;
         new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
         entry.data = new_memory.back().data();
         context_->backend().clear(entry.data, entry.bytes(), nullptr);

@@ -4,6 +4,7 @@
 #include "context.h"
 #include "onebit.h"
 #include "scaler.h"
+#include "state_entry.h"
 #include "step_plan.h"
 #include "tensor_list.h"
 #include <atomic>
@@ -37,22 +38,6 @@ struct Attachments {
     std::shared_ptr<Scaler> scaler;
     std::shared_ptr<Comm> data, model, node;
     std::vector<std::shared_ptr<Comm>> experts;
-};
-
-/// One state tensor. `data` is NULL until allocated or bound.
-struct StateEntry {
-    const char *name;
-    int64_t param; // -1: of the whole optimizer
-    int32_t dtype;
-    uint32_t flags;
-    int64_t numel;
-    void *data;
-    bool per_param; // one element a parameter
-    bool of_scaler = false;
-    bool carried = false; // keeps its contents when groups are added
-    bool saved = true;
-    size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
-    dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
 };
 
 /// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it
@@ -216,7 +201,9 @@ private:
     /// Gradients that the engine averages itself become those of copies in `mean`. `lists`: room for three of them.
     void average_gradients(const StepPlan &plan, float *mean, dsopt_tensor *lists) const;
     static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
-    const dsopt_tensor *find_state(const dsopt_tensor *state, const char *name) const;
+    /// Of the whole optimizer, NULL where there is none: in a list of all state tensors, and the engine's own.
+    const dsopt_tensor *find_state(const dsopt_tensor *state, StateKind kind) const;
+    const StateEntry *find_entry(StateKind kind) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
     const char *owner_of(const StateEntry &entry) const;
     const void *memory_of(const StateEntry &entry) const; // of its parameter

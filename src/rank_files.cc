@@ -51,11 +51,7 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 
 std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
     const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
-    return owner + "." + entry.name;
-}
-
-bool is_error(const StateEntry &entry) {
-    return std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0;
+    return owner + "." + entry.name();
 }
 
 size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
@@ -200,7 +196,7 @@ void RankFiles::verify_others() const {
 
 bool RankFiles::makes(const StateEntry &entry) const {
     return resharded() && entry.param < 0 &&
-           (is_error(entry) || (saved_nodes() == 1 && std::strcmp(entry.name, "active") == 0));
+           (entry.is_error() || (saved_nodes() == 1 && entry.kind == StateKind::active));
 }
 
 std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &entry) const {
@@ -208,9 +204,9 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
     const auto take = [&](const auto &list) {
         if (!bytes.empty()) std::memcpy(bytes.data(), list.data(), bytes.size());
     };
-    if (std::strcmp(entry.name, "active") == 0)
+    if (entry.kind == StateKind::active)
         take(active(optimizer));
-    else if (saved_nodes() > 1 && std::strcmp(entry.name, "worker_error") == 0)
+    else if (saved_nodes() > 1 && entry.kind == StateKind::worker_error)
         take(worker_errors(optimizer));
     else if (saved_nodes() > 1)
         take(server_errors(optimizer));

@@ -33,7 +33,6 @@ private:
 };
 
 std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry);
-bool is_error(const StateEntry &entry);
 /// Index of a tensor that fits, or MISMATCH naming it.
 size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
                    const std::vector<int64_t> &dims);

@@ -351,7 +351,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         memory.push_back(static_cast<const char *>(data));
     };
     for (const StateEntry &entry : optimizer.state())
-        if (entry.saved)
+        if (entry.saved())
             add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
                 entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
     if (with_params)
@@ -408,9 +408,9 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     for (size_t i = 0; i < optimizer.state().size(); ++i) {
         const StateEntry &entry = optimizer.state()[i];
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
-        const bool of_scaler = entry.of_scaler;
-        if (!entry.saved || (is_error(entry) && !with_errors)) continue;
-        if (forgets && std::strcmp(entry.name, "exp_avg_pad") == 0) continue;
+        const bool of_scaler = entry.of_scaler();
+        if (!entry.saved() || (entry.is_error() && !with_errors)) continue;
+        if (forgets && entry.kind == StateKind::exp_avg_pad) continue;
         if (of_scaler ? scaler == nullptr : master ? no_masters : no_state) continue;
         if (files.makes(entry)) {
             if (entry.numel != 0)
@@ -419,7 +419,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         }
         const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
         transfers.push_back({find_tensor(file, tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
-                             int64_t(i), nullptr, entry.bytes(), entry.per_param});
+                             int64_t(i), nullptr, entry.bytes(), entry.per_param()});
     }
     for (const Param &param : optimizer.params()) {
         if (with_params) {
@@ -441,12 +441,10 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     for (const Transfer &transfer : transfers) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
-        const bool own_count = entry != nullptr && std::strcmp(entry->name, "step") == 0 &&
-                               optimizer.onebit() != nullptr &&
+        const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
-        if (entry != nullptr && std::strcmp(entry->name, "scaler") == 0)
-            check_scaler_state(file, transfer.index, rules);
+        if (entry != nullptr && entry->kind == StateKind::scaler) check_scaler_state(file, transfer.index, rules);
     }
     std::string accumulated;
     if ((optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && !no_state) {

@@ -2,7 +2,6 @@
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "optimizer.h"
 #include <algorithm>
-#include <cstring>
 
 namespace dsopt {
 namespace {
@@ -75,7 +74,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
             const bool own = entry.param < 0 || params == nullptr;
             if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM))
                 initialize(entry, own ? memory_of(entry) : params[entry.param].data, entry.data, stream);
-            counters = counters || entry.per_param;
+            counters = counters || entry.per_param();
         }
         std::vector<dsopt_tensor> list = list_of(allocated);
         const bool initial_step = counters && wrapper() != Wrapper::none && !masters_follow;
@@ -104,7 +103,7 @@ void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool r
                     state_.size());
     for (size_t i = 0; i < state_.size(); ++i) {
         const StateEntry &entry = state_[i];
-        const Label label{entry.name, owner_of(entry)};
+        const Label label{entry.name(), owner_of(entry)};
         check_tensor(list[i], label);
         if (list[i].dtype != entry.dtype)
             throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, must be %d", label.role, label.name, list[i].dtype,
@@ -130,7 +129,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
         intervals.push_back(interval_of(list[i], label));
     }
     for (const StateEntry &entry : state_)
-        if (entry.data != nullptr) intervals.push_back(interval_of(entry.tensor(), {entry.name, owner_of(entry)}));
+        if (entry.data != nullptr) intervals.push_back(interval_of(entry.tensor(), {entry.name(), owner_of(entry)}));
     check_overlap(intervals);
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
@@ -145,7 +144,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < bound.size(); ++i) {
         if (list[i].data != nullptr) bound[i].data = list[i].data;
         if (bound[i].data == nullptr) continue;
-        intervals.push_back(interval_of(bound[i].tensor(), {bound[i].name, owner_of(bound[i])}));
+        intervals.push_back(interval_of(bound[i].tensor(), {bound[i].name(), owner_of(bound[i])}));
     }
     check_overlap(intervals);
     state_.swap(bound);
@@ -159,13 +158,12 @@ void Optimizer::reset(uint32_t what, void *stream) {
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     const auto part_of = [](const StateEntry &entry) -> uint32_t {
         if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
-        if (std::strcmp(entry.name, "grad_accum") == 0) return DSOPT_RESET_GRADS;
-        if (std::strcmp(entry.name, "mask") == 0) return 0; // the caller's
+        if (entry.kind == StateKind::grad_accum) return DSOPT_RESET_GRADS;
+        if (entry.kind == StateKind::mask) return 0; // the caller's
         if (entry.param >= 0) return DSOPT_RESET_MOMENTS;
-        if (std::strcmp(entry.name, "active") == 0) return DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS; // no variance
-        if (std::strcmp(entry.name, "worker_error") == 0 || std::strcmp(entry.name, "server_error") == 0)
-            return DSOPT_RESET_ERRORS;
-        return entry.of_scaler ? 0 : DSOPT_RESET_COUNTERS; // the scaler is its own
+        if (entry.kind == StateKind::active) return DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS; // no variance
+        if (entry.is_error()) return DSOPT_RESET_ERRORS;
+        return entry.of_scaler() ? 0 : DSOPT_RESET_COUNTERS; // the scaler is its own
     };
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params_)

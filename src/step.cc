@@ -160,9 +160,14 @@ Wrapper Optimizer::wrapper() const {
     return Wrapper::none;
 }
 
-const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, const char *name) const {
+const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, StateKind kind) const {
+    const StateEntry *const entry = find_entry(kind);
+    return entry != nullptr ? state + (entry - state_.data()) : nullptr;
+}
+
+const StateEntry *Optimizer::find_entry(StateKind kind) const {
     for (size_t i = state_.size(); i-- > 0 && state_[i].param < 0;)
-        if (std::strcmp(state_[i].name, name) == 0) return state + i;
+        if (state_[i].kind == kind) return &state_[i];
     return nullptr;
 }
 
@@ -256,8 +261,9 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         (desc_.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !arguments.initial;
     const bool reports_only = wrapped == Wrapper::fused && !scales && desc_.nonfinite == DSOPT_NONFINITE_AUTO;
     const bool skips = desc_.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
-    const dsopt_tensor *trust = find_state(state, "trust_ratio"), *loss_scale = find_state(state, "loss_scale"),
-                       *scaler = find_state(state, "scaler");
+    const dsopt_tensor *trust = find_state(state, StateKind::trust_ratio),
+                       *loss_scale = find_state(state, StateKind::loss_scale),
+                       *scaler = find_state(state, StateKind::scaler);
     const bool averages = onebit_ && onebit_->mean_numel != 0 && !arguments.initial;
     const StepPlan plan{.jobs = jobs,
                         .count = int64_t(params_.size()),
@@ -281,7 +287,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .scaler = scales ? static_cast<ScalerState *>(scaler->data) : nullptr,
                         .scaler_rules = scales ? with_.scaler->rules() : ScalerRules{},
                         .comms = arguments.initial ? CommSet{} : comms(),
-                        .step = static_cast<int32_t *>(find_state(state, "step")->data),
+                        .step = static_cast<int32_t *>(find_state(state, StateKind::step)->data),
                         .onebit = onebit_ ? &onebit : nullptr,
                         .trust_ratio = has_lamb ? static_cast<float *>(trust->data) : nullptr,
                         .report = step.report,
@@ -400,8 +406,8 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
             state = call_list_.data();
         }
     }
-    const bool own = step.state == nullptr || find_state(step.state, "schedule") == nullptr ||
-                     find_state(step.state, "schedule")->data == nullptr;
+    const bool own = step.state == nullptr || find_state(step.state, StateKind::schedule) == nullptr ||
+                     find_state(step.state, StateKind::schedule)->data == nullptr;
     const OfEngine of_engine{&outcome_memory_, complete || !own ? nullptr : &known_schedule_};
     run(arguments, state, workspace_.data(), &of_engine);
     lists_compared_ = true;
