@@ -184,6 +184,8 @@ def local_table(data):
     names = [("AdamW, fp32 gradients", "full_f32"), ("AdamW, fp16 gradients", "full_f16")]
     for ranks in (8, 64, 512, 4096):
         names.append(("1-bit Adam, %d ranks" % ranks, "flat_%d" % ranks))
+        if "momentum_bits_%d" % ranks in times:  # older files have none
+            names.append(("1-bit Adam, %d ranks, MOMENTUM_BITS" % ranks, "momentum_bits_%d" % ranks))
         if ranks > PER_NODE:
             names.append(("1-bit Adam, %d ranks, %d a node" % (ranks, PER_NODE), "two_level_%d" % ranks))
     for text, key in names:
@@ -210,7 +212,7 @@ def main():
             sys.exit("the times are of nodes of %d ranks" % run["per_node"])
         data = data or run
         for key, value in run["times"].items():
-            data["times"][key] = min(data["times"][key], value, key=lambda t: t["step"])
+            data["times"][key] = min(data["times"].get(key, value), value, key=lambda t: t["step"])
     print("Measured, of %s:\n" % data["list"])
     local_table(data)
     print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s a rank." % (

@@ -5,6 +5,14 @@
 //   BM_Mixed         16-bit gradients and weights, fp32 masters, loss scale, norm and clipping: 30 bytes
 //   BM_MixedUpdate   the second pass of that alone: 28 bytes
 //   BM_Lamb          LAMB on fp32 weights: 40 bytes
+// and what one of 8 ranks does by itself with one bit an element, on fp32 weights, its collectives doing nothing:
+//   BM_Compressed         dsopt_compressed_allreduce: 12 of the worker (value, kept sum in and out), 1 of the server,
+//                         4 decoded, bits: 17
+//   BM_OnebitAdam         a step that exchanges: worker 16 (gradient and momentum in place of the value), server 1,
+//                         update 16 (weight, variance, momentum): 33
+//   BM_OnebitAdam/bits    the same with MOMENTUM_BITS: 25
+//   BM_ZeroOneAdam/local  0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
+//   BM_OnebitLamb         worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
 // Each row's data is several times the last-level cache of any GPU so far, so nothing has to be flushed in between.
 #include "bench_util.h"
 #include <algorithm>
@@ -17,6 +25,7 @@ namespace {
 using bench::check;
 
 constexpr int kSteps = 10; // between two events: the queue stays filled, as in training
+constexpr int kRanks = 8;
 
 void check_cuda(cudaError_t error) {
     if (error == cudaSuccess) return;
@@ -72,14 +81,32 @@ uint32_t small(int32_t dtype) {
     return dtype == DSOPT_F32 ? 0x3a800000u : dtype == DSOPT_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
+/// One of kRanks whose collectives do nothing.
+dsopt_comm *idle_comm(dsopt_context *context) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = kRanks;
+    table.memory = DSOPT_MEMORY_BACKEND;
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+    table.all_to_all = table.all_gather = [](void *, const void *, void *, int64_t, void *) { return 0; };
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_TABLE;
+    desc.table = &table;
+    dsopt_comm *comm = nullptr;
+    check(dsopt_comm_create(context, &desc, &comm));
+    return comm;
+}
+
 struct Trainer {
     std::vector<int64_t> sizes;
     DeviceList params, grads;
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
+    dsopt_comm *comm = nullptr;
     dsopt_optimizer *optimizer = nullptr;
 
-    Trainer(const std::string &list, int32_t algorithm, int32_t dtype, bool clip) :
+    /// `idle`: one of kRanks.
+    Trainer(const std::string &list, int32_t algorithm, int32_t dtype, bool clip, bool idle = false,
+            uint32_t flags = 0) :
         sizes(bench::shapes(list)),
         params(sizes, dtype, small(dtype)),
         grads(sizes, dtype, small(dtype)) {
@@ -87,6 +114,8 @@ struct Trainer {
         where.backend = DSOPT_CUDA;
         check(dsopt_context_create(&where, &context));
         DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.flags = flags;
+        if (idle) desc.data = comm = idle_comm(context);
         if (clip) {
             DSOPT_NEW(dsopt_scaler_desc, how);
             how.init = 1024;
@@ -100,10 +129,16 @@ struct Trainer {
         dsopt_group group;
         check(dsopt_group_init(&group, sizeof group, algorithm));
         group.weight_decay = 0.01;
+        if (idle) group.freeze_step = 1;
+        if (algorithm == DSOPT_ZERO_ONE_ADAM) { // all steps from the fifth on are local
+            group.local_interval_steps = 1;
+            group.max_local_interval = int64_t(1) << 30;
+        }
         check(dsopt_optimizer_add_group(optimizer, &group, entries.data(), int64_t(entries.size())));
     }
     ~Trainer() {
         dsopt_optimizer_destroy(optimizer);
+        dsopt_comm_destroy(comm);
         dsopt_scaler_destroy(scaler);
         dsopt_context_destroy(context);
     }
@@ -160,6 +195,56 @@ void BM_Step(benchmark::State &state, const std::string &list, int32_t algorithm
     if (report.skipped != 0) state.SkipWithError("steps were skipped: nothing was timed");
 }
 
+/// `reduction`: of all steps that are timed.
+void BM_OneBit(benchmark::State &state, const std::string &list, int32_t algorithm, uint32_t flags, int32_t reduction,
+               int bytes) {
+    const Trainer trainer(list, algorithm, DSOPT_F32, false, true, flags);
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = trainer.grads.tensors.data();
+    step.count = int64_t(trainer.grads.tensors.size());
+    for (int i = 0; i < 4; ++i) check(dsopt_optimizer_step(trainer.optimizer, &step));
+    check_cuda(cudaStreamSynchronize(nullptr));
+    const auto check_reduction = [&] {
+        int32_t next = -1;
+        check(dsopt_optimizer_next_reduction(trainer.optimizer, 0, &next));
+        if (next != reduction) state.SkipWithError("the steps are of another stage");
+    };
+    check_reduction();
+    time(state, bench::total(trainer.sizes), bytes, [&](cudaStream_t stream) {
+        step.stream = stream;
+        check(dsopt_optimizer_step(trainer.optimizer, &step));
+    });
+    check_reduction();
+}
+
+void BM_Compressed(benchmark::State &state, const std::string &list, int bytes) {
+    const std::vector<int64_t> sizes = bench::shapes(list);
+    const DeviceList values(sizes, DSOPT_F32, small(DSOPT_F32));
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.backend = DSOPT_CUDA;
+    dsopt_context *context = nullptr;
+    check(dsopt_context_create(&where, &context));
+    dsopt_comm *const comm = idle_comm(context);
+    DSOPT_NEW(dsopt_compressed, args);
+    args.tensors = values.tensors.data();
+    args.count = int64_t(values.tensors.size());
+    int64_t worker = 0, server = 0;
+    check(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
+    const DeviceMemory kept(size_t(worker + server) * sizeof(float), 0), workspace(args.workspace_bytes, 0);
+    check_cuda(cudaMemsetAsync(kept.data(), 0, size_t(worker + server) * sizeof(float), nullptr));
+    check_cuda(cudaMemsetAsync(workspace.data(), 0, args.workspace_bytes, nullptr)); // what the others did not send
+    check_cuda(cudaDeviceSynchronize());
+    args.worker_error = reinterpret_cast<float *>(kept.data());
+    args.server_error = args.worker_error + worker;
+    args.workspace = workspace.data();
+    time(state, bench::total(sizes), bytes, [&](cudaStream_t stream) {
+        args.stream = stream;
+        check(dsopt_compressed_allreduce(comm, &args));
+    });
+    dsopt_comm_destroy(comm);
+    dsopt_context_destroy(context);
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -177,12 +262,20 @@ int main(int argc, char **argv) {
                 ->UseManualTime()
                 ->Unit(benchmark::kMillisecond);
         };
-        for (const int bytes : {28, 30, 40}) add("BM_Copy/" + std::to_string(bytes), BM_Copy, bytes);
+        for (const int bytes : {17, 24, 25, 28, 30, 33, 40, 57})
+            add("BM_Copy/" + std::to_string(bytes), BM_Copy, bytes);
         add("BM_Fp32", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F32), false, 28);
         add("BM_Mixed/f16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F16), true, 30);
         add("BM_Mixed/bf16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_BF16), true, 30);
         add("BM_MixedUpdate/f16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F16), false, 28);
         add("BM_Lamb", BM_Step, int32_t(DSOPT_LAMB), int32_t(DSOPT_F32), false, 40);
+        add("BM_Compressed", BM_Compressed, 17);
+        const auto add_onebit = [&](const std::string &name, int32_t algorithm, uint32_t flags, int32_t reduction,
+                                    int bytes) { add(name, BM_OneBit, algorithm, flags, reduction, bytes); };
+        add_onebit("BM_OnebitAdam", DSOPT_ONEBIT_ADAM, 0, DSOPT_REDUCE_COMPRESSED, 33);
+        add_onebit("BM_OnebitAdam/bits", DSOPT_ONEBIT_ADAM, DSOPT_OPTIMIZER_MOMENTUM_BITS, DSOPT_REDUCE_COMPRESSED, 25);
+        add_onebit("BM_ZeroOneAdam/local", DSOPT_ZERO_ONE_ADAM, 0, DSOPT_REDUCE_LOCAL, 24);
+        add_onebit("BM_OnebitLamb", DSOPT_ONEBIT_LAMB, 0, DSOPT_REDUCE_COMPRESSED, 57);
     }
     benchmark::RunSpecifiedBenchmarks();
 }

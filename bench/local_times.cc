@@ -33,13 +33,13 @@ dsopt_comm *idle_comm(dsopt_context *ctx, int ranks) {
 
 /// `node` 0: no node comm; `data` 0: no comm at all.
 Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const List &grads, int data, int node,
-              int rounds) {
+              int rounds, uint32_t flags = 0) {
     dsopt_comm *const across = data > 0 ? idle_comm(ctx, data) : nullptr, *const inside =
                                                                               node > 0 ? idle_comm(ctx, node) : nullptr;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.data = across;
     desc.node = inside;
-    desc.flags = DSOPT_OPTIMIZER_TIMING;
+    desc.flags = DSOPT_OPTIMIZER_TIMING | flags;
     dsopt_optimizer *opt = nullptr;
     check(dsopt_optimizer_create(ctx, &desc, &opt));
     dsopt_group group;
@@ -97,6 +97,8 @@ int main(int argc, char **argv) {
                 elements, kPerNode);
     print("full_f32", measure(ctx, DSOPT_ADAMW, params, grads, 0, 0, rounds), elements, ",");
     print("full_f16", measure(ctx, DSOPT_ADAMW, params, halves, 0, 0, rounds), elements, ",");
+    print("momentum_bits_8",
+          measure(ctx, DSOPT_ONEBIT_ADAM, params, grads, 8, 0, rounds, DSOPT_OPTIMIZER_MOMENTUM_BITS), elements, ",");
     for (int ranks = 8; ranks <= 4096; ranks *= 2) {
         const std::string flat = "flat_" + std::to_string(ranks), two = "two_level_" + std::to_string(ranks);
         print(flat.c_str(), measure(ctx, DSOPT_ONEBIT_ADAM, params, grads, ranks, 0, rounds), elements, ",");

@@ -7,7 +7,8 @@ import re
 import sys
 
 ROWS = [("Fp32", 28, "fused"), ("Mixed/f16", 30, "mixed f16"), ("Mixed/bf16", 30, "mixed bf16"), ("MixedUpdate/f16", 28, None),
-        ("Lamb", 40, None)]  # of bench_cuda, bytes an element, and PyTorch's counterpart
+        ("Lamb", 40, None), ("Compressed", 17, None), ("OnebitAdam", 33, None), ("OnebitAdam/bits", 25, None),
+        ("ZeroOneAdam/local", 24, None), ("OnebitLamb", 57, None)]  # of bench_cuda, bytes an element, and PyTorch's counterpart
 
 
 def text(folder, name):
