@@ -13,6 +13,8 @@
 //   BM_OnebitAdam/bits    the same with MOMENTUM_BITS: 25
 //   BM_ZeroOneAdam/local  0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
 //   BM_OnebitLamb         worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
+// With a data comm every step waits for the device once, also a local one: whether a gradient is bad goes through the
+// host. That is in these times, and in host_us.
 // Each row's data is several times the last-level cache of any GPU so far, so nothing has to be flushed in between.
 #include "bench_util.h"
 #include <algorithm>
