@@ -417,7 +417,8 @@ void CudaBackend::step(const StepPlan &plan) const {
         if (cache != nullptr) cache->exchanged = false;
         onebit->run([&](int phase) {
             mark(3 + phase);
-            if (cache != nullptr) cache->exchanged = true;
+            if (cache != nullptr && phase == 1)
+                cache->exchanged = true; // not on one rank, which has the last phase only
         });
         if (d.elsewhere == Elsewhere::yes && !leaves_work(plan)) d.leaves = 0;
     }

@@ -277,6 +277,22 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
     }
 }
 
+TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
+    for (const int32_t algorithm : kFamily) {
+        Setting s = setting(algorithm);
+        s.desc.flags = DSOPT_OPTIMIZER_TIMING;
+        Side side(true, s);
+        for (int t = 0; t < 9; ++t) {
+            side.fill_gradients(t);
+            OK(side.step());
+            DSOPT_NEW(dsopt_report, report);
+            OK(dsopt_optimizer_report(side.optimizer, &report));
+            for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
+                EXPECT_EQ(report.ms[phase], 0) << "there is no exchange";
+        }
+    }
+}
+
 TEST_F(CudaOneBit, RefusesToBeCaptured) {
     Side side(true, setting(DSOPT_ONEBIT_ADAM));
     side.fill_gradients(0);
