@@ -664,7 +664,8 @@ enum { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2 };
 /**
  * Say where parameters or state are from now on; dtype and numel as registered. State entries with NULL data stay with
  * the engine. Contents are neither copied nor changed: bound state must hold its values (`fill`, or a saved state).
- * Borrowed until bound anew.
+ * Bind anew after writing other values to it: of a device's schedule (1-bit family) the host keeps count. Borrowed
+ * until then.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,

@@ -158,7 +158,7 @@ public:
     /// exp_avg is what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
     void settle_momentum();
     /// To be called where state tensors may have been written to, other than by steps.
-    void state_changed() { known_schedule_.valid = false; }
+    void state_changed() const { known_schedule_.valid = false; }
 
     static void check_group(const dsopt_group &group);
 
@@ -223,9 +223,9 @@ private:
     Memory outcome_memory_;                // an Outcome
     HostBuffer mirror_;                    // its copy on the host, where backend memory is not
     std::unique_ptr<StepCache> cache_;
-    std::unique_ptr<OneBitSetup> onebit_; // with a group of the 1-bit family
-    KnownSchedule known_schedule_;
-    bool lists_compared_ = false; // with those of other ranks, since the last group came
+    std::unique_ptr<OneBitSetup> onebit_;  // with a group of the 1-bit family
+    mutable KnownSchedule known_schedule_; // `apply` may be given the memory that it is about
+    bool lists_compared_ = false;          // with those of other ranks, since the last group came
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     int resharded_from_ = 0;

@@ -315,6 +315,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     if (averages)
         average_gradients(plan, part(place.mean, static_cast<float *>(nullptr)),
                           host_part(place.lists, static_cast<dsopt_tensor *>(nullptr)));
+    if (of_engine != nullptr && of_engine->schedule != nullptr) of_engine->schedule->valid = false; // should it fail
     context_->backend().step(plan);
     if (onebit_ && of_engine != nullptr && of_engine->schedule != nullptr) {
         KnownSchedule &known = *of_engine->schedule;
@@ -408,6 +409,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     }
     const bool own = step.state == nullptr || find_state(step.state, StateKind::schedule) == nullptr ||
                      find_state(step.state, StateKind::schedule)->data == nullptr;
+    if (complete || !own) state_changed(); // the list may name the engine's own memory
     const OfEngine of_engine{&outcome_memory_, complete || !own ? nullptr : &known_schedule_};
     run(arguments, state, workspace_.data(), &of_engine);
     lists_compared_ = true;
@@ -426,6 +428,8 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     if (reinterpret_cast<uintptr_t>(step.workspace) % 256 != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_step.workspace is at %p, not aligned to 256 bytes", step.workspace);
+    const dsopt_tensor *const schedule = find_state(step.state, StateKind::schedule);
+    if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
     run(arguments, step.state, step.workspace, nullptr);
 }
 

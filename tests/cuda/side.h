@@ -228,6 +228,18 @@ public:
         const dsopt_step arguments_ = arguments();
         return dsopt_optimizer_step(optimizer, &arguments_);
     }
+    /// Where the state is now.
+    std::vector<dsopt_tensor> state() {
+        std::vector<dsopt_tensor> list;
+        int64_t count = 0;
+        good(dsopt_optimizer_state_count(optimizer, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            good(dsopt_optimizer_state(optimizer, i, &info));
+            list.push_back(info.tensor);
+        }
+        return list;
+    }
     /// Everything that a step changes, and its report.
     std::vector<std::vector<char>> everything() {
         std::vector<std::vector<char>> all;

@@ -293,6 +293,42 @@ TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
     }
 }
 
+TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
+    for (const int32_t algorithm : kFamily)
+        for (const bool applies : {false, true}) {
+            SCOPED_TRACE(std::string(name_of(algorithm)) + (applies ? ", apply" : ", step"));
+            Setting s = setting(algorithm);
+            Side device(true, s), host(false, s);
+            for (Side *side : {&device, &host}) {
+                size_t bytes = 0;
+                OK(dsopt_optimizer_workspace(side->optimizer, &bytes));
+                const Bytes workspace(side == &device, bytes + 256, 0);
+                for (int t = 0; t < 9; ++t) {
+                    side->fill_gradients(t);
+                    dsopt_step step = side->arguments();
+                    std::vector<dsopt_tensor> state, params;
+                    if (t >= 1 && t <= 5) { // over the freeze
+                        state = side->state();
+                        step.state = state.data();
+                        step.state_count = int64_t(state.size());
+                    }
+                    if (step.state != nullptr && applies) {
+                        for (size_t i = 0; i < side->params.size(); ++i)
+                            params.push_back({side->params[i].data(), side->gradients[i].numel, s.param, 0});
+                        step.params = params.data();
+                        step.workspace_bytes = bytes;
+                        step.workspace =
+                            workspace.data() + (256 - reinterpret_cast<uintptr_t>(workspace.data()) % 256) % 256;
+                        OK(dsopt_optimizer_apply(side->optimizer, &step));
+                    } else {
+                        OK(dsopt_optimizer_step(side->optimizer, &step));
+                    }
+                }
+            }
+            EXPECT_TRUE(same(host.everything(), device.everything()));
+        }
+}
+
 TEST_F(CudaOneBit, RefusesToBeCaptured) {
     Side side(true, setting(DSOPT_ONEBIT_ADAM));
     side.fill_gradients(0);
