@@ -257,7 +257,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         if (setup->rules.algorithm == DSOPT_ONEBIT_LAMB) {
             for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
                 whole(kind, DSOPT_F32, total);
-            if (desc_.compat != DSOPT_STANDARD && setup->compresses)
+            if (desc_.compat != DSOPT_STANDARD && setup->compresses && !setup->used.empty())
                 whole(StateKind::exp_avg_pad, DSOPT_F32, setup->layout.worker_numel - setup->used[0]);
         }
     } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {

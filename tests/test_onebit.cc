@@ -737,4 +737,15 @@ TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
     });
 }
 
+TEST(OneBitGroups, MayHaveNoParameters) {
+    with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
+        for (const int32_t algorithm : kFamily)
+            for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+                Trainer trainer(ctx, desc_with(comm, compat));
+                ASSERT_TRUE(ok(trainer.add_group(group_for(algorithm, 2), std::vector<Param>{})));
+                for (int call = 0; call < 5; ++call) ASSERT_TRUE(ok(trainer.step(std::vector<Array>{})));
+            }
+    });
+}
+
 } // namespace

@@ -137,7 +137,7 @@ void OneBitStep::average_trust() {
 
 void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
     feed_ = Feed::scaled;
-    if (one_.compat && one_.scaling[0] == 0) {
+    if (one_.compat && plan_.count != 0 && one_.scaling[0] == 0) {
         // The original has one scale for everything, so momenta are first brought to the same size.
         double mean = 0;
         cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
