@@ -569,14 +569,14 @@ DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
 
 /**
  * Append a group. Its parameters follow those of earlier groups: every list of this API has that one flat order. May be
- * called between steps: existing state is kept, the lists of later calls are longer, and a state list bound before must
- * be bound anew.
+ * called between steps: existing state is kept (but error feedback of the 1-bit family, which starts anew), the lists
+ * of later calls are longer, and a state list bound before must be bound anew.
  * @param[in] params  copied, names too; tensor memory is borrowed until the optimizer is destroyed or bound to other
  * memory.
  * @param[in] count   0 is legal.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
  * _ALIGNMENT; _OVERLAP: with each other or with earlier ones; _UNSUPPORTED: an option that this algorithm does not
- * have.
+ * have; _STATE: parameters for exchanges of the 1-bit family once its variance is frozen, which they would not have.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
                                                              const dsopt_param *params, int64_t count);

@@ -273,6 +273,12 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     }
     if (std::any_of(new_groups.begin(), new_groups.end(), has_trust)) whole(StateKind::trust_ratio, DSOPT_F32, total);
     whole(StateKind::step, DSOPT_I32, total);
+    if (count != 0 && goes_into_exchanges(group))
+        for (const StateEntry &entry : of_optimizer)
+            if (entry.kind == StateKind::schedule && entry.data != nullptr &&
+                read_schedule(entry.data, &known_schedule_, nullptr).frozen)
+                throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                            new_params.back().name.c_str());
     settle_momentum(); // its rows are those of the list as it was
     std::vector<Memory> new_memory;
     for (StateEntry &entry : longer) {

@@ -83,7 +83,9 @@ struct StateEntry {
     /// One element a parameter.
     bool per_param() const { return is_trust() || kind == StateKind::trust_ratio || kind == StateKind::step; }
     /// Keeps its contents when groups are added; so does what has one element a parameter.
-    bool carried() const { return per_param() || kind == StateKind::schedule || kind == StateKind::lr_sum; }
+    bool carried() const {
+        return per_param() || kind == StateKind::schedule || kind == StateKind::lr_sum || kind == StateKind::active;
+    }
     bool saved() const { return kind != StateKind::exp_avg_bits; } // exp_avg is
 };
 

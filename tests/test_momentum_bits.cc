@@ -142,7 +142,8 @@ TEST(MomentumBits, MakeRoomForAGroupThatComesLater) {
             dsopt_param param{};
             param.tensor = weight.tensor();
             param.name = "late";
-            const dsopt_group group = group_here();
+            dsopt_group group = group_here();
+            group.flags |= DSOPT_GROUP_NON_FREEZE;
             must(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
             for (int64_t call = 9; call <= 12; ++call) {
                 std::vector<Array> grads = gradients(problem, trainer, rank, call);

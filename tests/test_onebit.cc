@@ -737,6 +737,51 @@ TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
     });
 }
 
+TEST(OneBitGroups, GoOnWithFrozenParametersWhenAGroupComesLater) {
+    with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
+        for (const int32_t algorithm : kFamily) {
+            SCOPED_TRACE(name_of(algorithm));
+            Trainer trainer(ctx, desc_with(comm));
+            // The same on all ranks, so that nobody has to average.
+            const auto gradient = [](int64_t call) {
+                return Array(DSOPT_F32, Random(uint64_t(call)).floats(100, 0.5, 1));
+            };
+            must(trainer.add_group(group_for(algorithm, 4, 1e-2, 0), {{Array(DSOPT_F32, 100, 1), "a"}}));
+            for (int64_t call = 1; call <= 8; ++call) must(trainer.step({gradient(call)}));
+            const std::vector<float> before = trainer.weight(0).floats();
+            must(trainer.add_group(group_of(DSOPT_ADAM, 1e-2, 0), {{Array(DSOPT_F32, 100, 1), "b"}}));
+            for (int64_t call = 9; call <= 16; ++call) must(trainer.step({gradient(call), gradient(-call)}));
+            for (size_t i = 0; i < 100; ++i) {
+                ASSERT_LT(trainer.weight(0).floats()[i], before[i] - 1e-3) << i;
+                ASSERT_LT(trainer.weight(1).floats()[i], 0.95) << i;
+            }
+        }
+    });
+}
+
+TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
+    for (const int ranks : {1, 2})
+        with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
+            for (const int32_t algorithm : kFamily)
+                for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+                    Trainer trainer(ctx, desc_with(comm, compat));
+                    const dsopt_group group = group_for(algorithm, 4);
+                    must(trainer.add_group(group, {{Array(DSOPT_F32, 10, 1), "a"}}));
+                    for (int call = 0; call < 3; ++call) must(trainer.step({Array(DSOPT_F32, 10, 0.5f)}));
+                    must(trainer.add_group(group, {{Array(DSOPT_F32, 10, 1), "b"}}));
+                    const std::vector<Array> grads(2, Array(DSOPT_F32, 10, 0.5f));
+                    for (int call = 0; call < 5; ++call) must(trainer.step(grads));
+                    Array late(DSOPT_F32, 10, 1);
+                    dsopt_param param{};
+                    param.tensor = late.tensor();
+                    param.name = "c";
+                    EXPECT_TRUE(
+                        fails(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_STATE, "frozen"));
+                    must(trainer.step(grads));
+                }
+        });
+}
+
 TEST(OneBitGroups, MayHaveNoParameters) {
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
         for (const int32_t algorithm : kFamily)
