@@ -68,7 +68,8 @@ TEST(Volume, OneBitAdamSendsAboutFiveTimesLessThanAdam) {
     } const rows[] = {{"1-bit Adam, BERT, freeze_step 16000", 118000, 16000, 5.0, 5.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 118000, 23000, 4.0, 4.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 152000, 23000, 4.5, 5.0},
-                      {"1-bit Adam, SQuAD, freeze_step 400", 1825, 400, 3.5, 4.0}};
+                      {"1-bit Adam, SQuAD, freeze_step 400", 1825, 400, 3.5, 4.0},
+                      {"1-bit Adam, GPT-2, freeze_step 45000", 300000, 45000, 4.5, 5.0}};
     for (const auto &row : rows) {
         const Volume v = onebit(row.steps, row.freeze_step);
         print(row.what, v);
@@ -91,6 +92,7 @@ TEST(Volume, ZeroOneAdamSendsLessThanOneBitAdam) {
     } const rows[] = {{"0/1 Adam, BERT", 118000, 12500, 32678, 16000, 0.78, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 118000, 12500, 32678, 23000, 0.83, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 152000, 12500, 32678, 23000, 0.83, 0.87, 0.48, 0.54},
+                      {"0/1 Adam, GPT-2", 300000, 3000, 32678, 45000, 0.90, 0.94, 0.72, 0.78},
                       {"0/1 Adam, numbers of the tutorial", 118000, 1000, 1000, 23000, 0.95, 0.99, 0.90, 0.94}};
     for (const auto &row : rows) {
         const Volume v = zero_one(row.steps, row.freeze_step, row.local_interval_steps),
