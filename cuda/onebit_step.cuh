@@ -45,6 +45,7 @@ inline void end_rows(const DeviceExchange &x, unsigned blocks, cudaStream_t stre
           "row_scales");
 }
 inline void clear_gaps(const DeviceExchange &x, unsigned blocks, cudaStream_t stream) {
+    if (x.all.part_count == 0) return;
     check(::gpu::launch("clear_gaps", clear_gaps_kernel, grid_of(x.all.part_count / kThreads + 1, blocks), kThreads, 0,
                         stream, x),
           "clear_gaps");
@@ -124,7 +125,7 @@ public:
         }
         if (algorithm == DSOPT_ZERO_ONE_ADAM) return through<Feed::gradient>(mark);
         if (algorithm == DSOPT_ONEBIT_ADAM) return through<Feed::momentum>(mark);
-        if (one_.compat && look(one_.scaling) == 0) { // not yet
+        if (one_.compat && plan_.count != 0 && look(one_.scaling) == 0) { // not yet
             check(::gpu::launch("momentum_squares", momentum_squares_kernel,
                                 grid_of((b_.d.leaves + kWarps - 1) / kWarps, blocks_), kThreads, 0, stream_, b_),
                   "momentum_squares");
@@ -198,7 +199,7 @@ private:
         mark(0);
         exchange(*one_.context, *one_.comm, exchange_, plan_.parallel, plan_.stream);
         mark(1);
-        if (one_.padding != nullptr)
+        if (one_.padding != nullptr && b_.x.layout.part_count != 0)
             check(::gpu::launch("finish_padding", finish_padding_kernel, grid_of(layout.ranks, blocks_), kThreads, 0,
                                 stream_, b_),
                   "finish_padding");

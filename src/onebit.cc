@@ -286,9 +286,13 @@ void Optimizer::settle_momentum() {
     exchange.results = static_cast<char *>(bits->data);
     exchange.active = static_cast<const int32_t *>(find_entry(StateKind::active)->data);
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
-    for (size_t i = 0; i < params_.size(); ++i)
-        if (onebit_->worker[i] >= 0)
-            moments.push_back(state_[size_t(params_[i].first_state) + params_[i].has_master].tensor());
+    for (size_t i = 0; i < params_.size(); ++i) {
+        if (onebit_->worker[i] < 0) continue;
+        moments.push_back(state_[size_t(params_[i].first_state) + params_[i].has_master].tensor());
+        if (moments.back().data == nullptr && params_[i].numel != 0)
+            throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
+                        params_[i].name.c_str());
+    }
     backend.compress_decode(exchange, moments.data(), int64_t(moments.size()), context_->parallel(), nullptr);
     state.momentum_in_bits = 0;
     backend.copy_from_host(schedule->data, &state, sizeof state, nullptr);

@@ -44,7 +44,7 @@ protected:
             if (setting.param_flags & DSOPT_PARAM_MASKED) mask(side);
             for (int t = 0; t < 14; ++t) {
                 side.fill_gradients(t + 20 * rank, t == bad_step && rank == ranks - 1 ? 4 : -1);
-                side.gradients[3].data = t == 6 ? nullptr : side.grads[3].data();
+                if (!setting.sizes.empty()) side.gradients[3].data = t == 6 ? nullptr : side.grads[3].data();
                 if (t == 9) Side::good(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 5e-3));
                 const dsopt_status status = side.step();
                 EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
@@ -173,6 +173,23 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInTwoLevels) {
         s.exports_every = 4;
         expect_same_bits(s, shape.per_node * shape.nodes, 6, "momentum in bits", shape.per_node);
     }
+}
+
+TEST_F(CudaOneBit, TakesStepsWhereNothingGoesIntoExchanges) {
+    for (const int32_t algorithm : kFamily)
+        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+            Setting s = setting(algorithm);
+            s.sizes = {};
+            s.desc.compat = compat;
+            expect_same_bits(s, 2, -1, name_of(algorithm));
+            if (compat == DSOPT_STANDARD) expect_same_bits(s, 4, -1, name_of(algorithm), 2);
+        }
+    Setting s = setting(DSOPT_ONEBIT_ADAM);
+    s.change = [](dsopt_group &g, int) {
+        plain(g, 0);
+        g.flags |= DSOPT_GROUP_NON_FREEZE;
+    };
+    expect_same_bits(s, 4, -1, "no group is frozen", 2);
 }
 
 TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
