@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One step: check the lists, make the plan, hand it to the backend.
 #include "optimizer.h"
+#include "rules/decide.h"
 #include <cmath>
 #include <cstring>
 
@@ -375,7 +376,11 @@ void Optimizer::apply(const dsopt_step &step) const {
 }
 
 void Optimizer::take_step(const dsopt_step &step, bool &met) {
-    // What has arrived of earlier steps; nobody waits for it.
+    // What has arrived of earlier steps; nobody waits for it, but ranks must come to the same answer.
+    if (desc_.skip_budget > 0 && mirror_ && has_peers(comms())) {
+        (void)context_->backend().finished(step.stream); // refuses a stream that is being captured
+        context_->backend().synchronize(step.stream);
+    }
     if (const Outcome *known = last_known();
         known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
         throw Error(DSOPT_ERR_SKIPS,
