@@ -320,6 +320,7 @@ void Optimizer::forget_like_original() {
 }
 
 void Optimizer::export_entry(const StateEntry &entry, void *host) const {
+    if (entry.numel == 0) return; // `host` may be NULL
     const bool worker = entry.kind == StateKind::worker_error;
     if (!entry.is_error()) {
         context_->backend().copy_to_host(host, entry.data, entry.bytes(), nullptr);
