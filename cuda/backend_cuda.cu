@@ -175,7 +175,6 @@ public:
                   "decode");
         });
     }
-    void compress_errors(const Exchange &exchange, float *worker, float *server, void *stream) const override;
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
         const OnDevice on(device_);
@@ -483,35 +482,6 @@ void CudaBackend::with_exchange(const Exchange &exchange, const dsopt_tensor *li
         throw;
     }
     check(cudaFreeAsync(memory, stream), "cudaFreeAsync");
-}
-
-void CudaBackend::compress_errors(const Exchange &exchange, float *worker, float *server, void *) const {
-    const CompressLayout &layout = *exchange.layout;
-    const auto owed = [](float *values, float scale, int64_t n) {
-        for (int64_t k = 0; k < n; ++k) values[k] = error_of(values[k], scale);
-    };
-    std::vector<float> kept;
-    const auto fetch = [&](const float *from, int64_t floats) {
-        kept.resize(size_t(floats));
-        copy_to_host(kept.data(), from, size_t(floats) * sizeof(float), nullptr);
-    };
-    if (worker != nullptr) {
-        fetch(exchange.worker, layout.worker_floats());
-        std::fill_n(worker, layout.worker_numel, 0.0f);
-        for (size_t i = 0; i < layout.parts.size(); ++i) {
-            const CompressLayout::Part &part = layout.parts[i];
-            std::copy_n(kept.data() + part.begin, part.numel, worker + part.begin);
-            owed(worker + part.begin, kept[size_t(layout.worker_numel) + i], part.numel);
-        }
-    }
-    if (server == nullptr) return;
-    fetch(exchange.server, layout.server_floats());
-    std::fill_n(server, layout.server_numel, 0.0f);
-    const int32_t first = layout.first_part[size_t(layout.rank)];
-    for (const CompressLayout::Segment &segment : layout.own_segments()) {
-        std::copy_n(kept.data() + segment.server, segment.numel, server + segment.server);
-        owed(server + segment.server, kept[size_t(layout.server_numel + segment.part - first)], segment.numel);
-    }
 }
 
 /// A list that nobody keeps: its table lives as long as the launch.

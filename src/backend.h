@@ -85,8 +85,6 @@ public:
     /// Two levels, where compress_feed writes the message: what came of the own slice becomes its mean, and that the
     /// kept sums and rows. In one node the mean is all, in the first of the slices.
     virtual void compress_slice(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
-    /// What is owed, one float an element of either buffer; NULL = not wanted. In host memory.
-    virtual void compress_errors(const Exchange &exchange, float *worker, float *server, void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
     virtual std::unique_ptr<HostReader> reader() const = 0;

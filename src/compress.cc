@@ -2,6 +2,7 @@
 #include "compress.h"
 #include "backend.h"
 #include "comm.h"
+#include "rules/onebit.h"
 #include "step_plan.h"
 #include "tensor_list.h"
 #include <algorithm>
@@ -114,6 +115,32 @@ void exchange(const Context &context, Comm &comm, const Exchange &exchange, cons
     comm.all_gather(exchange.result, exchange.slice_results, bytes, stream, Place::backend);
 }
 
+void owed_errors(const Backend &backend, const Exchange &exchange, float *worker, float *server) {
+    const CompressLayout &layout = *exchange.layout;
+    std::vector<float> copy;
+    const auto on_host = [&](const float *data, int64_t floats) -> const float * {
+        if (backend.is_host()) return data;
+        copy.resize(size_t(floats));
+        backend.copy_to_host(copy.data(), data, size_t(floats) * sizeof(float), nullptr);
+        return copy.data();
+    };
+    const auto owe = [](const float *kept, float scale, int64_t n, float *errors) {
+        for (int64_t k = 0; k < n; ++k) errors[k] = error_of(kept[k], scale);
+    };
+    if (worker != nullptr) {
+        const float *kept = on_host(exchange.worker, layout.worker_floats()), *scales = kept + layout.worker_numel;
+        std::fill_n(worker, layout.worker_numel, 0.0f);
+        for (size_t i = 0; i < layout.parts.size(); ++i)
+            owe(kept + layout.parts[i].begin, scales[i], layout.parts[i].numel, worker + layout.parts[i].begin);
+    }
+    if (server == nullptr) return;
+    const float *kept = on_host(exchange.server, layout.server_floats()), *scales = kept + layout.server_numel;
+    std::fill_n(server, layout.server_numel, 0.0f);
+    for (const CompressLayout::Segment &segment : layout.own_segments())
+        owe(kept + segment.server, scales[segment.part - layout.first_part[size_t(layout.rank)]], segment.numel,
+            server + segment.server);
+}
+
 // ------------------------------------------------------------------------------------------------------- stand-alone
 CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args) {
     if (args.compat != DSOPT_STANDARD && args.compat != DSOPT_COMPAT_DEEPSPEED)
@@ -180,7 +207,7 @@ void compressed_errors(const Context &context, const Comm &comm, const Comm *nod
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const Exchange buffers(layout, args.worker_error, args.server_error, nullptr);
-    context.backend().compress_errors(buffers, worker, server, args.stream);
+    owed_errors(context.backend(), buffers, worker, server);
 }
 
 } // namespace dsopt

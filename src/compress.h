@@ -17,6 +17,7 @@
 
 namespace dsopt {
 
+class Backend;
 class Comm;
 
 /// Where everything is: in the buffer of a worker, in that of a server, in a row of a message.
@@ -128,6 +129,9 @@ int64_t padded_numel(int node_ranks, int64_t numel);
 
 /// The ranks of a node as exchanges see them: NULL for a node of one rank. Refuses what cannot be one beside `data`.
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
+
+/// What is owed, one float an element of either buffer, to host memory; NULL = not wanted.
+void owed_errors(const Backend &backend, const Exchange &exchange, float *worker, float *server);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
 CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);

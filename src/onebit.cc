@@ -328,7 +328,7 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     }
     auto *data = static_cast<float *>(entry.data), *out = static_cast<float *>(host);
     const Exchange exchange(onebit_->layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
-    context_->backend().compress_errors(exchange, worker ? out : nullptr, worker ? nullptr : out, nullptr);
+    owed_errors(context_->backend(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? onebit_->layout.worker_numel : onebit_->layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));

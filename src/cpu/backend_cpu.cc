@@ -165,9 +165,6 @@ public:
                          void *) const override {
         cpu::decode(onebit_, exchange, list, count, parallel);
     }
-    void compress_errors(const Exchange &exchange, float *worker, float *server, void *) const override {
-        cpu::errors(onebit_, exchange, worker, server);
-    }
 
 private:
     const Kernels &kernels_;

@@ -203,21 +203,4 @@ void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_
     });
 }
 
-void errors(const OneBitKernels &kernels, const Exchange &exchange, float *worker, float *server) {
-    const CompressLayout &layout = *exchange.layout;
-    if (worker != nullptr) {
-        std::memset(worker, 0, size_t(layout.worker_numel) * sizeof(float));
-        for (size_t i = 0; i < layout.parts.size(); ++i) {
-            const CompressLayout::Part &part = layout.parts[i];
-            kernels.errors(exchange.worker + part.begin, exchange.worker_scales()[i], part.numel, worker + part.begin);
-        }
-    }
-    if (server == nullptr) return;
-    std::memset(server, 0, size_t(layout.server_numel) * sizeof(float));
-    for (const CompressLayout::Segment &segment : layout.own_segments())
-        kernels.errors(exchange.server + segment.server,
-                       exchange.server_scales()[segment.part - layout.first_part[size_t(layout.rank)]], segment.numel,
-                       server + segment.server);
-}
-
 } // namespace dsopt::cpu

@@ -22,6 +22,5 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
 void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel);
-void errors(const OneBitKernels &kernels, const Exchange &exchange, float *worker, float *server);
 
 } // namespace dsopt::cpu

@@ -13,10 +13,6 @@ void add_error(const float *x, float *__restrict kept, float scale, int64_t n) {
         for (int64_t i = 0; i < n; ++i) kept[i] = x[i] + error_of(kept[i], scale);
 }
 
-void errors(const float *__restrict kept, float scale, int64_t n, float *__restrict errors) {
-    for (int64_t i = 0; i < n; ++i) errors[i] = error_of(kept[i], scale);
-}
-
 /// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
 void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
     for (int64_t i = 0; i < n; i += 32) {
@@ -334,6 +330,6 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
-    add_error, mean_of_rows, add_rows, pack, serve, mean_of_list, errors, feed, finish, lamb_mean, lamb_weights, local};
+    add_error, mean_of_rows, add_rows, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

@@ -51,7 +51,6 @@ struct OneBitKernels {
                     int64_t n, float *kept, float scale, const int32_t *active, uint8_t *bits);
     /// `active`: of all elements. `streaming`: y is long, and not read again soon.
     void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming);
-    void (*errors)(const float *kept, float scale, int64_t n, float *errors);
     void (*feed)(const OneBitSpan &span);
     void (*finish)(const OneBitSpan &span);
     /// 1-bit LAMB: moments and, a leaf each, sums of squares of the update without and with decay (in span->sums_a and
