@@ -395,7 +395,6 @@ void CudaBackend::step(const StepPlan &plan) const {
         if (!plan.read_gradients) check(::gpu::launch("fold", fold_kernel, 1, kThreads, 0, stream, fold), "fold");
         const size_t cells = size_t(NormTable::size(plan.group_count, plan.classes()));
         std::vector<double> host(cells + size_t(plan.group_count) + 2);
-        check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
         check(cudaMemcpyAsync(host.data(), plan.norms, cells * sizeof(double), cudaMemcpyDeviceToHost, stream),
               "norms");
         check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
