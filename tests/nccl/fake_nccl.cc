@@ -16,6 +16,7 @@
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -71,6 +72,22 @@ void nap(int &looks) {
 
 thread_local std::string t_last;
 std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0};
+
+/// The ids made here; where not all ranks came, what the others left behind under one goes when this process ends.
+class Names {
+public:
+    ~Names() {
+        for (const std::string &name : names_) shm_unlink(name.c_str());
+    }
+    void add(const char *name) {
+        const std::lock_guard lock(mutex_);
+        names_.emplace_back(name);
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<std::string> names_;
+} g_names;
 
 } // namespace
 
@@ -352,8 +369,12 @@ void leave(FakeComm *comm) {
 API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside}; }
 
 API Result ncclGetUniqueId(UniqueId *id) {
+    // Random: a process id comes back, and with it what a killed process left under its name.
+    uint64_t random = 0;
+    if (getrandom(&random, sizeof random, 0) != sizeof random) return fail(nullptr, system_error, "no random number");
     std::memset(id, 0, sizeof *id);
-    std::snprintf(id->name, sizeof id->name, "/fake-nccl-%d-%d", int(getpid()), ++g_ids);
+    std::snprintf(id->name, sizeof id->name, "/fake-nccl-%016llx-%d", static_cast<unsigned long long>(random), ++g_ids);
+    g_names.add(id->name);
     return success;
 }
 API Result ncclCommInitRank(FakeComm **comm, int ranks, UniqueId id, int rank) {
