@@ -17,64 +17,34 @@ import time
 import numpy
 import torch
 
+import dsopt_abi
+
 RANKS = 8
 ROUNDS = int(os.environ.get("ROUNDS", "9"))
 torch.set_num_threads(len(os.sched_getaffinity(0)))
-MOVE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-REDUCE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
-                          ctypes.c_int32, ctypes.c_void_p)
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class Table(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("self", ctypes.c_void_p), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
-                ("all_reduce", REDUCE), ("all_to_all", MOVE), ("all_gather", MOVE)] + [
-                    (name, ctypes.c_void_p) for name in ("broadcast", "barrier", "error", "abort", "destroy")] + [
-                    ("memory", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class CommDesc(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("kind", ctypes.c_int32), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
-                ("timeout_ms", ctypes.c_int32), ("id", ctypes.c_void_p), ("id_bytes", ctypes.c_size_t),
-                ("table", ctypes.c_void_p), ("native", ctypes.c_void_p)]
-
-
-class Compressed(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("tensors", ctypes.c_void_p), ("count", ctypes.c_int64),
-                ("worker_error", ctypes.c_void_p), ("server_error", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
-                ("workspace_bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("compat", ctypes.c_int32),
-                ("reserved", ctypes.c_int32), ("node", ctypes.c_void_p)]
 
 
 class Dsopt:
     def __init__(self, path, x):
-        self.lib = ctypes.CDLL(path)
-        self.lib.dsopt_last_error.restype = ctypes.c_char_p
+        self.lib = lib = dsopt_abi.load(path)
         context, self.comm = ctypes.c_void_p(), ctypes.c_void_p()
-        self.check(self.lib.dsopt_context_create(None, ctypes.byref(context)))
-        self.table = Table(ctypes.sizeof(Table), None, 0, RANKS, REDUCE(lambda *_: 0), MOVE(lambda *_: 0), MOVE(lambda *_: 0))
-        desc = CommDesc(size=ctypes.sizeof(CommDesc), kind=4, table=ctypes.addressof(self.table))
-        self.check(self.lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
+        lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
+        self.table = dsopt_abi.silent_comm(lib, RANKS)
+        desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(self.table))
+        lib.check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
         self.x = x
-        self.list = (Tensor * 1)(Tensor(x.data_ptr(), x.numel(), 1, 0))
-        self.args = Compressed(size=ctypes.sizeof(Compressed), tensors=ctypes.addressof(self.list), count=1)
+        self.list = (lib.dsopt_tensor * 1)(lib.dsopt_tensor(x.data_ptr(), x.numel(), lib.DSOPT_F32))
+        self.args = lib.dsopt_compressed(tensors=ctypes.addressof(self.list), count=1)
         worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-        self.check(self.lib.dsopt_compressed_sizes(self.comm, ctypes.byref(self.args), ctypes.byref(worker),
-                                                   ctypes.byref(server), ctypes.byref(space)))
+        lib.check(lib.dsopt_compressed_sizes(self.comm, ctypes.byref(self.args), ctypes.byref(worker), ctypes.byref(server),
+                                             ctypes.byref(space)))
         self.keep = [torch.zeros(worker.value), torch.zeros(server.value), torch.zeros(space.value + 256, dtype=torch.uint8)]
         self.args.worker_error, self.args.server_error = (t.data_ptr() for t in self.keep[:2])
         self.args.workspace = (self.keep[2].data_ptr() + 255) // 256 * 256
         self.args.workspace_bytes = space.value
 
-    def check(self, status):
-        if status:
-            sys.exit(self.lib.dsopt_last_error().decode())
-
     def call(self):
-        self.check(self.lib.dsopt_compressed_allreduce(self.comm, ctypes.byref(self.args)))
+        self.lib.check(self.lib.dsopt_compressed_allreduce(self.comm, ctypes.byref(self.args)))
 
 
 class Framework:

@@ -15,36 +15,12 @@ import time
 
 import torch
 
+import dsopt_abi
+
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 # Some builds take hyper-threads for none and start with half of them; the engine follows the same OpenMP setting.
 torch.set_num_threads(len(os.sched_getaffinity(0)))
 SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class Param(ctypes.Structure):
-    _fields_ = [("tensor", Tensor), ("name", ctypes.c_char_p), ("dims", ctypes.c_void_p), ("ndim", ctypes.c_int32),
-                ("flags", ctypes.c_uint32), ("offset", ctypes.c_int64), ("expert", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class Group(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("algorithm", ctypes.c_int32), ("flags", ctypes.c_uint32)] + [
-        (name, ctypes.c_double) for name in "lr beta1 beta2 eps weight_decay max_norm min_trust max_trust".split()]
-
-
-class Desc(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("compat", ctypes.c_int32), ("flags", ctypes.c_uint32), ("nonfinite", ctypes.c_int32),
-                ("masters", ctypes.c_int32), ("max_norm", ctypes.c_double), ("max_value", ctypes.c_double),
-                ("scaler", ctypes.c_void_p), ("data", ctypes.c_void_p), ("model", ctypes.c_void_p), ("experts", ctypes.c_void_p),
-                ("expert_count", ctypes.c_int32), ("skip_budget", ctypes.c_int32), ("seed", ctypes.c_uint64)]
-
-
-class Step(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("grads", ctypes.c_void_p), ("count", ctypes.c_int64)] + [
-        ("p%d" % i, ctypes.c_void_p) for i in range(15)]
 
 
 def shapes(name):
@@ -57,30 +33,26 @@ def shapes(name):
 
 class Dsopt:
     def __init__(self, path, params, grads):
-        self.lib = ctypes.CDLL(path)
-        self.lib.dsopt_last_error.restype = ctypes.c_char_p
+        self.lib = lib = dsopt_abi.load(path)
         self.keep = (params, grads)
-        context, scaler, optimizer = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.check(self.lib.dsopt_context_create(None, ctypes.byref(context)))
-        self.check(self.lib.dsopt_scaler_create(context, None, ctypes.byref(scaler)))
-        desc = Desc(size=ctypes.sizeof(Desc), max_norm=1.0, scaler=scaler)
-        self.check(self.lib.dsopt_optimizer_create(context, ctypes.byref(desc), ctypes.byref(optimizer)))
-        group = Group()
-        self.check(self.lib.dsopt_group_init(ctypes.byref(group), ctypes.c_size_t(ctypes.sizeof(Group)), 3))
+        context, scaler, self.optimizer = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
+        lib.check(lib.dsopt_scaler_create(context, None, ctypes.byref(scaler)))
+        desc = lib.dsopt_optimizer_desc(max_norm=1.0, scaler=scaler)
+        lib.check(lib.dsopt_optimizer_create(context, ctypes.byref(desc), ctypes.byref(self.optimizer)))
+        group = lib.dsopt_group()
+        lib.check(lib.dsopt_group_init(ctypes.byref(group), ctypes.c_size_t(group.size), lib.DSOPT_ADAMW))
         group.weight_decay = 0.01
-        f16 = 2
-        list_ = (Param * len(params))(*[Param(tensor=Tensor(p.data_ptr(), p.numel(), f16, 0)) for p in params])
-        self.check(self.lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(group), list_, ctypes.c_int64(len(params))))
-        self.grads = (Tensor * len(grads))(*[Tensor(g.data_ptr(), g.numel(), f16, 0) for g in grads])
-        self.step_ = Step(size=ctypes.sizeof(Step), grads=ctypes.addressof(self.grads), count=len(grads))
-        self.optimizer = optimizer
 
-    def check(self, status):
-        if status:
-            sys.exit(self.lib.dsopt_last_error().decode())
+        def f16(tensor):
+            return lib.dsopt_tensor(tensor.data_ptr(), tensor.numel(), lib.DSOPT_F16)
+        list_ = (lib.dsopt_param * len(params))(*[lib.dsopt_param(tensor=f16(p)) for p in params])
+        lib.check(lib.dsopt_optimizer_add_group(self.optimizer, ctypes.byref(group), list_, ctypes.c_int64(len(params))))
+        self.grads = (lib.dsopt_tensor * len(grads))(*map(f16, grads))
+        self.step_ = lib.dsopt_step(grads=ctypes.addressof(self.grads), count=len(grads))
 
     def step(self):
-        self.check(self.lib.dsopt_optimizer_step(self.optimizer, ctypes.byref(self.step_)))
+        self.lib.check(self.lib.dsopt_optimizer_step(self.optimizer, ctypes.byref(self.step_)))
 
 
 class Framework:

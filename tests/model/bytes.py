@@ -6,50 +6,11 @@ import sys
 
 sys.path.insert(0, sys.argv[1])
 import alpha_beta as model  # noqa: E402
+import dsopt_abi  # noqa: E402
 
-MOVE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-REDUCE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
-                          ctypes.c_int32, ctypes.c_void_p)
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class Table(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("self", ctypes.c_void_p), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
-                ("all_reduce", REDUCE), ("all_to_all", MOVE), ("all_gather", MOVE)] + [
-                    (name, ctypes.c_void_p) for name in ("broadcast", "barrier", "error", "abort", "destroy")] + [
-                    ("memory", ctypes.c_int32), ("reserved", ctypes.c_int32)]
-
-
-class CommDesc(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("kind", ctypes.c_int32), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
-                ("timeout_ms", ctypes.c_int32), ("id", ctypes.c_void_p), ("id_bytes", ctypes.c_size_t),
-                ("table", ctypes.c_void_p), ("native", ctypes.c_void_p)]
-
-
-class CommInfo(ctypes.Structure):  # as far as it is needed: the rest of it is not asked for
-    _fields_ = [("size", ctypes.c_size_t), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32), ("status", ctypes.c_int32),
-                ("reserved", ctypes.c_int32), ("calls", ctypes.c_int64), ("bytes_sent", ctypes.c_int64),
-                ("bytes_received", ctypes.c_int64), ("more", ctypes.c_int64 * 64)]
-
-
-class Compressed(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("tensors", ctypes.c_void_p), ("count", ctypes.c_int64),
-                ("worker_error", ctypes.c_void_p), ("server_error", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
-                ("workspace_bytes", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("compat", ctypes.c_int32),
-                ("reserved", ctypes.c_int32), ("node", ctypes.c_void_p)]
-
-
-lib = ctypes.CDLL(sys.argv[2])
-lib.dsopt_last_error.restype = ctypes.c_char_p
+lib = dsopt_abi.load(sys.argv[2])
+check = lib.check
 kept = []
-
-
-def check(status):
-    if status:
-        sys.exit("status %d: %s" % (status, lib.dsopt_last_error().decode()))
 
 
 def expect(got, wanted, what):
@@ -63,24 +24,24 @@ check(lib.dsopt_context_create(None, ctypes.byref(context)))
 
 def comm_of(ranks):
     """One rank of so many; what the others would send stays as it is."""
-    table = Table(ctypes.sizeof(Table), None, 0, ranks, REDUCE(lambda *_: 0), MOVE(lambda *_: 0), MOVE(lambda *_: 0))
+    table = dsopt_abi.silent_comm(lib, ranks)
     kept.append(table)
-    desc = CommDesc(size=ctypes.sizeof(CommDesc), kind=4, table=ctypes.addressof(table))
+    desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(table))
     comm = ctypes.c_void_p()
     check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(comm)))
     return comm
 
 
 def sent(comm):
-    info = CommInfo(size=ctypes.sizeof(CommInfo))
+    info = lib.dsopt_comm_info()
     check(lib.dsopt_comm_query(comm, ctypes.byref(info)))
     return info.bytes_sent
 
 
 def sizes(numels, ranks, node, data=False):
     """Arguments of an exchange, with floats of worker and server. `data`: with memory."""
-    tensors = (Tensor * len(numels))(*(Tensor(None, n, 1, 0) for n in numels))
-    args = Compressed(size=ctypes.sizeof(Compressed), tensors=ctypes.addressof(tensors), count=len(numels), node=node)
+    tensors = (lib.dsopt_tensor * len(numels))(*(lib.dsopt_tensor(None, n, lib.DSOPT_F32) for n in numels))
+    args = lib.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
     worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
     check(lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server), ctypes.byref(space)))
     memory = [tensors]
@@ -112,9 +73,10 @@ for numels in LISTS:
             checked += 1
 for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     comm = comm_of(ranks)
-    result, value = (ctypes.c_char * 64)(), ctypes.c_float(1)
-    tensor = Tensor(ctypes.addressof(value), 1, 1, 0)
-    check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), ctypes.c_int64(1), 0, ctypes.c_double(0), comm, result, None))
+    result, value = lib.dsopt_norm_result(), ctypes.c_float(1)
+    tensor = lib.dsopt_tensor(ctypes.addressof(value), 1, lib.DSOPT_F32)
+    check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), ctypes.c_int64(1), lib.DSOPT_NORM_L2, ctypes.c_double(0), comm,
+                                 ctypes.byref(result), None))
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)
     checked += 1
 
