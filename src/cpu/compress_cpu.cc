@@ -67,13 +67,13 @@ void begin_rows(const Exchange &exchange) {
     std::memset(exchange.send, 0xff, size_t(exchange.layout->row_bytes() * exchange.layout->ranks));
 }
 
-void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i, int64_t leaf) {
+void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i, int64_t leaf, const Owed *owed) {
     const CompressLayout &layout = *exchange.layout;
     const CompressLayout::Part &part = layout.parts[size_t(i)];
     const CompressLayout::Unit &unit = layout.units[size_t(part.unit)];
     int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
     uint8_t bits[kLeaf / 8];
-    exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(exchange.worker + at, n, bits);
+    exchange.sums[layout.part_leaf[size_t(i)] + leaf] = kernels.pack(owed, exchange.worker + at, n, bits);
     exchange.counts[layout.part_leaf[size_t(i)] + leaf] = count_active(exchange.own_active(), at, n);
     for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
         const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
@@ -103,15 +103,12 @@ void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const
     const CompressLayout &layout = *exchange.layout;
     begin_rows(exchange);
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
-        const CompressLayout::Part &part = layout.parts[size_t(i)];
-        const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, part.numel);
-        const int64_t real = std::clamp(list[i].numel, begin, end); // the rest is padding
-        float *kept = exchange.worker + part.begin;
-        const float scale = exchange.worker_scales()[i];
-        if (real > begin)
-            kernels.add_error(static_cast<const float *>(list[i].data) + begin, kept + begin, scale, real - begin);
-        if (end > real) kernels.add_error(nullptr, kept + real, scale, end - real);
-        pack_leaf(kernels, exchange, i, leaf);
+        const int64_t begin = leaf * kLeaf; // padding behind the tensor is kept, too
+        const bool any = begin < list[i].numel;
+        const Owed owed{.x = any ? static_cast<const float *>(list[i].data) + begin : nullptr,
+                        .numel = any ? list[i].numel - begin : 0,
+                        .scale = exchange.worker_scales()[i]};
+        pack_leaf(kernels, exchange, i, leaf, &owed);
     });
     end_rows(exchange);
 }

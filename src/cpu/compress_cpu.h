@@ -12,7 +12,8 @@ void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const
                    const Parallel &parallel);
 /// Before any leaf is packed, one leaf of the kept sums, and when all are.
 void begin_rows(const Exchange &exchange);
-void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t part, int64_t leaf);
+void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t part, int64_t leaf,
+               const Owed *owed = nullptr);
 void end_rows(const Exchange &exchange);
 void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
 /// Two levels: zeros between tensors of the message; the list's values; and from what came of the own slice to rows.

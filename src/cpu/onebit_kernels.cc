@@ -50,7 +50,15 @@ void add_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *ke
 /// Most significant bit first, 1 = not negative.
 void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     int64_t i = 0;
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    // Masks have the lowest bit first: elements change places before they are compared.
+    const __m512i backwards = _mm512_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
+    for (; i + 16 <= n; i += 16) {
+        const __m512 value = _mm512_maskz_permutexvar_ps(0xffff, backwards, _mm512_loadu_ps(x + i));
+        const __mmask16 mask = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_NLT_UQ);
+        __builtin_memcpy(bits + i / 8, &mask, sizeof mask);
+    }
+#elif defined(__AVX2__)
     const __m256i backwards = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
     for (; i + 8 <= n; i += 8) {
         const __m256 value = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i), backwards);
@@ -64,32 +72,69 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     }
 }
 
-/// Values of n bits from `first` on; past the caches if y allows and it is so wanted.
-template <bool Streaming = false>
-void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
+enum class To { store, stream, add };
+
+/// Values of n bits from `first` on are stored to y, or added to it. Past the caches: only where y, and the first bit,
+/// begin a vector.
+template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
-    const auto one = [&](int64_t k) { return (bits[k / 8] >> (7 - k % 8)) & 1 ? scale : -scale; };
-    for (; i < n && (first + i) % 8 != 0; ++i) y[i] = one(first + i);
+    const auto one = [&](int64_t k) {
+        const float value = (bits[(first + k) / 8] >> (7 - (first + k) % 8)) & 1 ? scale : -scale;
+        y[k] = how == To::add ? y[k] + value : value;
+    };
+    for (; i < n && (first + i) % 8 != 0; ++i) one(i);
 #if defined(__AVX2__)
-    const __m256i place = _mm256_setr_epi32(128, 64, 32, 16, 8, 4, 2, 1);
-    const __m256 plus = _mm256_set1_ps(scale), minus = _mm256_set1_ps(-scale);
-    for (; i + 8 <= n; i += 8) {
-        const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place);
+    const __m256i place8 = _mm256_setr_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+    const auto eight = [&] {
+        const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place8);
         const __m256 negative = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, _mm256_setzero_si256()));
-        const __m256 values = _mm256_blendv_ps(plus, minus, negative);
-        if (Streaming)
+        const __m256 values = _mm256_blendv_ps(_mm256_set1_ps(scale), _mm256_set1_ps(-scale), negative);
+        if (how == To::stream)
             _mm256_stream_ps(y + i, values);
         else
-            _mm256_storeu_ps(y + i, values);
+            _mm256_storeu_ps(y + i, how == To::add ? _mm256_add_ps(_mm256_loadu_ps(y + i), values) : values);
+        i += 8;
+    };
+#endif
+#if defined(__AVX512F__)
+    const __m512 plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale);
+    const __m512i low = _mm512_set_epi32(1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 0,
+                                         1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7);
+    const __m512i high = _mm512_slli_epi32(low, 16);
+    const auto sixteen = [&](__m512i word, __m512i place) {
+        const __m512 values = _mm512_mask_blend_ps(_mm512_test_epi32_mask(word, place), minus, plus);
+        if (how == To::stream)
+            _mm512_stream_ps(y + i, values);
+        else
+            _mm512_storeu_ps(y + i, how == To::add ? _mm512_add_ps(_mm512_loadu_ps(y + i), values) : values);
+        i += 16;
+    };
+    if (how == To::stream && i + 8 <= n && reinterpret_cast<uintptr_t>(y + i) % 64 != 0) eight();
+    while (i + 32 <= n) {
+        int32_t word;
+        __builtin_memcpy(&word, bits + (first + i) / 8, sizeof word);
+        sixteen(_mm512_set1_epi32(word), low);
+        sixteen(_mm512_set1_epi32(word), high);
     }
 #endif
-    for (; i < n; ++i) y[i] = one(first + i);
+#if defined(__AVX2__)
+    while (i + 8 <= n) eight();
+#endif
+    for (; i < n; ++i) one(i);
 }
 
-double pack(const float *kept, int64_t n, uint8_t *bits) {
+double pack(const Owed *owed, float *kept, int64_t n, uint8_t *bits) {
     LeafSum sum;
-    sum.add(kept, n);
-    pack_bits(kept, n, bits);
+    for (int64_t i = 0; i < n; i += kTile) {
+        const int64_t size = least(kTile, n - i);
+        if (owed != nullptr) {
+            const int64_t real = owed->numel > i ? least(size, owed->numel - i) : 0;
+            if (real > 0) add_error(owed->x + i, kept + i, owed->scale, real);
+            add_error(nullptr, kept + i + real, owed->scale, size - real);
+        }
+        sum.add(kept + i, size);
+        pack_bits(kept + i, size, bits + i / 8);
+    }
     return sum.fold();
 }
 
@@ -101,16 +146,18 @@ const uint8_t *bits_of_row(const char *row, int64_t row_scales) {
 double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit, int64_t n,
              float *kept, float scale, const int32_t *active, uint8_t *bits) {
     LeafSum total;
-    Buffer sum, values;
+    Buffer sum;
     const float share = 1.0f / float(ranks);
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
         for (int rank = 0; rank < ranks; ++rank) {
             const char *row = rows + rank * row_bytes;
-            float *to = rank == 0 ? sum.at : values.at;
-            unpack_bits(bits_of_row(row, row_scales), bit + i, size, scales_of(row)[slot] * share, to);
-            if (rank != 0)
-                for (int64_t k = 0; k < size; ++k) sum.at[k] += values.at[k];
+            const uint8_t *from = bits_of_row(row, row_scales);
+            const float value = scales_of(row)[slot] * share;
+            if (rank == 0)
+                unpack_bits<To::store>(from, bit + i, size, value, sum.at);
+            else
+                unpack_bits<To::add>(from, bit + i, size, value, sum.at);
         }
         add_error(sum.at, kept + i, scale, size);
         if (active != nullptr) leave_out(kept + i, size, active, i);
@@ -120,14 +167,14 @@ double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks,
     return total.fold();
 }
 
-template <bool Streaming = false> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+template <To how = To::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
     if (view.values != nullptr) return widen(view.values + worker, y, n, F32{});
     while (n > 0) {
         const int64_t in_unit = worker - view.begin, d = in_unit / view.chunk, at = in_unit - d * view.chunk;
         const int64_t size = least(n, view.chunk - at);
         const char *row = view.rows + d * view.row_bytes;
-        unpack_bits<Streaming>(bits_of_row(row, view.row_scales), view.server + at, size,
-                               scales_of(row)[view.part - view.first_part[d]], y);
+        unpack_bits<how>(bits_of_row(row, view.row_scales), view.server + at, size,
+                         scales_of(row)[view.part - view.first_part[d]], y);
         worker += size;
         n -= size;
         y += size;
@@ -138,7 +185,7 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
     // Vectors that begin with a byte of bits, and whole ones in y.
     if (streaming && active == nullptr && view.begin % 8 == 0 && view.chunk % 8 == 0 && view.server % 8 == 0 &&
         worker % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 32 == 0) {
-        mean<true>(view, worker, n, y);
+        mean<To::stream>(view, worker, n, y);
         return fence_streaming();
     }
     mean(view, worker, n, y);

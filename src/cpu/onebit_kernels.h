@@ -35,6 +35,13 @@ struct OneBitSpan {
     bool momentum_goes; // it stays in the rows, not in exp_avg
 };
 
+/// The values of a leaf that its kept sums take up together with what they owe; behind `numel` they are 0.
+struct Owed {
+    const float *x;
+    int64_t numel;
+    float scale;
+};
+
 struct OneBitKernels {
     // `active`: bits of the stretch, lowest first, or NULL; what does not take part is 0 and owes nothing.
     /// kept = x + what is owed; x NULL = 0.
@@ -44,8 +51,9 @@ struct OneBitKernels {
     /// kept = that mean + what is owed.
     void (*add_rows)(const float *rows, int64_t stride, int ranks, int64_t n, float *kept, float scale,
                      const int32_t *active);
-    /// Sum of squares of a leaf, and its bits: whole bytes, those behind the end are 1.
-    double (*pack)(const float *kept, int64_t n, uint8_t *bits);
+    /// kept = x + what is owed, unless that was done before: `owed` NULL. Then the leaf's sum of squares, and its bits:
+    /// whole bytes, those behind the end are 1.
+    double (*pack)(const Owed *owed, float *kept, int64_t n, uint8_t *bits);
     /// A leaf of a server's segment: the mean of `ranks` rows at `bit`, in rank order, plus what is owed.
     double (*serve)(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit,
                     int64_t n, float *kept, float scale, const int32_t *active, uint8_t *bits);

@@ -26,33 +26,37 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // ------------------------------------------------------------------------------------------------------- conversions
 inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
     int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(
+            to + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + i))));
+#endif
 #if defined(__F16C__)
     for (; i + 8 <= n; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + i))));
 #endif
     for (; i < n; ++i) to[i] = f16_to_f32(from[i]);
 }
-inline void narrow(const float *from, uint16_t *to, int64_t n, F16) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < n; ++i) to[i] = f32_to_f16(from[i]);
-}
 inline void widen(const uint16_t *from, float *to, int64_t n, BF16) {
     for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_f32(from[i]);
-}
-inline void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
-    for (int64_t i = 0; i < n; ++i) to[i] = f32_to_bf16(from[i]);
 }
 inline void widen(const float *from, float *to, int64_t n, F32) {
     if (from != to) __builtin_memmove(to, from, size_t(n) * sizeof(float));
 }
-inline void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
-
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+/// Sixteen floats as one register.
+inline __m256i narrow16(const float *from, F16) {
+    return _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
+}
+inline __m256i narrow16(const float *from, BF16) { // f32_to_bf16
+    typedef uint32_t Word16 __attribute__((vector_size(64)));
+    typedef uint16_t Half16 __attribute__((vector_size(32)));
+    const auto bits = Word16(_mm512_loadu_si512(from));
+    const Word16 high = bits >> 16, rounded = (bits + (high & 1) + 0x7fff) >> 16;
+    const Word16 result = (bits & 0x7fffffffu) > 0x7f800000u ? high | 0x40 : rounded;
+    return __m256i(__builtin_convertvector(result, Half16));
+}
+#elif defined(__AVX2__)
 /// Sixteen floats as one register. Through memory it would wait: two stores of 16 bytes do not forward to a load of 32.
 inline __m256i narrow16(const float *from, F16) {
     return _mm256_set_m128i(_mm256_cvtps_ph(_mm256_loadu_ps(from + 8), _MM_FROUND_TO_NEAREST_INT),
@@ -70,6 +74,18 @@ inline __m256i narrow16(const float *from, BF16 tag) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(from, tag), narrow8(from + 8, tag)), 0xd8);
 }
 #endif
+
+inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
+    int64_t i = 0;
+#if defined(__AVX2__)
+    for (; i + 16 <= n; i += 16) _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i), narrow16(from + i, tag));
+#endif
+    for (; i < n; ++i) to[i] = tag.store(from[i]);
+}
+inline void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
+    for (int64_t i = 0; i < n; ++i) to[i] = f32_to_bf16(from[i]);
+}
+inline void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
 
 /// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
 /// Without it every line is read before it is overwritten.
