@@ -74,8 +74,8 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
 
 enum class To { store, stream, add };
 
-/// Values of n bits from `first` on are stored to y, or added to it. Past the caches: only where y, and the first bit,
-/// begin a vector.
+/// Values of n bits from `first` on are stored to y, or added to it. Past the caches: y must be at a multiple of 32
+/// bytes and `first` of 8.
 template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
     const auto one = [&](int64_t k) {
@@ -98,8 +98,8 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
 #endif
 #if defined(__AVX512F__)
     const __m512 plus = _mm512_set1_ps(scale), minus = _mm512_set1_ps(-scale);
-    const __m512i low = _mm512_set_epi32(1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 0,
-                                         1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7);
+    const __m512i low = _mm512_setr_epi32(0x80, 0x40, 0x20, 0x10, 0x8, 0x4, 0x2, 0x1, //
+                                          0x8000, 0x4000, 0x2000, 0x1000, 0x800, 0x400, 0x200, 0x100);
     const __m512i high = _mm512_slli_epi32(low, 16);
     const auto sixteen = [&](__m512i word, __m512i place) {
         const __m512 values = _mm512_mask_blend_ps(_mm512_test_epi32_mask(word, place), minus, plus);
@@ -129,6 +129,10 @@ double pack(const Owed *owed, float *kept, int64_t n, uint8_t *bits) {
         const int64_t size = least(kTile, n - i);
         if (owed != nullptr) {
             const int64_t real = owed->numel > i ? least(size, owed->numel - i) : 0;
+            // Two tiles ahead: the hardware's prefetchers stop at the end of a page, and callers' pages are often
+            // small.
+            if (owed->numel >= i + 3 * kTile)
+                for (int64_t k = 0; k < kTile; k += 16) __builtin_prefetch(owed->x + i + 2 * kTile + k);
             if (real > 0) add_error(owed->x + i, kept + i, owed->scale, real);
             add_error(nullptr, kept + i + real, owed->scale, size - real);
         }

@@ -35,11 +35,11 @@ struct OneBitSpan {
     bool momentum_goes; // it stays in the rows, not in exp_avg
 };
 
-/// The values of a leaf that its kept sums take up together with what they owe; behind `numel` they are 0.
+/// What kept sums take up before they are packed, beside what they owe.
 struct Owed {
     const float *x;
-    int64_t numel;
-    float scale;
+    int64_t numel; // of x from here on, which may be more than a leaf; behind it are zeros
+    float scale;   // of the sums so far
 };
 
 struct OneBitKernels {
