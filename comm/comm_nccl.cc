@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks over NCCL. The host waits for every collective by looking, never by a wait that a dead peer makes endless, and
-// looks at the communicator, the clock and the abort flag meanwhile.
+// looks at the communicator, the clock and the abort flag meanwhile; or, with DSOPT_COMM_ENQUEUE, not at all.
 //
 // NCCL allows no other thread inside while a communicator is aborted. So a thread that aborts sets a flag; the
 // communicator is ended by whoever holds `busy_`: the call that sees the flag, or the aborting thread if there is none.
@@ -68,11 +68,12 @@ void end_bounded(const std::shared_ptr<const Session> &session, bool politely, i
 
 class Endpoint {
 public:
-    Endpoint(std::shared_ptr<Session> session, int timeout_ms) :
+    Endpoint(std::shared_ptr<Session> session, int timeout_ms, bool enqueues) :
         session_(std::move(session)),
-        timeout_ms_(timeout_ms) {}
+        timeout_ms_(timeout_ms),
+        enqueues_(enqueues) {}
 
-    /// enqueue() puts the collective on the stream.
+    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
         dsopt_status status = DSOPT_ERR_INTERNAL;
         {
@@ -81,7 +82,7 @@ public:
                 on_device(*session_->context, [&] {
                     const Deadline deadline(timeout_ms_);
                     status = asked_.load() ? DSOPT_ERR_ABORTED : settle(enqueue(), deadline);
-                    if (status == DSOPT_OK) status = wait(stream, deadline);
+                    if (status == DSOPT_OK) status = enqueues_ ? look() : wait(stream, deadline);
                 });
             } catch (const Error &error) {
                 explain(error.what());
@@ -136,14 +137,18 @@ private:
         }
         return result == success ? DSOPT_OK : refused(result);
     }
+    /// Whether the communicator has come upon an error.
+    dsopt_status look() {
+        Result error = success;
+        const Result looked = session_->api.async_error(session_->comm, &error);
+        if (looked != success) return refused(looked);
+        return error == success || error == in_progress ? DSOPT_OK : refused(error);
+    }
     dsopt_status wait(void *stream, const Deadline &deadline) {
         for (Pause pause;; pause()) {
             const bool over = session_->context->backend().finished(stream);
             // Afterwards: a collective that an error ended is over too.
-            Result error = success;
-            const Result looked = session_->api.async_error(session_->comm, &error);
-            if (looked != success) return refused(looked);
-            if (error != success && error != in_progress) return refused(error);
+            if (const dsopt_status status = look()) return status;
             if (over) return DSOPT_OK;
             if (asked_.load()) return DSOPT_ERR_ABORTED;
             if (deadline.over()) return timed_out();
@@ -162,6 +167,7 @@ private:
 
     const std::shared_ptr<Session> session_;
     const int timeout_ms_;
+    const bool enqueues_;
     std::mutex busy_;
     std::atomic<bool> asked_{false};
     bool ended_ = false;
@@ -320,9 +326,10 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms);
+    const bool enqueues = desc.flags & DSOPT_COMM_ENQUEUE;
+    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms, enqueues);
     table.self = endpoint.get();
-    auto comm = std::make_unique<Comm>(std::move(context), table, true);
+    auto comm = std::make_unique<Comm>(std::move(context), table, enqueues ? Provider::enqueues : Provider::waits);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;
 }

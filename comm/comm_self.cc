@@ -7,7 +7,7 @@ namespace dsopt {
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context) {
     dsopt_comm_table table{};
     table.ranks = 1;
-    return std::make_unique<Comm>(std::move(context), table, true);
+    return std::make_unique<Comm>(std::move(context), table, Provider::waits);
 }
 
 std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table) {
@@ -18,7 +18,7 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.memory is %d", table.memory);
     if (table.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.reserved is %d, must be 0", table.reserved);
-    return std::make_unique<Comm>(std::move(context), table, false);
+    return std::make_unique<Comm>(std::move(context), table, Provider::callers);
 }
 
 } // namespace dsopt

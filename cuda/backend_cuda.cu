@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "agree.cuh"
 #include "backend.h"
-#include "comm.h"
 #include "lists.cuh"
 #include "onebit_step.cuh"
 #include "pinned.h"
@@ -390,18 +390,8 @@ void CudaBackend::step(const StepPlan &plan) const {
               "inspect");
     }
     if (peers) {
-        if (capturing(stream)) throw Error(DSOPT_ERR_STATE, "this comm goes through the host and cannot be captured");
-        DevicePlan fold = d;
-        if (!plan.read_gradients) check(::gpu::launch("fold", fold_kernel, 1, kThreads, 0, stream, fold), "fold");
-        const size_t cells = size_t(NormTable::size(plan.group_count, plan.classes()));
-        std::vector<double> host(cells + size_t(plan.group_count) + 2);
-        check(cudaMemcpyAsync(host.data(), plan.norms, cells * sizeof(double), cudaMemcpyDeviceToHost, stream),
-              "norms");
-        check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-        reduce_norms(plan, NormTable{host.data(), plan.group_count, plan.classes()}, host.data() + cells);
-        check(cudaMemcpyAsync(plan.norms, host.data(), cells * sizeof(double), cudaMemcpyHostToDevice, stream),
-              "norms");
-        check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+        if (!plan.read_gradients) check(::gpu::launch("fold", fold_kernel, 1, kThreads, 0, stream, d), "fold");
+        agree_on_norms(plan, stream);
         check(::gpu::launch("decide", decide_kernel, 1, kThreads, 0, stream, d, false), "decide");
     } else if (d.decided && !plan.read_gradients) {
         check(::gpu::launch("decide", decide_kernel, 1, kThreads, 0, stream, d, true), "decide");

@@ -201,7 +201,12 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
  * The first failure loses the comm: later calls return its status without trying. A rank that does not come, that died
  * or that made another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
  * provider notices. Every kind works with every context unless it says otherwise: data that are not in the memory the
- * kind works in are staged by the engine. The host waits for each exchange, so none can be captured in a graph.
+ * kind works in are staged by the engine.
+ *
+ * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
+ * (DSOPT_ERR_STATE, the comm is as good as before). Two kinds do without: NCCL with DSOPT_COMM_ENQUEUE, and a TABLE
+ * that takes memory of a CUDA context and works in the order of the stream. If all comms of a step are such, it waits
+ * for nothing.
  */
 typedef struct dsopt_comm dsopt_comm;
 
@@ -219,6 +224,11 @@ enum {
     DSOPT_COMM_HCCL = 3,
     DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
+/** NCCL: exchanges are put on the stream, and the host does not wait for them. `timeout_ms` then bounds what the host
+ * itself waits for, creating the comm and enqueueing, and not exchanges: a peer that hangs holds up the stream, until
+ * dsopt_comm_abort (from any thread). A failure comes with a later call, and steps that were enqueued behind the failed
+ * exchange leave undefined weights and state: load a checkpoint. */
+enum { DSOPT_COMM_ENQUEUE = 1 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
 enum {
     DSOPT_MEMORY_HOST = 0,
@@ -263,10 +273,12 @@ typedef struct dsopt_comm_desc {
     const void *id; /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
     size_t id_bytes;
     const dsopt_comm_table *table; /**< TABLE: copied */
-    void *native; /**< in place of `id`, NCCL: an ncclComm_t of the caller on the context's device; HCCL: an HcclComm;
-                     from a copy of the library that the process has loaded. Borrowed until the comm and what was made
-                     with it are gone: never aborted or destroyed here. After a time-out its collective stays on the
-                     stream */
+    void *native;   /**< in place of `id`, NCCL: an ncclComm_t of the caller on the context's device; HCCL: an HcclComm;
+                       from a copy of the library that the process has loaded. Borrowed until the comm and what was made
+                       with it are gone: never aborted or destroyed here. After a time-out its collective stays on the
+                       stream */
+    uint32_t flags; /**< DSOPT_COMM_ENQUEUE or 0 */
+    uint32_t reserved;
 } dsopt_comm_desc;
 
 /** Kinds of collectives, and what a rank sends in one, which is what counters count (no headers, no retries). */

@@ -41,11 +41,12 @@ void Comm::Room::leave_behind() {
     bytes_ = 0;
 }
 
-Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, bool returns_status) :
+Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider) :
     context_(std::move(context)),
     table_(table),
-    returns_status_(returns_status),
-    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()) {}
+    returns_status_(provider != Provider::callers),
+    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()),
+    enqueues_(device_ && provider != Provider::waits) {}
 
 Comm::~Comm() {
     if (table_.destroy != nullptr) table_.destroy(table_.self);
@@ -119,10 +120,12 @@ template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
                void *stream, const Call &call) {
     const Backend &backend = context_->backend();
-    if (!backend.is_host()) (void)backend.finished(stream); // refuses a stream that is being captured
+    const bool there = backend.is_host() || (place == Place::backend) == device_;
+    // Refuses a stream that is being captured.
+    if (!backend.is_host() && !(there && enqueues_)) (void)backend.finished(stream);
     try {
         int result = 0;
-        if (backend.is_host() || (place == Place::backend) == device_) {
+        if (there) {
             result = call(send, recv);
         } else {
             const int64_t second = send == recv ? 0 : (sent + 63) / 64 * 64;
@@ -277,27 +280,32 @@ dsopt_comm_info Comm::info() const {
     return info;
 }
 
-void reduce_norms(const StepPlan &plan, const NormTable &table, double *message) {
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
+                  const std::function<void(const NormMove &)> &run) {
+    const auto add_up = [&](Comm *comm, double *values, int64_t count) {
+        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_F64, DSOPT_SUM, plan.stream, place);
+    };
+    NormMove move{NormMove::take, table, message, 0, 1};
     for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
-        for (int64_t g = 0; g <= table.groups; ++g) message[g] = table.square(g, k + 1);
-        message[table.groups + 1] = table.reasons();
-        plan.comms.experts[k]->all_reduce(message, table.groups + 2, DSOPT_F64, DSOPT_SUM, plan.stream);
-        for (int64_t g = 0; g <= table.groups; ++g) table.square(g, k + 1) = message[g];
-        table.reasons() = message[table.groups + 1];
+        move.column = k + 1;
+        move.kind = NormMove::take;
+        run(move);
+        add_up(plan.comms.experts[k], message, table.groups + 2);
+        move.kind = NormMove::put;
+        run(move);
     }
-    if (plan.comms.model != nullptr)
-        plan.comms.model->all_reduce(table.at, NormTable::size(table.groups, table.classes), DSOPT_F64, DSOPT_SUM,
-                                     plan.stream);
+    add_up(plan.comms.model, table.at, NormTable::size(table.groups, table.classes));
     const auto over_data = [&](double *values, int64_t count) {
-        for (Comm *comm : {plan.comms.node, plan.comms.data})
-            if (comm != nullptr) comm->all_reduce(values, count, DSOPT_F64, DSOPT_SUM, plan.stream);
+        for (Comm *comm : {plan.comms.node, plan.comms.data}) add_up(comm, values, count);
     };
     const int64_t ranks = data_ranks(plan.comms.data, plan.comms.node);
     // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
     if (plan.local_gradients && !plan.onebit->compat && ranks > 1) {
         const int64_t size = NormTable::size(table.groups, table.classes);
         over_data(table.at, size);
-        for (int64_t i = 0; i < size - 1; ++i) table.at[i] /= double(ranks);
+        move.kind = NormMove::mean;
+        move.ranks = double(ranks);
+        run(move);
         return;
     }
     // The original trusts data-parallel ranks to have the same averaged gradients.
@@ -308,6 +316,16 @@ bool has_peers(const CommSet &comms) {
     bool peers = data_ranks(comms.data, comms.node) > 1 || (comms.model != nullptr && comms.model->ranks() > 1);
     for (int32_t k = 0; k < comms.expert_count; ++k) peers = peers || comms.experts[k]->ranks() > 1;
     return peers;
+}
+
+bool peers_on_device(const CommSet &comms) {
+    bool all = true;
+    const auto look = [&](const Comm *comm) {
+        all = all && (comm == nullptr || comm->ranks() == 1 || comm->on_device());
+    };
+    for (const Comm *comm : {comms.data, comms.node, comms.model}) look(comm);
+    for (int32_t k = 0; k < comms.expert_count; ++k) look(comms.experts[k]);
+    return all;
 }
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
@@ -331,6 +349,11 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
                         desc.kind, bytes);
     }
+    if (desc.flags & ~uint32_t(DSOPT_COMM_ENQUEUE))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
+    if (desc.flags != 0 && desc.kind != DSOPT_COMM_NCCL)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_ENQUEUE has no effect with kind %d", desc.kind);
     if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     switch (desc.kind) {
     case DSOPT_COMM_SELF: return make_self_comm(std::move(context));

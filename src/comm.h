@@ -12,12 +12,15 @@ namespace dsopt {
 /// Where the data of a call are.
 enum class Place { host, backend };
 
+/// Whose functions a table has. Those of the engine return dsopt_status and set the last error text; and they return
+/// when the exchange is done, or when it is enqueued, as those of the caller that take device memory.
+enum class Provider { callers, waits, enqueues };
+
 /// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
 /// and what the provider lacks is made from what it has. Both happen in this class alone.
 class Comm {
 public:
-    /// `returns_status`: the table's functions return dsopt_status and the last error text is set.
-    Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, bool returns_status);
+    Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider);
     ~Comm();
     Comm(const Comm &) = delete;
     Comm &operator=(const Comm &) = delete;
@@ -25,7 +28,9 @@ public:
     const std::shared_ptr<const Context> &context() const { return context_; }
     int rank() const { return table_.rank; }
     int ranks() const { return table_.ranks; }
-    // All return when the result is there. Any failure loses the comm: ranks would no longer be at the same call.
+    bool on_device() const { return device_; }
+    // Results on the host are there when these return, others in the order of the stream. Any failure loses the comm:
+    // ranks would no longer be at the same call.
     /// In place. With one rank nothing happens.
     void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place = Place::host);
     /// `send` has ranks() rows of `bytes`, row d goes to rank d; `recv` gets row s from rank s. With one rank a copy.
@@ -71,7 +76,8 @@ private:
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
     bool returns_status_;
-    bool device_; // the provider takes device memory
+    bool device_;   // the provider takes device memory
+    bool enqueues_; // and the host does not wait in it
     Room staging_, spare_, gathered_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
     struct Count {

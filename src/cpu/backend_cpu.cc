@@ -236,7 +236,8 @@ void CpuBackend::step(const StepPlan &plan) const {
     watch.mark(DSOPT_MS_OVERFLOW_CHECK);
     const NormTable table{plan.norms, plan.group_count, plan.classes()};
     fold_gradients(plan, table, outcome);
-    reduce_norms(plan, table, plan.norms + NormTable::size(table.groups, table.classes));
+    reduce_norms(plan, table, plan.norms + NormTable::size(table.groups, table.classes), Place::backend,
+                 [](const NormMove &move) { move(); });
     if (plan.grad_norms != nullptr) take_given_norms(plan, table);
     watch.mark(DSOPT_MS_COMPUTE_NORM);
 

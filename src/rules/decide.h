@@ -4,6 +4,7 @@
 // never has to look.
 #pragma once
 #include "step_plan.h"
+#include <functional>
 
 namespace dsopt {
 
@@ -23,11 +24,37 @@ struct NormTable {
     }
 };
 
+/// What is done to the table between the exchanges of reduce_norms. Where it is on a device, one thread does it there.
+struct NormMove {
+    enum Kind : uint8_t {
+        take,
+        put,
+        mean
+    } kind; // take, put: a column, and the reasons to skip, to and from the message
+    NormTable table;
+    double *message;
+    int64_t column;
+    double ranks;
+    DSOPT_HD void operator()() const {
+        if (kind == mean) {
+            for (int64_t i = 0; i < NormTable::size(table.groups, table.classes) - 1; ++i) table.at[i] /= ranks;
+            return;
+        }
+        for (int64_t g = 0; g <= table.groups + 1; ++g) {
+            double &cell = g <= table.groups ? table.square(g, column) : table.reasons();
+            (kind == take ? message[g] : cell) = kind == take ? cell : message[g];
+        }
+    }
+};
+enum class Place;
 /// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to
-/// skip travel along, and go over the data ranks as well. On the host, also when the table came from a device;
-/// `message` has room for groups + 2.
-void reduce_norms(const StepPlan &plan, const NormTable &table, double *message);
+/// skip travel along, and go over the data ranks as well. `message` has room for groups + 2 and is where the table is;
+/// run(move) does a move there.
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
+                  const std::function<void(const NormMove &)> &run);
 bool has_peers(const CommSet &comms);
+/// All comms of several ranks work in device memory.
+bool peers_on_device(const CommSet &comms);
 
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 

@@ -268,23 +268,34 @@ void run_exchange(const std::vector<Posted> &group) {
         if (!wait_until(comm, advance)) return;
 }
 
-void run_posted(void *argument) {
-    const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
-    FakeComm *const comm = (*group)[0].comm;
-    for (const Posted &posted : *group) {
+void run_group(const std::vector<Posted> &group) {
+    FakeComm *const comm = group[0].comm;
+    for (const Posted &posted : group) {
         if (comm->fault("kill", posted.number)) kill(getpid(), SIGKILL);
         if (comm->fault("async", posted.number)) fail(comm, remote_error, "a planted error");
         if (comm->fault("hang", posted.number))
             for (int looks = 600; !comm->aborted;) nap(looks);
     }
     if (comm->state == success && !comm->aborted) {
-        if ((*group)[0].call.kind >= sends)
-            run_exchange(*group);
+        if (group[0].call.kind >= sends)
+            run_exchange(group);
         else
-            for (const Posted &posted : *group) run_collective(posted);
+            for (const Posted &posted : group) run_collective(posted);
     }
     --comm->pending;
 }
+void run_posted(void *argument) {
+    const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
+    run_group(*group);
+}
+/// As often as a graph is launched.
+void run_captured(void *argument) {
+    const auto &group = *static_cast<const std::vector<Posted> *>(argument);
+    ++group[0].comm->pending;
+    run_group(group);
+}
+std::mutex g_captured_mutex;
+std::vector<std::unique_ptr<std::vector<Posted>>> g_captured; // graphs do not say when they are gone
 
 thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
@@ -295,9 +306,17 @@ Result flush() {
     group->swap(t_group);
     FakeComm *const comm = (*group)[0].comm;
     const cudaStream_t stream = (*group)[0].stream;
-    ++comm->pending;
     for (const Posted &posted : *group)
         if (comm->fault("busy", posted.number)) comm->stuck = true;
+    cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(stream, &state) == cudaSuccess && state != cudaStreamCaptureStatusNone) {
+        if (cudaLaunchHostFunc(stream, run_captured, group.get()) != cudaSuccess)
+            return fail(comm, cuda_error, "the stream takes no work");
+        const std::lock_guard lock(g_captured_mutex);
+        g_captured.push_back(std::move(group));
+        return comm->stuck ? in_progress : success;
+    }
+    ++comm->pending;
     if (cudaLaunchHostFunc(stream, run_posted, group.get()) != cudaSuccess) {
         --comm->pending;
         return fail(comm, cuda_error, "the stream takes no work");

@@ -67,7 +67,7 @@ inline std::string new_id() {
     dsopt::make_nccl_id(id.data());
     return id;
 }
-inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int timeout_ms) {
+inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
     desc.kind = DSOPT_COMM_NCCL;
@@ -76,6 +76,7 @@ inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int t
     desc.timeout_ms = timeout_ms;
     desc.id = id.data();
     desc.id_bytes = id.size();
+    desc.flags = flags;
     return desc;
 }
 
@@ -142,10 +143,11 @@ public:
 /// Ranks in one process, each on its own device.
 class World {
 public:
-    explicit World(int ranks, int timeout_ms = 60000) : ranks_(static_cast<size_t>(ranks)) {
+    explicit World(int ranks, int timeout_ms = 60000, uint32_t flags = 0) : ranks_(static_cast<size_t>(ranks)) {
         const std::string id = new_id();
         run_ranks(ranks, [&](int rank) {
-            ranks_[size_t(rank)] = std::make_unique<Rank>(cuda_context(rank), desc_of(id, rank, ranks, timeout_ms));
+            ranks_[size_t(rank)] =
+                std::make_unique<Rank>(cuda_context(rank), desc_of(id, rank, ranks, timeout_ms, flags));
         });
     }
     ~World() {

@@ -1,59 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 1-bit family on emulated devices with the double of NCCL between them: the bits of ranks that are threads on the
 // CPU.
-#include "../onebit_run.h"
-#include "nccl_ranks.h"
+#include "nccl_device.h"
 
 namespace nccl_test {
 namespace {
-
-/// Parameters and gradients on the device that is current, with a stream of its own.
-onebit_run::Memory device_memory(cudaStream_t stream) {
-    const auto good = [](cudaError_t error) {
-        if (error != cudaSuccess) throw std::runtime_error("the emulated device refuses");
-    };
-    onebit_run::Memory memory;
-    memory.allocate = [good](size_t bytes) {
-        void *data = nullptr;
-        good(cudaMalloc(&data, bytes + 1));
-        return data;
-    };
-    memory.release = [](void *data) { (void)cudaFree(data); };
-    memory.write = [good, stream](void *to, const void *from, size_t bytes) {
-        good(cudaStreamSynchronize(stream)); // the last step reads its gradients
-        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
-    };
-    memory.read = [good, stream](void *to, const void *from, size_t bytes) {
-        good(cudaStreamSynchronize(stream));
-        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost));
-    };
-    memory.stream = stream;
-    return memory;
-}
-
-/// One rank's context, comm and stream.
-class Device {
-public:
-    Device(const std::string &id, int rank, int ranks, int timeout_ms) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
-        where.device = rank;
-        onebit_run::must(dsopt_context_create(&where, &context));
-        const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms);
-        onebit_run::must(dsopt_comm_create(context, &desc, &comm));
-        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-    }
-    ~Device() {
-        dsopt_comm_destroy(comm);
-        dsopt_context_destroy(context);
-        (void)cudaStreamDestroy(stream);
-    }
-    Device(const Device &) = delete;
-    Device &operator=(const Device &) = delete;
-    dsopt_context *context = nullptr;
-    dsopt_comm *comm = nullptr;
-    cudaStream_t stream = nullptr;
-};
 
 TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
     constexpr int ranks = 3; // as many as there are devices

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// DSOPT_COMM_ENQUEUE: exchanges in the order of the stream. What ranks come to is what they come to with a host that
+// waits, and with threads on the CPU.
+#include "fakert.h"
+#include "nccl_device.h"
+#include <barrier>
+#include <cmath>
+
+namespace nccl_test {
+namespace {
+
+using onebit_run::Memory;
+using onebit_run::must;
+
+constexpr int kRanks = 2;
+constexpr int64_t kCalls = 7;
+using Comms = std::vector<dsopt_comm *>; // data, model, experts
+
+/// AdamW with everything that ranks agree on in a step: norms of a model in parts and of experts, clipping, overflow.
+class Trainer {
+public:
+    Trainer(dsopt_context *context, const Comms &comms, int rank, Memory memory) :
+        rank_(rank),
+        memory_(std::move(memory)) {
+        DSOPT_NEW(dsopt_scaler_desc, how);
+        how.init = 64;
+        how.window = 2;
+        must(dsopt_scaler_create(context, &how, &scaler_));
+        dsopt_comm *const experts[] = {comms[2]};
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.scaler = scaler_;
+        desc.max_norm = 1;
+        desc.data = comms[0];
+        desc.model = comms[1];
+        desc.experts = experts;
+        desc.expert_count = 1;
+        must(dsopt_optimizer_create(context, &desc, &opt_));
+        dsopt_group group;
+        must(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW));
+        for (const bool second : {false, true}) {
+            std::vector<dsopt_param> params;
+            for (size_t t = second ? 2 : 0; t < (second ? 4u : 2u); ++t) {
+                const std::vector<float> values(size_t(kSizes[t]), 0.5f);
+                weights_.push_back(memory_.allocate(values.size() * sizeof(float)));
+                grads_.push_back(memory_.allocate(values.size() * sizeof(float)));
+                memory_.write(weights_[t], values.data(), values.size() * sizeof(float));
+                dsopt_param param{};
+                param.tensor = {weights_[t], kSizes[t], DSOPT_F32, 0};
+                param.expert = t % 2 ? 1 : 0;
+                params.push_back(param);
+            }
+            must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));
+            group.lr = 1e-2;
+            group.max_norm = 0.25;
+        }
+    }
+    ~Trainer() {
+        dsopt_optimizer_destroy(opt_);
+        dsopt_scaler_destroy(scaler_);
+        for (const auto *list : {&weights_, &grads_})
+            for (void *memory : *list) memory_.release(memory);
+    }
+    Trainer(const Trainer &) = delete;
+    Trainer &operator=(const Trainer &) = delete;
+
+    void fill(int64_t call) {
+        for (size_t t = 0; t < grads_.size(); ++t) {
+            std::vector<float> values(size_t(kSizes[t]));
+            for (size_t i = 0; i < values.size(); ++i) values[i] = float((i * 7 + size_t(call + rank_) * 5) % 23) - 11;
+            if (call == 3 && rank_ == 1 && t == 0) values.back() = INFINITY;
+            if (call == 5 && rank_ == 0 && t == 3) values.front() = NAN;
+            memory_.write(grads_[t], values.data(), values.size() * sizeof(float));
+        }
+    }
+    void step() {
+        std::vector<dsopt_tensor> list;
+        for (size_t t = 0; t < grads_.size(); ++t) list.push_back({grads_[t], kSizes[t], DSOPT_F32, 0});
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = list.data();
+        step.count = int64_t(list.size());
+        step.stream = memory_.stream;
+        must(dsopt_optimizer_step(opt_, &step));
+    }
+    /// Weights, and what the report says.
+    std::string bytes() {
+        std::string all;
+        for (size_t t = 0; t < weights_.size(); ++t) {
+            std::string part(size_t(kSizes[t]) * sizeof(float), '\0');
+            memory_.read(part.data(), weights_[t], part.size());
+            all += part;
+        }
+        DSOPT_NEW(dsopt_report, report);
+        must(dsopt_optimizer_report(opt_, &report));
+        for (const double number : {double(report.skipped), report.grad_norm, report.dense_norm, report.expert_norm,
+                                    report.loss_scale, report.divisor})
+            all += std::isnan(number) ? "nan," : std::to_string(number) + ",";
+        return all;
+    }
+    std::vector<std::string> run() {
+        std::vector<std::string> all;
+        for (int64_t call = 1; call <= kCalls; ++call) {
+            fill(call);
+            step();
+            all.push_back(bytes());
+        }
+        return all;
+    }
+
+private:
+    static constexpr int64_t kSizes[] = {5000, 33, 1, 4096};
+    int rank_;
+    Memory memory_;
+    std::vector<void *> weights_, grads_;
+    dsopt_scaler *scaler_ = nullptr;
+    dsopt_optimizer *opt_ = nullptr;
+};
+
+/// A context, a stream and three comms of one rank.
+class Place3 {
+public:
+    Place3(const std::vector<std::string> &ids, int rank, uint32_t flags) :
+        device_(ids[0], rank, kRanks, 60000, flags),
+        comms{device_.comm, nullptr, nullptr} {
+        for (size_t k = 1; k < comms.size(); ++k) {
+            const dsopt_comm_desc desc = desc_of(ids[k], rank, kRanks, 60000, flags);
+            must(dsopt_comm_create(device_.context, &desc, &comms[k]));
+        }
+    }
+    ~Place3() {
+        for (size_t k = 1; k < comms.size(); ++k) dsopt_comm_destroy(comms[k]);
+    }
+    Place3(const Place3 &) = delete;
+    Place3 &operator=(const Place3 &) = delete;
+    dsopt_context *context() const { return device_.context; }
+    cudaStream_t stream() const { return device_.stream; }
+
+private:
+    Device device_;
+
+public:
+    Comms comms;
+};
+
+/// What threads on the CPU come to.
+std::vector<std::vector<std::string>> on_the_host() {
+    std::vector<std::vector<std::string>> all(kRanks);
+    onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
+        // One comm thrice: its calls come in the same order on both ranks.
+        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, {}).run();
+    });
+    return all;
+}
+
+TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
+    const auto wanted = on_the_host();
+    ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "nothing of the report is in it";
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+        const std::vector<std::string> ids{new_id(), new_id(), new_id()};
+        run_ranks(kRanks, [&](int rank) {
+            const Place3 place(ids, rank, flags);
+            const std::vector<std::string> all =
+                Trainer(place.context(), place.comms, rank, device_memory(place.stream())).run();
+            for (size_t call = 0; call < all.size(); ++call)
+                EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
+                    << "flags " << flags << ", rank " << rank << ", call " << call + 1 << ": "
+                    << all[call].substr(all[call].size() - 80) << " instead of "
+                    << wanted[size_t(rank)][call].substr(wanted[size_t(rank)][call].size() - 80);
+        });
+    }
+}
+
+TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
+    const std::vector<std::string> ids{new_id(), new_id(), new_id()};
+    std::barrier together(kRanks);
+    run_ranks(kRanks, [&](int rank) {
+        const Place3 place(ids, rank, DSOPT_COMM_ENQUEUE);
+        Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
+        trainer.fill(1);
+        trainer.step();
+        trainer.fill(2); // waits for the first one
+        together.arrive_and_wait();
+        if (rank == 0) {
+            fakert::mark();
+            trainer.step();
+            const fakert::Counters c = fakert::counters();
+            EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
+            EXPECT_EQ(cudaStreamQuery(place.stream()), cudaErrorNotReady);
+            (void)cudaGetLastError();
+        }
+        together.arrive_and_wait();
+        if (rank == 1) trainer.step();
+        EXPECT_EQ(cudaStreamSynchronize(place.stream()), cudaSuccess);
+    });
+}
+
+TEST(NcclEnqueued, StepInAGraphGivesTheBitsOfPlainSteps) {
+    constexpr int replays = 3;
+    std::vector<std::string> wanted(kRanks), got(kRanks);
+    for (const bool captured : {false, true}) {
+        const std::vector<std::string> ids{new_id(), new_id(), new_id()};
+        run_ranks(kRanks, [&](int rank) {
+            const Place3 place(ids, rank, DSOPT_COMM_ENQUEUE);
+            Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
+            trainer.fill(1);
+            trainer.step();
+            trainer.fill(2);
+            if (!captured) {
+                for (int i = 0; i < replays; ++i) trainer.step();
+                wanted[size_t(rank)] = trainer.bytes();
+                return;
+            }
+            cudaGraph_t graph = nullptr;
+            cudaGraphExec_t exec = nullptr;
+            ASSERT_EQ(cudaStreamBeginCapture(place.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            trainer.step();
+            ASSERT_EQ(cudaStreamEndCapture(place.stream(), &graph), cudaSuccess);
+            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+            for (int i = 0; i < replays; ++i) EXPECT_EQ(cudaGraphLaunch(exec, place.stream()), cudaSuccess);
+            got[size_t(rank)] = trainer.bytes();
+            (void)cudaGraphExecDestroy(exec);
+            (void)cudaGraphDestroy(graph);
+        });
+    }
+    EXPECT_TRUE(got == wanted);
+}
+
+TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
+    for (onebit_run::Setting setting : onebit_run::settings()) {
+        setting.sizes = {300, 1, 33, 4100};
+        setting.calls = 10;
+        const auto wanted = onebit_run::run_threads(setting, kRanks);
+        const std::string id = new_id();
+        run_ranks(kRanks, [&](int rank) {
+            const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+            onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+            EXPECT_TRUE(trainer.run() == wanted[size_t(rank)]) << onebit_run::name_of(setting) << ", rank " << rank;
+        });
+    }
+}
+
+TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
+    std::barrier together(kRanks);
+    const std::string id = new_id();
+    run_ranks(kRanks, [&](int rank) {
+        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        onebit_run::Setting setting;
+        setting.freeze_step = 2;
+        setting.max_norm = 20;
+        setting.change = [&](int64_t call, dsopt_step &) {
+            if (call != 5) return;
+            together.arrive_and_wait();                // gradients are written
+            if (rank == 1) together.arrive_and_wait(); // rank 0's call is over
+            if (rank == 0) fakert::mark();
+        };
+        onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+        for (int64_t call = 1; call <= 4; ++call) must(trainer.step(call));
+        must(trainer.step(5));
+        if (rank == 0) {
+            const fakert::Counters c = fakert::counters();
+            EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
+            EXPECT_EQ(cudaStreamQuery(device.stream), cudaErrorNotReady);
+            (void)cudaGetLastError();
+            together.arrive_and_wait();
+        }
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+    });
+}
+
+TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
+    const std::string id = new_id();
+    run_ranks(kRanks, [&](int rank) {
+        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        onebit_run::Setting setting;
+        onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+        must(trainer.step(1));
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+        if (rank == 1) return; // never takes the second
+        must(trainer.step(2));
+        std::thread other([&] {
+            give_time();
+            dsopt_comm_abort(device.comm);
+        });
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+        other.join();
+        EXPECT_EQ(trainer.step(3), DSOPT_ERR_ABORTED);
+    });
+}
+
+TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
+    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    run_ranks(kRanks, [&](int rank) {
+        const DeviceBytes data(Bytes(64, 0));
+        const auto add = [&] {
+            world[rank].comm->all_reduce(data.data(), 8, DSOPT_F64, DSOPT_SUM, world[rank].stream, Place::backend);
+        };
+        add();
+        EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
+        // Fails while it runs: the call itself may be back by then.
+        const Outcome second = outcome_of(add);
+        EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
+        EXPECT_TRUE(second.status == DSOPT_OK || second.status == DSOPT_ERR_COMM) << second.text;
+        EXPECT_TRUE(fails(outcome_of(add), DSOPT_ERR_COMM));
+        EXPECT_EQ(world[rank].comm->info().status, DSOPT_ERR_COMM);
+    });
+}
+
+} // namespace
+} // namespace nccl_test
