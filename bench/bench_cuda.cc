@@ -83,21 +83,6 @@ uint32_t small(int32_t dtype) {
     return dtype == DSOPT_F32 ? 0x3a800000u : dtype == DSOPT_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
-/// One of kRanks whose collectives do nothing.
-dsopt_comm *idle_comm(dsopt_context *context) {
-    DSOPT_NEW(dsopt_comm_table, table);
-    table.ranks = kRanks;
-    table.memory = DSOPT_MEMORY_BACKEND;
-    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-    table.all_to_all = table.all_gather = [](void *, const void *, void *, int64_t, void *) { return 0; };
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
-    desc.table = &table;
-    dsopt_comm *comm = nullptr;
-    check(dsopt_comm_create(context, &desc, &comm));
-    return comm;
-}
-
 struct Trainer {
     std::vector<int64_t> sizes;
     DeviceList params, grads;
@@ -117,7 +102,7 @@ struct Trainer {
         check(dsopt_context_create(&where, &context));
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.flags = flags;
-        if (idle) desc.data = comm = idle_comm(context);
+        if (idle) desc.data = comm = bench::idle_comm(context, kRanks);
         if (clip) {
             DSOPT_NEW(dsopt_scaler_desc, how);
             how.init = 1024;
@@ -226,7 +211,7 @@ void BM_Compressed(benchmark::State &state, const std::string &list, int bytes) 
     where.backend = DSOPT_CUDA;
     dsopt_context *context = nullptr;
     check(dsopt_context_create(&where, &context));
-    dsopt_comm *const comm = idle_comm(context);
+    dsopt_comm *const comm = bench::idle_comm(context, kRanks);
     DSOPT_NEW(dsopt_compressed, args);
     args.tensors = values.tensors.data();
     args.count = int64_t(values.tensors.size());

@@ -82,4 +82,19 @@ struct List {
     }
 };
 
+/// One of so many ranks; its collectives do nothing, in whatever memory the context has.
+inline dsopt_comm *idle_comm(dsopt_context *context, int ranks) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = ranks;
+    table.memory = DSOPT_MEMORY_BACKEND;
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+    table.all_to_all = table.all_gather = [](void *, const void *, void *, int64_t, void *) { return 0; };
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_TABLE;
+    desc.table = &table;
+    dsopt_comm *comm = nullptr;
+    check(dsopt_comm_create(context, &desc, &comm));
+    return comm;
+}
+
 } // namespace bench

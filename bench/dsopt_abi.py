@@ -71,7 +71,7 @@ def load(path, header=HEADER):
     return library
 
 
-def silent_comm(library, ranks):
+def idle_table(library, ranks):
     """The table of rank 0 of so many; what the others would send stays as it is. To be kept as long as the comm."""
     table = library.dsopt_comm_table(ranks=ranks)
     kinds = dict(library.dsopt_comm_table._fields_)

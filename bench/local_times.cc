@@ -18,19 +18,6 @@ struct Times {
     double compress = 0, exchange = 0, decompress = 0; // of that step
 };
 
-dsopt_comm *idle_comm(dsopt_context *ctx, int ranks) {
-    DSOPT_NEW(dsopt_comm_table, table);
-    table.ranks = ranks;
-    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-    table.all_to_all = table.all_gather = [](void *, const void *, void *, int64_t, void *) { return 0; };
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
-    desc.table = &table;
-    dsopt_comm *comm = nullptr;
-    check(dsopt_comm_create(ctx, &desc, &comm));
-    return comm;
-}
-
 /// `node` 0: no node comm; `data` 0: no comm at all.
 Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const List &grads, int data, int node,
               int rounds, uint32_t flags = 0) {

@@ -37,7 +37,7 @@ class Dsopt:
         self.lib = lib = dsopt_abi.load(path)
         context, self.comm = ctypes.c_void_p(), ctypes.c_void_p()
         lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
-        self.table = dsopt_abi.silent_comm(lib, RANKS)
+        self.table = dsopt_abi.idle_table(lib, RANKS)
         desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(self.table))
         lib.check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
         self.x = x

@@ -225,9 +225,9 @@ enum {
     DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
 /** NCCL: exchanges are put on the stream, and the host does not wait for them. `timeout_ms` then bounds what the host
- * itself waits for, creating the comm and enqueueing, and not exchanges: a peer that hangs holds up the stream, until
- * dsopt_comm_abort (from any thread). A failure comes with a later call, and steps that were enqueued behind the failed
- * exchange leave undefined weights and state: load a checkpoint. */
+ * itself waits for, creating the comm and enqueueing, and not exchanges: a peer that hangs holds up the stream, and who
+ * waits for it, until dsopt_comm_abort (from any thread). A failure comes with a later call, and steps that were
+ * enqueued behind the failed exchange leave undefined weights and state: load a checkpoint. */
 enum { DSOPT_COMM_ENQUEUE = 1 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
 enum {

@@ -136,6 +136,7 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             if (result == 0) {
                 backend.enqueue_copy(recv, room + second, size_t(received), stream);
                 backend.wait(stream); // the room is free for the next call, or the host reads the result
+                begin();              // an abort ends that wait, too
             }
         }
         if (result != 0) fail(result, what, stream);

@@ -62,7 +62,7 @@ TEST_F(LocalComm, CreatingTimesOutWhenARankDoesNotComeAndTheIdCanBeUsedAgain) {
 }
 
 TEST_F(LocalComm, CallTimesOutWhenARankDoesNotComeAndTheCommIsLost) {
-    const std::vector<Comm> comms = group(3, 300);
+    const std::vector<Comm> comms = group(3, 1500);
     run_ranks(2, [&](int rank) { EXPECT_TRUE(fails(meet(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
     EXPECT_TRUE(fails(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late one learns it too";
     for (const Comm &comm : comms) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The error-compensated 1-bit mean by itself, against the algorithm written down in double.
 #include "test_compressed_util.h"
+#include "test_shapes.h"
 
 using namespace dsopt_test;
 
@@ -107,24 +108,6 @@ Expected expected(const Places &at, const std::vector<Values> &x, const std::vec
         }
     }
     return e;
-}
-
-struct Shape {
-    const char *name;
-    std::vector<int64_t> sizes;
-};
-std::vector<Shape> shapes() {
-    Shape many{"Many", {}};
-    for (int64_t i = 0; i < 300; ++i) many.sizes.push_back(1 + i * 7 % 40);
-    return {{"None", {}},
-            {"Empty", {0, 0}},
-            {"One", {1}},
-            {"Below", {31}},
-            {"Word", {32}},
-            {"Above", {33}},
-            {"Edges", {0, 1, 31, 32, 33, 0, 4095, 4096, 4097, 0}},
-            {"Spanning", {5, 20000, 3, 64, 0, 9001}},
-            many};
 }
 
 class Reference : public testing::TestWithParam<std::tuple<int, size_t>> {};

@@ -169,7 +169,7 @@ TEST(CompressedFailure, OfAPeerThatDoesNotComeIsATimeout) {
     const Context ctx = make_context(1);
     const CommId id = new_id();
     std::array<Comm, 2> comms;
-    run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, 100); });
+    run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, 1500); });
     Side side(comms[0], {100});
     EXPECT_TRUE(fails(side.call(), DSOPT_ERR_TIMEOUT));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 1-bit mean over two comms, the ranks of a node and the nodes, against the algorithm written down in double.
+#include "test_shapes.h"
 #include "test_two_level_util.h"
 
 using namespace dsopt_test;
@@ -119,21 +120,6 @@ Expected expected(const Places &at, const std::vector<std::vector<float>> &x, co
             }
     }
     return e;
-}
-
-struct Shape {
-    const char *name;
-    std::vector<int64_t> sizes;
-};
-std::vector<Shape> shapes() {
-    Shape many{"Many", {}};
-    for (int64_t i = 0; i < 300; ++i) many.sizes.push_back(1 + i * 7 % 40);
-    return {{"None", {}},
-            {"Empty", {0, 0}},
-            {"One", {1}},
-            {"Edges", {0, 1, 31, 32, 33, 0, 4095, 4096, 4097, 0}},
-            {"Straddling", {5, 20000, 3, 64, 0, 9001}},
-            many};
 }
 
 class TwoLevel : public testing::TestWithParam<std::tuple<int, int, size_t>> {};

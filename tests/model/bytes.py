@@ -24,7 +24,7 @@ check(lib.dsopt_context_create(None, ctypes.byref(context)))
 
 def comm_of(ranks):
     """One rank of so many; what the others would send stays as it is."""
-    table = dsopt_abi.silent_comm(lib, ranks)
+    table = dsopt_abi.idle_table(lib, ranks)
     kept.append(table)
     desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(table))
     comm = ctypes.c_void_p()

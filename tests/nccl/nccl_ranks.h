@@ -4,6 +4,7 @@
 #include "comm.h"
 #include "cuda_runtime.h"
 #include "fake_nccl.h"
+#include <barrier>
 #include <chrono>
 #include <cstring>
 #include <dlfcn.h>
@@ -145,9 +146,11 @@ class World {
 public:
     explicit World(int ranks, int timeout_ms = 60000, uint32_t flags = 0) : ranks_(static_cast<size_t>(ranks)) {
         const std::string id = new_id();
+        std::barrier together(ranks); // the time-out counts for creating too
         run_ranks(ranks, [&](int rank) {
-            ranks_[size_t(rank)] =
-                std::make_unique<Rank>(cuda_context(rank), desc_of(id, rank, ranks, timeout_ms, flags));
+            const auto context = cuda_context(rank);
+            together.arrive_and_wait();
+            ranks_[size_t(rank)] = std::make_unique<Rank>(context, desc_of(id, rank, ranks, timeout_ms, flags));
         });
     }
     ~World() {

@@ -286,6 +286,17 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     });
 }
 
+TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
+    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    std::thread other([&] {
+        give_time();
+        world[0].comm->abort();
+    });
+    EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED));
+    other.join();
+    world[1].comm->abort();
+}
+
 TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
     const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
