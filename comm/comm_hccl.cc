@@ -255,7 +255,7 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     table.error = [](void *self, char *text, size_t capacity) { return of(self).describe(text, capacity), 0; };
     table.abort = [](void *self) { of(self).abort(); };
     table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
-    auto comm = std::make_unique<Comm>(std::move(context), table, Provider::waits);
+    auto comm = std::make_unique<Comm>(std::move(context), table);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;
 }

@@ -259,7 +259,7 @@ std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, co
                                  .destroy = Endpoint::destroy,
                                  .memory = DSOPT_MEMORY_HOST,
                                  .reserved = 0};
-    auto comm = std::make_unique<Comm>(std::move(context), table, Provider::waits);
+    auto comm = std::make_unique<Comm>(std::move(context), table);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;
 }

@@ -75,23 +75,14 @@ public:
 
     /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
-        dsopt_status status = DSOPT_ERR_INTERNAL;
-        {
-            const std::lock_guard inside(busy_);
-            try {
-                on_device(*session_->context, [&] {
-                    const Deadline deadline(timeout_ms_);
-                    status = asked_.load() ? DSOPT_ERR_ABORTED : settle(enqueue(), deadline);
-                    if (status == DSOPT_OK) status = enqueues_ ? look() : wait(stream, deadline);
-                });
-            } catch (const Error &error) {
-                explain(error.what());
-                status = error.status();
-            }
-            if (status != DSOPT_OK) stop();
-        }
-        stop_if_asked(); // in the moment in which the flag had been looked at and `busy_` was still held
-        return status;
+        return inside([&](const Deadline &deadline) {
+            const dsopt_status status = settle(enqueue(), deadline);
+            if (status != DSOPT_OK) return status;
+            return enqueues_ ? look() : wait(stream, deadline);
+        });
+    }
+    dsopt_status wait(void *stream) {
+        return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
 
     void abort() noexcept {
@@ -114,6 +105,23 @@ public:
     const Session &session() const { return *session_; }
 
 private:
+    /// Nobody else is in the communicator; after a failure nobody will be.
+    template <class Body> dsopt_status inside(const Body &body) {
+        dsopt_status status = DSOPT_ERR_INTERNAL;
+        {
+            const std::lock_guard lock(busy_);
+            try {
+                on_device(*session_->context,
+                          [&] { status = asked_.load() ? DSOPT_ERR_ABORTED : body(Deadline(timeout_ms_)); });
+            } catch (const Error &error) {
+                explain(error.what());
+                status = error.status();
+            }
+            if (status != DSOPT_OK) stop();
+        }
+        stop_if_asked(); // in the moment in which the flag had been looked at and `busy_` was still held
+        return status;
+    }
     void explain(std::string text) {
         const std::lock_guard lock(text_mutex_);
         text_ = std::move(text);
@@ -223,6 +231,7 @@ int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *st
         return result == success || result == in_progress ? ended : result;
     });
 }
+int wait(void *self, void *stream) { return of(self).wait(stream); }
 int error(void *self, char *text, size_t capacity) {
     of(self).describe(text, capacity);
     return 0;
@@ -329,7 +338,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     const bool enqueues = desc.flags & DSOPT_COMM_ENQUEUE;
     auto endpoint = std::make_unique<Endpoint>(session, timeout_ms, enqueues);
     table.self = endpoint.get();
-    auto comm = std::make_unique<Comm>(std::move(context), table, enqueues ? Provider::enqueues : Provider::waits);
+    auto comm = std::make_unique<Comm>(std::move(context), table, Provider{.enqueues = enqueues, .wait = wait});
     (void)endpoint.release(); // the table's destroy has it now
     return comm;
 }

@@ -204,9 +204,7 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
  * kind works in are staged by the engine.
  *
  * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
- * (DSOPT_ERR_STATE, the comm is as good as before). Two kinds do without: NCCL with DSOPT_COMM_ENQUEUE, and a TABLE
- * that takes memory of a CUDA context and works in the order of the stream. If all comms of a step are such, it waits
- * for nothing.
+ * (DSOPT_ERR_STATE, the comm is as good as before), unless all of them were made with DSOPT_COMM_ENQUEUE.
  */
 typedef struct dsopt_comm dsopt_comm;
 
@@ -224,10 +222,18 @@ enum {
     DSOPT_COMM_HCCL = 3,
     DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
-/** NCCL: exchanges are put on the stream, and the host does not wait for them. `timeout_ms` then bounds what the host
- * itself waits for, creating the comm and enqueueing, and not exchanges: a peer that hangs holds up the stream, and who
- * waits for it, until dsopt_comm_abort (from any thread). A failure comes with a later call, and steps that were
- * enqueued behind the failed exchange leave undefined weights and state: load a checkpoint. */
+/**
+ * Exchanges of device memory are put on the stream and the host does not wait for them: NCCL, or a TABLE that takes
+ * memory of a CUDA context, whose functions then come back once the exchange is enqueued and can be captured.
+ *  - A step waits for nothing but, with values that the host needs: the comparison of lists before the first exchange
+ *    of bits and with CHECK_RANKS, a skip budget, and what dsopt_optimizer_step says of the 1-bit family.
+ *  - `timeout_ms` bounds what the host waits for, and not the exchanges that it does not wait for: a peer that hangs
+ *    holds up the stream until dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
+ *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights and
+ *    state: load a checkpoint. Synchronise the stream before dsopt_comm_destroy, which may abort what is still on it.
+ *  - Counters count what is enqueued and captured, not replays. All calls of a comm go to one stream, or to several
+ *    that the caller keeps in order.
+ */
 enum { DSOPT_COMM_ENQUEUE = 1 };
 enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
 enum {

@@ -44,9 +44,8 @@ void Comm::Room::leave_behind() {
 Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider) :
     context_(std::move(context)),
     table_(table),
-    returns_status_(provider != Provider::callers),
-    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()),
-    enqueues_(device_ && provider != Provider::waits) {}
+    provider_(provider),
+    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()) {}
 
 Comm::~Comm() {
     if (table_.destroy != nullptr) table_.destroy(table_.self);
@@ -75,7 +74,7 @@ int Comm::done(int kind, int result, int64_t sent, int64_t received) {
 
 void Comm::fail(int result, const char *what, void *stream) {
     dsopt_status status = DSOPT_ERR_COMM;
-    if (returns_status_)
+    if (!provider_.own_codes)
         status = result;
     else if (result <= -DSOPT_ERR_COMM && result >= -DSOPT_ERR_ABORTED)
         status = -result;
@@ -122,7 +121,7 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
     const Backend &backend = context_->backend();
     const bool there = backend.is_host() || (place == Place::backend) == device_;
     // Refuses a stream that is being captured.
-    if (!backend.is_host() && !(there && enqueues_)) (void)backend.finished(stream);
+    if (!backend.is_host() && !(there && provider_.enqueues)) (void)backend.finished(stream);
     try {
         int result = 0;
         if (there) {
@@ -133,6 +132,9 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             backend.enqueue_copy(room, send, size_t(sent), stream);
             if (!device_) backend.wait(stream);
             result = call(room, room + second);
+            // Before the copy, which on a device may wait too.
+            if (result == 0 && provider_.enqueues && provider_.wait != nullptr)
+                result = provider_.wait(table_.self, stream);
             if (result == 0) {
                 backend.enqueue_copy(recv, room + second, size_t(received), stream);
                 backend.wait(stream); // the room is free for the next call, or the host reads the result
@@ -353,7 +355,7 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
     if (desc.flags & ~uint32_t(DSOPT_COMM_ENQUEUE))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
-    if (desc.flags != 0 && desc.kind != DSOPT_COMM_NCCL)
+    if (desc.flags != 0 && desc.kind != DSOPT_COMM_NCCL && desc.kind != DSOPT_COMM_TABLE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_ENQUEUE has no effect with kind %d", desc.kind);
     if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     switch (desc.kind) {
@@ -363,7 +365,8 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
     case DSOPT_COMM_HCCL: return make_hccl_comm(std::move(context), desc);
     case DSOPT_COMM_TABLE:
         return make_table_comm(std::move(context),
-                               read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"));
+                               read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"),
+                               desc.flags & DSOPT_COMM_ENQUEUE);
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
 }

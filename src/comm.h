@@ -12,15 +12,19 @@ namespace dsopt {
 /// Where the data of a call are.
 enum class Place { host, backend };
 
-/// Whose functions a table has. Those of the engine return dsopt_status and set the last error text; and they return
-/// when the exchange is done, or when it is enqueued, as those of the caller that take device memory.
-enum class Provider { callers, waits, enqueues };
+/// What a table does not say of its functions.
+struct Provider {
+    bool own_codes = false; // the caller's; the engine's functions return dsopt_status and set the last error text
+    bool enqueues = false;  // they come back before the exchange is done, which is then done in the order of the stream
+    /// With `enqueues`: waits until the stream is done, no longer than the comm lets it. NULL: as long as it takes.
+    int (*wait)(void *self, void *stream) = nullptr;
+};
 
 /// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
 /// and what the provider lacks is made from what it has. Both happen in this class alone.
 class Comm {
 public:
-    Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider);
+    Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider = {});
     ~Comm();
     Comm(const Comm &) = delete;
     Comm &operator=(const Comm &) = delete;
@@ -75,9 +79,8 @@ private:
 
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
-    bool returns_status_;
-    bool device_;   // the provider takes device memory
-    bool enqueues_; // and the host does not wait in it
+    Provider provider_;
+    bool device_; // the provider takes device memory
     Room staging_, spare_, gathered_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
     struct Count {
@@ -93,7 +96,8 @@ inline int64_t data_ranks(const Comm *data, const Comm *node) {
 
 /// Providers, in comm/.
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
-std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table);
+std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
+                                      bool enqueues);
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);

@@ -124,6 +124,9 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
 
 Optimizer::~Optimizer() {
     if (with_.scaler) with_.scaler->detach();
+    // Before memory goes, which waits for the device: their last owner ends what a peer that is gone holds up there.
+    experts_.clear();
+    with_ = {};
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {

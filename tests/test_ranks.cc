@@ -375,7 +375,7 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         const CommId id = new_id();
         std::array<Comm, 2> comms;
         run_ranks(2, [&](int rank) {
-            comms[size_t(rank)] = local_comm(ctx, id, rank, 2, wanted == DSOPT_ERR_TIMEOUT ? 1000 : -1);
+            comms[size_t(rank)] = local_comm(ctx, id, rank, 2, wanted == DSOPT_ERR_TIMEOUT ? 2000 : -1);
         });
         dsopt_comm *const list[] = {comms[0].get()};
         const Scaler scaler = make_scaler(ctx, 64, 1);

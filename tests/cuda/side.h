@@ -99,6 +99,7 @@ struct Setting {
     bool gaps = false;                                       // every fifth gradient is zero, always
     int exports_every = 1;                                   // steps
     void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
+    dsopt_context *context = nullptr;                        // NULL: one of its own
 };
 
 /// Ranks that are threads of this process.
@@ -149,7 +150,8 @@ public:
         setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
-        good(dsopt_context_create(&where, &context));
+        context = setting.context;
+        if (context == nullptr) good(dsopt_context_create(&where, &context));
         dsopt_optimizer_desc desc = setting.desc;
         desc.size = sizeof desc;
         if (setting.scaler) {
@@ -202,7 +204,7 @@ public:
         dsopt_scaler_destroy(scaler);
         dsopt_comm_destroy(comm);
         dsopt_comm_destroy(node);
-        dsopt_context_destroy(context);
+        if (setting_.context == nullptr) dsopt_context_destroy(context);
     }
 
     void fill_gradients(int t, int bad = -1) {

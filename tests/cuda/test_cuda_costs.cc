@@ -132,6 +132,65 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
     }
 }
 
+/// A table of two ranks in device memory whose functions enqueue nothing, which is in stream order.
+struct Idle {
+    dsopt_context *context = nullptr;
+    dsopt_comm *comm = nullptr;
+    explicit Idle(uint32_t flags) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = DSOPT_CUDA;
+        Side::good(dsopt_context_create(&where, &context));
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.ranks = 2;
+        table.memory = DSOPT_MEMORY_BACKEND;
+        table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_TABLE;
+        desc.table = &table;
+        desc.flags = flags;
+        Side::good(dsopt_comm_create(context, &desc, &comm));
+    }
+    ~Idle() {
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context);
+    }
+    Idle(const Idle &) = delete;
+    Idle &operator=(const Idle &) = delete;
+};
+
+TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) {
+    allow_many_blocks();
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+        const Idle idle(flags);
+        Setting s;
+        s.desc.max_norm = 1;
+        s.desc.data = s.desc.model = idle.comm;
+        s.context = idle.context;
+        Side side(true, s);
+        side.fill_gradients(0);
+        OK(side.step());
+        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "decide", "update4"}));
+        const fakert::Counters c = fakert::counters();
+        EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host, 0);
+
+        cudaStream_t stream = nullptr;
+        cudaGraph_t graph = nullptr;
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+        dsopt_step step = side.arguments();
+        step.stream = stream;
+        EXPECT_EQ(dsopt_optimizer_step(side.optimizer, &step), flags != 0 ? DSOPT_OK : DSOPT_ERR_STATE);
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        if (flags != 0) {
+            EXPECT_EQ(fakert::nodes(graph),
+                      (std::vector<std::string>{"kernel inspect", "kernel decide", "kernel update4"}));
+        }
+        (void)cudaGraphDestroy(graph);
+        (void)cudaStreamDestroy(stream);
+        OK(side.step()); // refused or not, the comm is as good as before
+    }
+}
+
 TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
     Setting s;
     s.sizes = {3, 1500000, 2000001}; // pieces of 4 MiB and tails

@@ -41,6 +41,7 @@ struct Call {
 struct Slot {
     std::atomic<int> pid;
     std::atomic<uint64_t> arrived;
+    std::atomic<bool> leaves;
     Call call;
 };
 struct Channel { // from one rank to another
@@ -97,7 +98,7 @@ struct FakeComm {
     std::string name, message;
     std::mutex mutex; // of the message
     std::atomic<int> state{in_progress}, users{0}, pending{0};
-    std::atomic<bool> aborted{false}, stuck{false};
+    std::atomic<bool> aborted{false}, stuck{false}, ending{false};
     uint64_t meetings = 0;
     int calls = 0;
     std::thread joiner;
@@ -328,7 +329,7 @@ Result flush() {
 Result post(FakeComm *comm, const Call &call, const void *from, void *to, int peer, cudaStream_t stream) {
     if (comm == nullptr) return fail(nullptr, bad_argument, "no communicator");
     const Inside inside(comm);
-    if (comm->state != success) return fail(nullptr, bad_usage, "the communicator is not ready");
+    if (comm->state != success || comm->ending) return fail(nullptr, bad_usage, "the communicator is not ready");
     int device = -1;
     if (cudaGetDevice(&device) != cudaSuccess || device != comm->device)
         return fail(nullptr, bad_usage, "device %d is current, the communicator is on %d", device, comm->device);
@@ -418,7 +419,7 @@ API Result ncclCommDestroy(FakeComm *comm) {
 }
 API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
     const Inside inside(comm);
-    *error = comm->stuck && comm->state == success ? in_progress : Result(comm->state.load());
+    *error = (comm->stuck || comm->ending) && comm->state == success ? in_progress : Result(comm->state.load());
     return success;
 }
 API Result ncclCommCount(FakeComm *comm, int *ranks) {
@@ -471,17 +472,17 @@ API Result ncclCommInitRankConfig(FakeComm **comm, int ranks, UniqueId id, int r
 API Result ncclCommFinalize(FakeComm *comm) {
     const Inside inside(comm);
     if (comm->state != success) return bad_usage;
-    comm->state = in_progress;
+    comm->ending = true;
     ++comm->pending;
-    std::thread([comm] { // until the others are here too
-        const uint64_t wanted = ++comm->meetings;
-        comm->shared->slots[comm->rank].arrived = wanted;
+    std::thread([comm] { // until what was enqueued is over, and the others are here too
+        for (int looks = 0; comm->pending > 1 && !comm->aborted;) nap(looks);
+        comm->shared->slots[comm->rank].leaves = true;
         for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
-            if (comm->shared->slots[other].arrived >= wanted || comm->shared->slots[other].pid == -1)
+            if (comm->shared->slots[other].leaves || comm->shared->slots[other].pid == -1)
                 ++other;
             else
                 nap(looks);
-        if (!comm->aborted) comm->state = success;
+        comm->ending = false;
         --comm->pending;
     })
         .detach();

@@ -307,8 +307,9 @@ protected:
         EXPECT_EQ(counts().aborted, before.aborted);
         for (const auto comm : theirs) EXPECT_EQ(api.abort(comm), dsopt::nccl::success);
     }
-    static dsopt_comm_desc desc(void *native, int timeout_ms = 60000) {
+    static dsopt_comm_desc desc(void *native, int timeout_ms = 60000, uint32_t flags = 0) {
         dsopt_comm_desc desc{};
+        desc.flags = flags;
         desc.size = sizeof desc;
         desc.kind = DSOPT_COMM_NCCL;
         desc.timeout_ms = timeout_ms;
@@ -329,14 +330,28 @@ TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
 }
 
 TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
-    const auto mine = std::make_unique<Rank>(cuda_context(), desc(theirs[0], 200));
-    EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
-    mine->comm->abort();
-    const auto begin = Clock::now();
-    mine->comm.reset(); // what the collective may still write to is left behind
-    EXPECT_LT(milliseconds_since(begin), 10000);
-    // The other one comes after all, so that the stream ends.
-    const Rank other(cuda_context(1), desc(theirs[1], 5000));
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+        const auto mine = std::make_unique<Rank>(cuda_context(), desc(theirs[0], 200, flags));
+        EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
+        mine->comm->abort();
+        const auto begin = Clock::now();
+        mine->comm.reset(); // what the collective may still write to is left behind
+        EXPECT_LT(milliseconds_since(begin), 10000);
+        // The other one comes after all, so that the stream ends.
+        const Rank other(cuda_context(1), desc(theirs[1], 60000, flags));
+        EXPECT_EQ(other.add(1), 2);
+    }
+}
+
+TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
+    const Rank mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_ENQUEUE));
+    std::thread aborts([&] {
+        while (mine.comm->info().calls == 0) give_time(); // it is enqueued
+        mine.comm->abort();
+    });
+    EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
+    aborts.join();
+    const Rank other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_ENQUEUE));
     EXPECT_EQ(other.add(1), 2);
 }
 

@@ -116,9 +116,9 @@ private:
 };
 
 /// A context, a stream and three comms of one rank.
-class Place3 {
+class ThreeComms {
 public:
-    Place3(const std::vector<std::string> &ids, int rank, uint32_t flags) :
+    ThreeComms(const std::vector<std::string> &ids, int rank, uint32_t flags) :
         device_(ids[0], rank, kRanks, 60000, flags),
         comms{device_.comm, nullptr, nullptr} {
         for (size_t k = 1; k < comms.size(); ++k) {
@@ -126,11 +126,11 @@ public:
             must(dsopt_comm_create(device_.context, &desc, &comms[k]));
         }
     }
-    ~Place3() {
+    ~ThreeComms() {
         for (size_t k = 1; k < comms.size(); ++k) dsopt_comm_destroy(comms[k]);
     }
-    Place3(const Place3 &) = delete;
-    Place3 &operator=(const Place3 &) = delete;
+    ThreeComms(const ThreeComms &) = delete;
+    ThreeComms &operator=(const ThreeComms &) = delete;
     dsopt_context *context() const { return device_.context; }
     cudaStream_t stream() const { return device_.stream; }
 
@@ -140,6 +140,25 @@ private:
 public:
     Comms comms;
 };
+
+/// A rank that fails leaves the others at no barrier.
+class Leaving {
+public:
+    explicit Leaving(std::barrier<> &barrier) : barrier_(barrier), thrown_(std::uncaught_exceptions()) {}
+    ~Leaving() {
+        if (std::uncaught_exceptions() > thrown_) barrier_.arrive_and_drop();
+    }
+    Leaving(const Leaving &) = delete;
+    Leaving &operator=(const Leaving &) = delete;
+
+private:
+    std::barrier<> &barrier_;
+    int thrown_;
+};
+void expect_busy(cudaStream_t stream) {
+    EXPECT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
+    (void)cudaGetLastError();
+}
 
 /// What threads on the CPU come to.
 std::vector<std::vector<std::string>> on_the_host() {
@@ -157,7 +176,7 @@ TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
-            const Place3 place(ids, rank, flags);
+            const ThreeComms place(ids, rank, flags);
             const std::vector<std::string> all =
                 Trainer(place.context(), place.comms, rank, device_memory(place.stream())).run();
             for (size_t call = 0; call < all.size(); ++call)
@@ -173,8 +192,9 @@ TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     const std::vector<std::string> ids{new_id(), new_id(), new_id()};
     std::barrier together(kRanks);
     run_ranks(kRanks, [&](int rank) {
-        const Place3 place(ids, rank, DSOPT_COMM_ENQUEUE);
+        const ThreeComms place(ids, rank, DSOPT_COMM_ENQUEUE);
         Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
+        const Leaving leaving(together);
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first one
@@ -184,8 +204,7 @@ TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             trainer.step();
             const fakert::Counters c = fakert::counters();
             EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
-            EXPECT_EQ(cudaStreamQuery(place.stream()), cudaErrorNotReady);
-            (void)cudaGetLastError();
+            expect_busy(place.stream());
         }
         together.arrive_and_wait();
         if (rank == 1) trainer.step();
@@ -199,7 +218,7 @@ TEST(NcclEnqueued, StepInAGraphGivesTheBitsOfPlainSteps) {
     for (const bool captured : {false, true}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
-            const Place3 place(ids, rank, DSOPT_COMM_ENQUEUE);
+            const ThreeComms place(ids, rank, DSOPT_COMM_ENQUEUE);
             Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
             trainer.fill(1);
             trainer.step();
@@ -211,10 +230,10 @@ TEST(NcclEnqueued, StepInAGraphGivesTheBitsOfPlainSteps) {
             }
             cudaGraph_t graph = nullptr;
             cudaGraphExec_t exec = nullptr;
-            ASSERT_EQ(cudaStreamBeginCapture(place.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            EXPECT_EQ(cudaStreamBeginCapture(place.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
             trainer.step();
-            ASSERT_EQ(cudaStreamEndCapture(place.stream(), &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+            EXPECT_EQ(cudaStreamEndCapture(place.stream(), &graph), cudaSuccess);
+            EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
             for (int i = 0; i < replays; ++i) EXPECT_EQ(cudaGraphLaunch(exec, place.stream()), cudaSuccess);
             got[size_t(rank)] = trainer.bytes();
             (void)cudaGraphExecDestroy(exec);
@@ -253,13 +272,13 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             if (rank == 0) fakert::mark();
         };
         onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+        const Leaving leaving(together);
         for (int64_t call = 1; call <= 4; ++call) must(trainer.step(call));
         must(trainer.step(5));
         if (rank == 0) {
             const fakert::Counters c = fakert::counters();
             EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
-            EXPECT_EQ(cudaStreamQuery(device.stream), cudaErrorNotReady);
-            (void)cudaGetLastError();
+            expect_busy(device.stream);
             together.arrive_and_wait();
         }
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -268,14 +287,16 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
 
 TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     const std::string id = new_id();
+    std::barrier over(kRanks);
     run_ranks(kRanks, [&](int rank) {
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
-        onebit_run::Setting setting;
-        onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+        onebit_run::Rank trainer(device.context, device.comm, rank, {}, device_memory(device.stream));
+        const Leaving leaving(over);
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
-        if (rank == 1) return; // never takes the second
+        if (rank == 1) return over.arrive_and_wait(); // never takes the second
         must(trainer.step(2));
+        expect_busy(device.stream);
         std::thread other([&] {
             give_time();
             dsopt_comm_abort(device.comm);
@@ -283,6 +304,28 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         other.join();
         EXPECT_EQ(trainer.step(3), DSOPT_ERR_ABORTED);
+        over.arrive_and_wait();
+    });
+}
+
+TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
+    const std::string id = new_id();
+    std::barrier over(kRanks);
+    run_ranks(kRanks, [&](int rank) {
+        Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        auto trainer = std::make_unique<onebit_run::Rank>(device.context, device.comm, rank, onebit_run::Setting{},
+                                                          device_memory(device.stream));
+        const Leaving leaving(over);
+        must(trainer->step(1));
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+        if (rank == 1) return over.arrive_and_wait();
+        must(trainer->step(2));
+        const auto begin = Clock::now();
+        dsopt_comm_destroy(device.comm);
+        device.comm = nullptr;
+        trainer.reset(); // the last owner
+        EXPECT_LT(milliseconds_since(begin), 20000);
+        over.arrive_and_wait();
     });
 }
 
@@ -294,6 +337,18 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
     });
     EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED));
     other.join();
+    world[1].comm->abort();
+}
+
+TEST(NcclEnqueued, HostThatNeedsTheResultItselfHearsOfAFailure) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:async,1:0:async");
+    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    run_ranks(kRanks, [&](int rank) { EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_COMM)); });
+}
+
+TEST(NcclEnqueued, HostThatNeedsTheResultItselfTimesOut) {
+    const World world(kRanks, 1500, DSOPT_COMM_ENQUEUE);
+    EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_TIMEOUT, "1500 ms"));
     world[1].comm->abort();
 }
 
