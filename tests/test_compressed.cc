@@ -252,6 +252,51 @@ TEST(Compressed, SameBitsForAnyThreadsChunksAndInstructionSet) {
     }
 }
 
+// What no cache holds is decoded past it, where vectors of the tensor are aligned; one that is shifted is not.
+TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
+    constexpr size_t numel[] = {8400005, 8400037};
+    const auto run = [&](const char *isa, size_t shift) {
+        setenv("DSOPT_ISA", isa, 1);
+        const Context ctx = make_context(2);
+        unsetenv("DSOPT_ISA");
+        const Comm comm = self_comm(ctx);
+        std::vector<float> memory(numel[0] + numel[1] + 64);
+        const size_t first = (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) / sizeof(float);
+        const size_t at[] = {first + shift, first + (numel[0] + 24) / 16 * 16 + 8 + shift}; // the second between lines
+        std::array<dsopt_tensor, 2> list{};
+        for (size_t t = 0; t < 2; ++t) {
+            for (size_t i = 0; i < numel[t]; ++i) memory[at[t] + i] = float((i * 7 + t) % 19) - 9;
+            list[t] = {&memory[at[t]], int64_t(numel[t]), DSOPT_F32, 0};
+        }
+        DSOPT_NEW(dsopt_compressed, arguments);
+        arguments.tensors = list.data();
+        arguments.count = 2;
+        int64_t worker = 0, server = 0;
+        size_t bytes = 0;
+        must(dsopt_compressed_sizes(comm.get(), &arguments, &worker, &server, &bytes));
+        std::vector<float> worker_error(static_cast<size_t>(worker)), server_error(static_cast<size_t>(server));
+        std::vector<char> room(bytes + 256);
+        arguments.worker_error = worker_error.data();
+        arguments.server_error = server_error.data();
+        arguments.workspace = room.data() + (256 - reinterpret_cast<uintptr_t>(room.data()) % 256);
+        arguments.workspace_bytes = bytes;
+        must(dsopt_compressed_allreduce(comm.get(), &arguments));
+        std::vector<float> all;
+        for (size_t t = 0; t < 2; ++t) all.insert(all.end(), &memory[at[t]], &memory[at[t]] + numel[t]);
+        const bool outside =
+            std::all_of(memory.begin(), memory.begin() + long(at[0]), [](float x) { return x == 0; }) &&
+            memory[at[0] + numel[0]] == 0 && memory[at[1] - 1] == 0 && memory[at[1] + numel[1]] == 0;
+        EXPECT_TRUE(outside) << isa << ", shift " << shift;
+        all.insert(all.end(), worker_error.begin(), worker_error.end());
+        return all;
+    };
+    const std::vector<float> wanted = run("generic", 0);
+    EXPECT_GT(std::fabs(wanted[0]), 1);
+    for (const char *isa : {"avx2", "avx512"})
+        for (const size_t shift : {0, 8, 1})
+            EXPECT_TRUE(same_bits(run(isa, shift), wanted)) << isa << ", shift " << shift;
+}
+
 // -------------------------------------------------------------------------------------------------------- properties
 TEST(Compressed, ZerosGiveZerosAndOweNothing) {
     const CommId id = new_id();
