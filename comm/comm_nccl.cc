@@ -26,7 +26,7 @@ struct Session {
     Api api;
     std::shared_ptr<const Context> context;
     Communicator comm;
-    bool owned;
+    bool owned, enqueues;
 
     std::string describe(Result result) const {
         std::string text = api.error_string(result);
@@ -36,7 +36,8 @@ struct Session {
     }
     /// Politely, which takes the other ranks, or by force.
     void end(bool politely, const Deadline &deadline) const {
-        if (politely) {
+        // Where there is no other way to be polite, destroying waits for the stream, and nothing could end that.
+        if (politely && (api.finalize != nullptr || !enqueues)) {
             Result state = success;
             if (api.finalize != nullptr) {
                 state = api.finalize(comm);
@@ -316,8 +317,9 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     if (desc.native != nullptr && !library)
         throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kSoname);
     if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
+    const bool enqueues = desc.flags & DSOPT_COMM_ENQUEUE;
     const auto session = std::make_shared<Session>(
-        Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr});
+        Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
     const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
     dsopt_comm_table table{};
     table.size = sizeof table;
@@ -335,7 +337,6 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    const bool enqueues = desc.flags & DSOPT_COMM_ENQUEUE;
     auto endpoint = std::make_unique<Endpoint>(session, timeout_ms, enqueues);
     table.self = endpoint.get();
     auto comm = std::make_unique<Comm>(std::move(context), table, Provider{.enqueues = enqueues, .wait = wait});

@@ -227,10 +227,13 @@ enum {
  * memory of a CUDA context, whose functions then come back once the exchange is enqueued and can be captured.
  *  - A step waits for nothing but, with values that the host needs: the comparison of lists before the first exchange
  *    of bits and with CHECK_RANKS, a skip budget, and what dsopt_optimizer_step says of the 1-bit family.
- *  - `timeout_ms` bounds what the host waits for, and not the exchanges that it does not wait for: a peer that hangs
- *    holds up the stream until dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
+ *  - `timeout_ms` bounds enqueueing and waits for results that the host needs, and nothing else: a peer that hangs
+ * holds up the stream, and who waits for the device (a skip budget, a schedule that is read, releasing memory), until
+ *    dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
  *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights and
- *    state: load a checkpoint. Synchronise the stream before dsopt_comm_destroy, which may abort what is still on it.
+ *    state: load a checkpoint.
+ *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use. dsopt_comm_destroy
+ *    may abort what is still there.
  *  - Counters count what is enqueued and captured, not replays. All calls of a comm go to one stream, or to several
  *    that the caller keeps in order.
  */

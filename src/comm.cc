@@ -26,6 +26,7 @@ constexpr int64_t padded(int64_t bytes) { return (bytes + 3) / 4 * 4; }
 char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
         bytes = (bytes + 255) / 256 * 256;
+        if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
         if (device)
             device_ = Memory(context, bytes, stream);
         else if (context->backend().is_host())
@@ -38,6 +39,8 @@ char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device
 }
 void Comm::Room::leave_behind() {
     if (device_.data() != nullptr) keep_forever(std::move(device_));
+    for (Memory &memory : outgrown_) keep_forever(std::move(memory));
+    outgrown_.clear();
     bytes_ = 0;
 }
 
@@ -114,6 +117,15 @@ void Comm::clear(void *data, int64_t bytes, void *stream) const {
         std::memset(data, 0, size_t(bytes));
 }
 
+/// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
+int Comm::settle(void *stream) {
+    if (!provider_.enqueues) return 0;
+    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream);
+    context_->backend().wait(stream);
+    char text[1];
+    return table_.error != nullptr ? table_.error(table_.self, text, sizeof text) : 0;
+}
+
 /// Calls call(send, recv) with both in memory that the provider takes. In place if they are the same.
 template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
@@ -129,12 +141,13 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
         } else {
             const int64_t second = send == recv ? 0 : (sent + 63) / 64 * 64;
             char *const room = staging_.get(context_, device_, size_t(second + received), stream);
-            backend.enqueue_copy(room, send, size_t(sent), stream);
-            if (!device_) backend.wait(stream);
-            result = call(room, room + second);
-            // Before the copy, which on a device may wait too.
-            if (result == 0 && provider_.enqueues && provider_.wait != nullptr)
-                result = provider_.wait(table_.self, stream);
+            result = settle(stream);
+            if (result == 0) {
+                backend.enqueue_copy(room, send, size_t(sent), stream);
+                if (!device_) backend.wait(stream);
+                result = call(room, room + second);
+            }
+            if (result == 0) result = settle(stream);
             if (result == 0) {
                 backend.enqueue_copy(recv, room + second, size_t(received), stream);
                 backend.wait(stream); // the room is free for the next call, or the host reads the result

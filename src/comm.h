@@ -56,6 +56,7 @@ private:
 
     private:
         Memory device_;
+        std::vector<Memory> outgrown_;
         HostBuffer pinned_;
         std::vector<char> plain_;
         size_t bytes_ = 0;
@@ -65,6 +66,7 @@ private:
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
              const Call &call);
+    int settle(void *stream);
     void fail(int result, const char *what, void *stream);
     void lose(dsopt_status status) noexcept;
     int done(int kind, int result, int64_t sent, int64_t received);

@@ -126,7 +126,8 @@ Optimizer::~Optimizer() {
     if (with_.scaler) with_.scaler->detach();
     // Before memory goes, which waits for the device: their last owner ends what a peer that is gone holds up there.
     experts_.clear();
-    with_ = {};
+    for (auto *comm : {&with_.data, &with_.model, &with_.node}) comm->reset();
+    with_.experts.clear();
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {

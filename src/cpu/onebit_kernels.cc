@@ -280,12 +280,14 @@ void finish(const OneBitSpan &one) {
     const Span &span = *one.span;
     const TensorJob &job = *span.job;
     const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
+    // The mean replaces the momentum, which is not read here.
+    const bool replaces = one.feed == Feed::momentum && !one.mean.is_own() && !one.momentum_goes;
     Tile t;
     Buffer y, old;
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(one, i, n, keep);
-        if (one.momentum_goes) t.m = t.m_buffer.at;
+        if (one.momentum_goes || replaces) t.m = t.m_buffer.at;
         if (needs_old) widen(t.p, old.at, n, F32{});
         mean_of(one, t, i, n, y.at);
         if (one.feed == Feed::gradient)
@@ -297,7 +299,10 @@ void finish(const OneBitSpan &one) {
         settle(span, t.p, i, n);
         if (needs_old) subtract(t.p, old.at, n);
         if (!keep) close(t.p, job.weight, job.weight_type, i, n);
-        if (!one.momentum_goes) close(t.m, job.m, job.state_type, i, n);
+        if (replaces)
+            store(t.m, job.m, job.state_type, i, n, span.streaming);
+        else if (!one.momentum_goes)
+            close(t.m, job.m, job.state_type, i, n);
         publish(span, t.p, old.at, i, n);
     }
     if (span.streaming) fence_streaming();

@@ -99,6 +99,13 @@ template <class Tag> void narrow_streaming(const float *from, typename Tag::stor
                 _mm256_stream_si256(reinterpret_cast<__m256i *>(to + k), narrow16(from + k, tag));
         narrow(from + i, to + i, n - i, tag);
         return;
+    } else {
+        int64_t i = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 4) & 15));
+        narrow(from, to, i, tag);
+        for (; i + 16 <= n; i += 16)
+            for (int64_t k = i; k < i + 16; k += 8) _mm256_stream_ps(to + k, _mm256_loadu_ps(from + k));
+        narrow(from + i, to + i, n - i, tag);
+        return;
     }
 #endif
     narrow(from, to, n, tag);

@@ -188,7 +188,7 @@ TEST(Hccl, FaultsBecomeStatusesWithTheLibrarysText) {
 TEST(Hccl, DifferentSizesBecomeAStatus) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
-        const auto comm = make(id, rank, 2, 2000);
+        const auto comm = make(id, rank, 2, 60000);
         float values[3] = {};
         EXPECT_TRUE(fails([&] { comm->all_reduce(values, rank + 1, DSOPT_F32, DSOPT_SUM, nullptr); }, DSOPT_ERR_COMM));
     });

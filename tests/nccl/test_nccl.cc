@@ -207,7 +207,7 @@ TEST(Nccl, ErrorThatComesLaterBecomesAStatusToo) {
 }
 
 TEST(Nccl, DifferentCallsAreNamedByTheDouble) {
-    const World world(2, 5000);
+    const World world(2);
     run_ranks(2, [&](int rank) {
         double values[2] = {};
         const Outcome outcome = outcome_of(
@@ -481,7 +481,7 @@ TEST(NcclHeader, StepThatTimesOutChangesNothing) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:hang,1:1:hang");
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
-        const Trainer trainer(id, rank, 2, 1500);
+        const Trainer trainer(id, rank, 2, 3000);
         ASSERT_EQ(trainer.step(), DSOPT_OK) << dsopt_last_error();
         const Bytes before = trainer.param();
         EXPECT_EQ(trainer.step(), DSOPT_ERR_TIMEOUT);

@@ -192,9 +192,9 @@ TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     const std::vector<std::string> ids{new_id(), new_id(), new_id()};
     std::barrier together(kRanks);
     run_ranks(kRanks, [&](int rank) {
+        const Leaving leaving(together);
         const ThreeComms place(ids, rank, DSOPT_COMM_ENQUEUE);
         Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
-        const Leaving leaving(together);
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first one
@@ -261,6 +261,7 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     std::barrier together(kRanks);
     const std::string id = new_id();
     run_ranks(kRanks, [&](int rank) {
+        const Leaving leaving(together);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
         onebit_run::Setting setting;
         setting.freeze_step = 2;
@@ -272,7 +273,6 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             if (rank == 0) fakert::mark();
         };
         onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
-        const Leaving leaving(together);
         for (int64_t call = 1; call <= 4; ++call) must(trainer.step(call));
         must(trainer.step(5));
         if (rank == 0) {
@@ -289,9 +289,9 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     const std::string id = new_id();
     std::barrier over(kRanks);
     run_ranks(kRanks, [&](int rank) {
+        const Leaving leaving(over);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
         onebit_run::Rank trainer(device.context, device.comm, rank, {}, device_memory(device.stream));
-        const Leaving leaving(over);
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait(); // never takes the second
@@ -312,10 +312,10 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
     const std::string id = new_id();
     std::barrier over(kRanks);
     run_ranks(kRanks, [&](int rank) {
+        const Leaving leaving(over);
         Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
         auto trainer = std::make_unique<onebit_run::Rank>(device.context, device.comm, rank, onebit_run::Setting{},
                                                           device_memory(device.stream));
-        const Leaving leaving(over);
         must(trainer->step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait();

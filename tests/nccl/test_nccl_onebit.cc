@@ -78,7 +78,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
             setting.averages = false;
             const std::string id = new_id();
             run_ranks(2, [&](int rank) {
-                const Device device(id, rank, 2, 2500);
+                const Device device(id, rank, 2, 3000);
                 onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
                 onebit_run::must(trainer.step(1));
                 const std::string before = trainer.bytes(false);
