@@ -190,12 +190,13 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_
             constexpr int W = decltype(width)::value;
             Inputs<W> t;
             Pack<W> y;
-            t.g = t.drift = Pack<W>{};
+            t.g = t.m = t.drift = Pack<W>{};
             if (b.exchanges) // first: where it comes from needs registers, too
                 y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
             else
                 t.g = load_gradient<W, true>(job, i);
-            t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
+            if (F != Feed::momentum || !b.exchanges) // otherwise the mean replaces it
+                t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
             t.p = load_weight<W>(job, i);
             t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
             if constexpr (F == Feed::distance) t.drift = load<W>(one.drift, Dtype::f32, i, aligned16(one.drift));

@@ -202,11 +202,14 @@ struct Tile {
     Buffer g_buffer, p_buffer, m_buffer, v_buffer, drift_buffer;
     const float *g;
     float *p, *m, *v, *drift;
-    void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep) {
+    /// `replaced`: whoever asks writes the momentum and does not read it.
+    void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep, bool replaced = false) {
         const TensorJob &job = *one.span->job;
         g = open_gradient(job, i, n, g_buffer);
         p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-        if (one.momentum.rows != nullptr) {
+        if (replaced)
+            m = m_buffer.at;
+        else if (one.momentum.rows != nullptr) {
             mean(one.momentum, one.worker + i, n, m_buffer.at);
             m = m_buffer.at;
         } else
@@ -280,14 +283,13 @@ void finish(const OneBitSpan &one) {
     const Span &span = *one.span;
     const TensorJob &job = *span.job;
     const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
-    // The mean replaces the momentum, which is not read here.
-    const bool replaces = one.feed == Feed::momentum && !one.mean.is_own() && !one.momentum_goes;
+    const bool replaces = one.feed == Feed::momentum && !one.mean.is_own();
     Tile t;
     Buffer y, old;
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        t.open_all(one, i, n, keep);
-        if (one.momentum_goes || replaces) t.m = t.m_buffer.at;
+        t.open_all(one, i, n, keep, replaces);
+        if (one.momentum_goes) t.m = t.m_buffer.at;
         if (needs_old) widen(t.p, old.at, n, F32{});
         mean_of(one, t, i, n, y.at);
         if (one.feed == Feed::gradient)
@@ -299,7 +301,7 @@ void finish(const OneBitSpan &one) {
         settle(span, t.p, i, n);
         if (needs_old) subtract(t.p, old.at, n);
         if (!keep) close(t.p, job.weight, job.weight_type, i, n);
-        if (replaces)
+        if (!one.momentum_goes && replaces)
             store(t.m, job.m, job.state_type, i, n, span.streaming);
         else if (!one.momentum_goes)
             close(t.m, job.m, job.state_type, i, n);
