@@ -69,17 +69,16 @@ void end_bounded(const std::shared_ptr<const Session> &session, bool politely, i
 
 class Endpoint {
 public:
-    Endpoint(std::shared_ptr<Session> session, int timeout_ms, bool enqueues) :
+    Endpoint(std::shared_ptr<Session> session, int timeout_ms) :
         session_(std::move(session)),
-        timeout_ms_(timeout_ms),
-        enqueues_(enqueues) {}
+        timeout_ms_(timeout_ms) {}
 
     /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
         return inside([&](const Deadline &deadline) {
             const dsopt_status status = settle(enqueue(), deadline);
             if (status != DSOPT_OK) return status;
-            return enqueues_ ? look() : wait(stream, deadline);
+            return session_->enqueues ? look() : wait(stream, deadline);
         });
     }
     dsopt_status wait(void *stream) {
@@ -176,7 +175,6 @@ private:
 
     const std::shared_ptr<Session> session_;
     const int timeout_ms_;
-    const bool enqueues_;
     std::mutex busy_;
     std::atomic<bool> asked_{false};
     bool ended_ = false;
@@ -337,7 +335,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms, enqueues);
+    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms);
     table.self = endpoint.get();
     auto comm = std::make_unique<Comm>(std::move(context), table, Provider{.enqueues = enqueues, .wait = wait});
     (void)endpoint.release(); // the table's destroy has it now

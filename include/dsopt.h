@@ -227,9 +227,9 @@ enum {
  * memory of a CUDA context, whose functions then come back once the exchange is enqueued and can be captured.
  *  - A step waits for nothing but, with values that the host needs: the comparison of lists before the first exchange
  *    of bits and with CHECK_RANKS, a skip budget, and what dsopt_optimizer_step says of the 1-bit family.
- *  - `timeout_ms` bounds enqueueing and waits for results that the host needs, and nothing else: a peer that hangs
- * holds up the stream, and who waits for the device (a skip budget, a schedule that is read, releasing memory), until
- *    dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
+ *  - `timeout_ms` bounds enqueueing and waits for results that the host needs, and nothing else. A peer that hangs
+ *    holds up the stream, and whoever waits for the device (a skip budget, reading a schedule, releasing memory),
+ *    until dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
  *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights and
  *    state: load a checkpoint.
  *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use. dsopt_comm_destroy
@@ -274,12 +274,12 @@ typedef struct dsopt_comm_table {
 
 typedef struct dsopt_comm_desc {
     size_t size;
-    int32_t kind;  /**< DSOPT_COMM_...; SELF needs nothing else */
-    int32_t rank;  /**< with `id`: this rank */
-    int32_t ranks; /**< with `id`: number of ranks */
-    int32_t
-        timeout_ms; /**< longest wait in any call; 0 = 600000; -1 = none. TABLE: the functions' own affair, must be 0 */
-    const void *id; /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
+    int32_t kind;       /**< DSOPT_COMM_...; SELF needs nothing else */
+    int32_t rank;       /**< with `id`: this rank */
+    int32_t ranks;      /**< with `id`: number of ranks */
+    int32_t timeout_ms; /**< longest wait in any call, but see ENQUEUE; 0 = 600000; -1 = none. TABLE: the functions' own
+                           affair, must be 0 */
+    const void *id;     /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
     size_t id_bytes;
     const dsopt_comm_table *table; /**< TABLE: copied */
     void *native;   /**< in place of `id`, NCCL: an ncclComm_t of the caller on the context's device; HCCL: an HcclComm;
@@ -326,8 +326,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, 
  * Make a comm; collective where `id` is given.
  * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM: the provider refused, or the ranks do not
  * fit together; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
- * context, or not in this build; DSOPT_ERR_DEVICE: `native` belongs to another device; DSOPT_ERR_BACKEND. The caller
- * keeps a table, and what `native` is, when this fails.
+ * context, not in this build, or an option without effect; DSOPT_ERR_DEVICE: `native` belongs to another device;
+ * DSOPT_ERR_BACKEND. The caller keeps a table, and what `native` is, when this fails.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
                                                      dsopt_comm **comm);
@@ -781,9 +781,9 @@ typedef struct dsopt_step {
  * the schedule. Write to the engine's schedule with dsopt_optimizer_import alone.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
  * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
- * parameters and state are unchanged, the comms are lost. In an exchange of the 1-bit family that fails once it has
- * begun only the compressed parameters (but 0/1 Adam's, which have taken their own step) and their moments are
- * unchanged, not errors, counters and other groups: go on from a checkpoint.
+ * parameters and state are unchanged (but see DSOPT_COMM_ENQUEUE), the comms are lost. In an exchange of the 1-bit
+ * family that fails once it has begun only the compressed parameters (but 0/1 Adam's, which have taken their own step)
+ * and their moments are unchanged, not errors, counters and other groups: go on from a checkpoint.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 

@@ -303,12 +303,13 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message,
     };
     NormMove move{NormMove::take, table, message, 0, 1};
     for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
+        const bool alone = plan.comms.experts[k]->ranks() == 1;
         move.column = k + 1;
         move.kind = NormMove::take;
-        run(move);
+        if (!alone) run(move);
         add_up(plan.comms.experts[k], message, table.groups + 2);
         move.kind = NormMove::put;
-        run(move);
+        if (!alone) run(move);
     }
     add_up(plan.comms.model, table.at, NormTable::size(table.groups, table.classes));
     const auto over_data = [&](double *values, int64_t count) {
@@ -328,19 +329,24 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message,
     if (plan.wrapper == Wrapper::none || plan.local_gradients) over_data(&table.reasons(), 1);
 }
 
+namespace {
+template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
+    for (const Comm *comm : {comms.data, comms.node, comms.model})
+        if (comm != nullptr && comm->ranks() > 1) look(*comm);
+    for (int32_t k = 0; k < comms.expert_count; ++k)
+        if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
+}
+} // namespace
+
 bool has_peers(const CommSet &comms) {
-    bool peers = data_ranks(comms.data, comms.node) > 1 || (comms.model != nullptr && comms.model->ranks() > 1);
-    for (int32_t k = 0; k < comms.expert_count; ++k) peers = peers || comms.experts[k]->ranks() > 1;
+    bool peers = false;
+    for_each_with_peers(comms, [&](const Comm &) { peers = true; });
     return peers;
 }
 
 bool peers_on_device(const CommSet &comms) {
     bool all = true;
-    const auto look = [&](const Comm *comm) {
-        all = all && (comm == nullptr || comm->ranks() == 1 || comm->on_device());
-    };
-    for (const Comm *comm : {comms.data, comms.node, comms.model}) look(comm);
-    for (int32_t k = 0; k < comms.expert_count; ++k) look(comms.experts[k]);
+    for_each_with_peers(comms, [&](const Comm &comm) { all = all && comm.on_device(); });
     return all;
 }
 

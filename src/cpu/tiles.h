@@ -80,6 +80,11 @@ inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
 #if defined(__AVX2__)
     for (; i + 16 <= n; i += 16) _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i), narrow16(from + i, tag));
 #endif
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
 inline void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
@@ -91,24 +96,22 @@ inline void narrow(const float *from, float *to, int64_t n, F32) { widen(from, t
 /// Without it every line is read before it is overwritten.
 template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if defined(__AVX2__)
-    if constexpr (sizeof(typename Tag::storage) == 2) {
-        int64_t i = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 2) & 31));
-        narrow(from, to, i, tag);
-        for (; i + 32 <= n; i += 32)
-            for (int64_t k = i; k < i + 32; k += 16)
-                _mm256_stream_si256(reinterpret_cast<__m256i *>(to + k), narrow16(from + k, tag));
-        narrow(from + i, to + i, n - i, tag);
-        return;
-    } else {
-        int64_t i = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / 4) & 15));
-        narrow(from, to, i, tag);
-        for (; i + 16 <= n; i += 16)
-            for (int64_t k = i; k < i + 16; k += 8) _mm256_stream_ps(to + k, _mm256_loadu_ps(from + k));
-        narrow(from + i, to + i, n - i, tag);
-        return;
-    }
-#endif
+    constexpr int64_t size = sizeof(typename Tag::storage), line = 64 / size, half = line / 2;
+    const int64_t head = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / size) & (line - 1)));
+    narrow(from, to, head, tag);
+    int64_t i = head;
+    for (; i + line <= n; i += line)
+        for (int64_t k = i; k < i + line; k += half) {
+            auto *const there = reinterpret_cast<__m256i *>(to + k);
+            if constexpr (size == 4)
+                _mm256_stream_si256(there, _mm256_castps_si256(_mm256_loadu_ps(from + k)));
+            else
+                _mm256_stream_si256(there, narrow16(from + k, tag));
+        }
+    narrow(from + i, to + i, n - i, tag);
+#else
     narrow(from, to, n, tag);
+#endif
 }
 /// Streaming stores are visible to other threads only after this.
 inline void fence_streaming() {

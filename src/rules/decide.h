@@ -26,11 +26,8 @@ struct NormTable {
 
 /// What is done to the table between the exchanges of reduce_norms. Where it is on a device, one thread does it there.
 struct NormMove {
-    enum Kind : uint8_t {
-        take,
-        put,
-        mean
-    } kind; // take, put: a column, and the reasons to skip, to and from the message
+    /// take, put: a column, and the reasons to skip, to the message and back.
+    enum Kind : uint8_t { take, put, mean } kind;
     NormTable table;
     double *message;
     int64_t column;
