@@ -69,7 +69,7 @@ struct DeviceList {
         }
     }
     static size_t rounded(int64_t n, int32_t dtype) {
-        return (size_t(n) * (dtype == DSOPT_F32 ? 4 : 2) + 255) / 256 * 256;
+        return (size_t(n) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2) + 255) / 256 * 256;
     }
     static size_t bytes(const std::vector<int64_t> &sizes, int32_t dtype) {
         size_t sum = 256;
@@ -80,7 +80,7 @@ struct DeviceList {
 
 /// Bits of two 16-bit numbers, or of one float, of about 1e-3.
 uint32_t small(int32_t dtype) {
-    return dtype == DSOPT_F32 ? 0x3a800000u : dtype == DSOPT_F16 ? 0x14001400u : 0x3a803a80u;
+    return dtype == DSOPT_DTYPE_F32 ? 0x3a800000u : dtype == DSOPT_DTYPE_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
 struct Trainer {
@@ -98,7 +98,7 @@ struct Trainer {
         params(sizes, dtype, small(dtype)),
         grads(sizes, dtype, small(dtype)) {
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
+        where.backend = DSOPT_BACKEND_CUDA;
         check(dsopt_context_create(&where, &context));
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.flags = flags;
@@ -117,7 +117,7 @@ struct Trainer {
         check(dsopt_group_init(&group, sizeof group, algorithm));
         group.weight_decay = 0.01;
         if (idle) group.freeze_step = 1;
-        if (algorithm == DSOPT_ZERO_ONE_ADAM) { // all steps from the fifth on are local
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) { // all steps from the fifth on are local
             group.local_interval_steps = 1;
             group.max_local_interval = int64_t(1) << 30;
         }
@@ -162,7 +162,7 @@ template <class Body> void time(benchmark::State &state, int64_t numel, int byte
 void BM_Copy(benchmark::State &state, const std::string &list, int bytes) {
     const int64_t numel = bench::total(bench::shapes(list));
     const size_t half = size_t(numel) * size_t(bytes) / 2;
-    const DeviceMemory from(half, small(DSOPT_F32)), to(half, 0);
+    const DeviceMemory from(half, small(DSOPT_DTYPE_F32)), to(half, 0);
     time(state, numel, bytes, [&](cudaStream_t stream) {
         check_cuda(cudaMemcpyAsync(to.data(), from.data(), half, cudaMemcpyDeviceToDevice, stream));
     });
@@ -185,7 +185,7 @@ void BM_Step(benchmark::State &state, const std::string &list, int32_t algorithm
 /// `reduction`: of all steps that are timed.
 void BM_OneBit(benchmark::State &state, const std::string &list, int32_t algorithm, uint32_t flags, int32_t reduction,
                int bytes) {
-    const Trainer trainer(list, algorithm, DSOPT_F32, false, true, flags);
+    const Trainer trainer(list, algorithm, DSOPT_DTYPE_F32, false, true, flags);
     DSOPT_NEW(dsopt_step, step);
     step.grads = trainer.grads.tensors.data();
     step.count = int64_t(trainer.grads.tensors.size());
@@ -206,9 +206,9 @@ void BM_OneBit(benchmark::State &state, const std::string &list, int32_t algorit
 
 void BM_Compressed(benchmark::State &state, const std::string &list, int bytes) {
     const std::vector<int64_t> sizes = bench::shapes(list);
-    const DeviceList values(sizes, DSOPT_F32, small(DSOPT_F32));
+    const DeviceList values(sizes, DSOPT_DTYPE_F32, small(DSOPT_DTYPE_F32));
     DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_CUDA;
+    where.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
     check(dsopt_context_create(&where, &context));
     dsopt_comm *const comm = bench::idle_comm(context, kRanks);
@@ -251,18 +251,19 @@ int main(int argc, char **argv) {
         };
         for (const int bytes : {17, 24, 25, 28, 30, 33, 40, 57})
             add("BM_Copy/" + std::to_string(bytes), BM_Copy, bytes);
-        add("BM_Fp32", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F32), false, 28);
-        add("BM_Mixed/f16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F16), true, 30);
-        add("BM_Mixed/bf16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_BF16), true, 30);
-        add("BM_MixedUpdate/f16", BM_Step, int32_t(DSOPT_ADAMW), int32_t(DSOPT_F16), false, 28);
-        add("BM_Lamb", BM_Step, int32_t(DSOPT_LAMB), int32_t(DSOPT_F32), false, 40);
+        add("BM_Fp32", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F32), false, 28);
+        add("BM_Mixed/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), true, 30);
+        add("BM_Mixed/bf16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_BF16), true, 30);
+        add("BM_MixedUpdate/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), false, 28);
+        add("BM_Lamb", BM_Step, int32_t(DSOPT_ALGORITHM_LAMB), int32_t(DSOPT_DTYPE_F32), false, 40);
         add("BM_Compressed", BM_Compressed, 17);
         const auto add_onebit = [&](const std::string &name, int32_t algorithm, uint32_t flags, int32_t reduction,
                                     int bytes) { add(name, BM_OneBit, algorithm, flags, reduction, bytes); };
-        add_onebit("BM_OnebitAdam", DSOPT_ONEBIT_ADAM, 0, DSOPT_REDUCE_COMPRESSED, 33);
-        add_onebit("BM_OnebitAdam/bits", DSOPT_ONEBIT_ADAM, DSOPT_OPTIMIZER_MOMENTUM_BITS, DSOPT_REDUCE_COMPRESSED, 25);
-        add_onebit("BM_ZeroOneAdam/local", DSOPT_ZERO_ONE_ADAM, 0, DSOPT_REDUCE_LOCAL, 24);
-        add_onebit("BM_OnebitLamb", DSOPT_ONEBIT_LAMB, 0, DSOPT_REDUCE_COMPRESSED, 57);
+        add_onebit("BM_OnebitAdam", DSOPT_ALGORITHM_ONEBIT_ADAM, 0, DSOPT_REDUCTION_COMPRESSED, 33);
+        add_onebit("BM_OnebitAdam/bits", DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_OPTIMIZER_MOMENTUM_BITS,
+                   DSOPT_REDUCTION_COMPRESSED, 25);
+        add_onebit("BM_ZeroOneAdam/local", DSOPT_ALGORITHM_ZERO_ONE_ADAM, 0, DSOPT_REDUCTION_LOCAL, 24);
+        add_onebit("BM_OnebitLamb", DSOPT_ALGORITHM_ONEBIT_LAMB, 0, DSOPT_REDUCTION_COMPRESSED, 57);
     }
     benchmark::RunSpecifiedBenchmarks();
 }

@@ -34,13 +34,13 @@ struct Fixture {
     explicit Fixture(const std::string &name) :
         sizes(bench::shapes(name)),
         numel(bench::total(sizes)),
-        grads16(sizes, DSOPT_F16),
-        params16(sizes, DSOPT_F16),
-        masters(sizes, DSOPT_F32),
-        exp_avg(sizes, DSOPT_F32),
-        exp_avg_sq(sizes, DSOPT_F32),
-        grads32(sizes, DSOPT_F32),
-        flat32(sizes, DSOPT_F32) {
+        grads16(sizes, DSOPT_DTYPE_F16),
+        params16(sizes, DSOPT_DTYPE_F16),
+        masters(sizes, DSOPT_DTYPE_F32),
+        exp_avg(sizes, DSOPT_DTYPE_F32),
+        exp_avg_sq(sizes, DSOPT_DTYPE_F32),
+        grads32(sizes, DSOPT_DTYPE_F32),
+        flat32(sizes, DSOPT_DTYPE_F32) {
         for (size_t i = 0; i < sizes.size(); ++i)
             for (int64_t k = 0; k < sizes[i]; ++k) {
                 static_cast<uint16_t *>(grads16.tensors[i].data)[k] = uint16_t(0x1400 + (k & 0x3ff)); // about 1e-3
@@ -82,7 +82,7 @@ struct Engine {
             if (mixed) params[i].tensor.dtype = grad_dtype;
         }
         dsopt_group group;
-        check(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW));
+        check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
         group.weight_decay = 0.01;
         check(dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(params.size())));
         std::vector<dsopt_tensor> state;
@@ -129,7 +129,8 @@ void run_step(benchmark::State &state, Fixture &f, bool mixed, int32_t dtype, bo
             grad.dtype = dtype;
             // About 1e-3 in either dtype: bits of the other one would be denormals, which nothing here is about.
             for (int64_t k = 0; k < grad.numel; ++k)
-                static_cast<uint16_t *>(grad.data)[k] = uint16_t((dtype == DSOPT_F16 ? 0x1400 : 0x3a80) + (k & 0x7f));
+                static_cast<uint16_t *>(grad.data)[k] =
+                    uint16_t((dtype == DSOPT_DTYPE_F16 ? 0x1400 : 0x3a80) + (k & 0x7f));
         }
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.data();
@@ -145,7 +146,9 @@ void BM_Mixed(benchmark::State &state, const std::string &list, int32_t dtype) {
 void BM_MixedUpdate(benchmark::State &state, const std::string &list, int32_t dtype) {
     run_step(state, Fixture::of(list), true, dtype, false);
 }
-void BM_Fp32(benchmark::State &state, const std::string &list) { run_step(state, Fixture::of(list), false, DSOPT_F32); }
+void BM_Fp32(benchmark::State &state, const std::string &list) {
+    run_step(state, Fixture::of(list), false, DSOPT_DTYPE_F32);
+}
 
 /// The whole list as one stretch a thread: fewer borders than the engine has, the same bytes.
 template <class Body> void on_all(const Fixture &f, const Body &body) {
@@ -295,10 +298,10 @@ int main(int argc, char **argv) {
                 ->Unit(benchmark::kMillisecond);
         };
         add("BM_Probe30", BM_Probe30);
-        add("BM_Mixed/f16", BM_Mixed, DSOPT_F16);
-        add("BM_Mixed/bf16", BM_Mixed, DSOPT_BF16);
-        add("BM_MixedUpdate/f16", BM_MixedUpdate, DSOPT_F16);
-        add("BM_MixedUpdate/bf16", BM_MixedUpdate, DSOPT_BF16);
+        add("BM_Mixed/f16", BM_Mixed, DSOPT_DTYPE_F16);
+        add("BM_Mixed/bf16", BM_Mixed, DSOPT_DTYPE_BF16);
+        add("BM_MixedUpdate/f16", BM_MixedUpdate, DSOPT_DTYPE_F16);
+        add("BM_MixedUpdate/bf16", BM_MixedUpdate, DSOPT_DTYPE_BF16);
         add("BM_Fp32", BM_Fp32);
         add("BM_SevenPass", BM_SevenPass);
     }

@@ -73,7 +73,7 @@ struct List {
             at += rounded(n, dtype);
         }
     }
-    static size_t element(int32_t dtype) { return dtype == DSOPT_F32 ? 4 : 2; }
+    static size_t element(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 ? 4 : 2; }
     static size_t rounded(int64_t n, int32_t dtype) { return (size_t(n) * element(dtype) + 63) / 64 * 64; }
     static size_t bytes(const std::vector<int64_t> &sizes, int32_t dtype) {
         size_t sum = 64;
@@ -90,7 +90,7 @@ inline dsopt_comm *idle_comm(dsopt_context *context, int ranks) {
     table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
     table.all_to_all = table.all_gather = [](void *, const void *, void *, int64_t, void *) { return 0; };
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     dsopt_comm *comm = nullptr;
     check(dsopt_comm_create(context, &desc, &comm));

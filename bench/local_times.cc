@@ -31,7 +31,7 @@ Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const L
     check(dsopt_optimizer_create(ctx, &desc, &opt));
     dsopt_group group;
     check(dsopt_group_init(&group, sizeof group, algorithm));
-    if (algorithm == DSOPT_ONEBIT_ADAM) group.freeze_step = 1;
+    if (algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM) group.freeze_step = 1;
     std::vector<dsopt_param> list;
     for (const dsopt_tensor &tensor : params.tensors) list.push_back({tensor, nullptr, nullptr, 0, 0, 0, 0, 0});
     check(dsopt_optimizer_add_group(opt, &group, list.data(), int64_t(list.size())));
@@ -75,22 +75,23 @@ int main(int argc, char **argv) {
     const double elements = double(total(sizes));
     dsopt_context *ctx = nullptr;
     check(dsopt_context_create(nullptr, &ctx));
-    const List params(sizes, DSOPT_F32), grads(sizes, DSOPT_F32), halves(sizes, DSOPT_F16);
+    const List params(sizes, DSOPT_DTYPE_F32), grads(sizes, DSOPT_DTYPE_F32), halves(sizes, DSOPT_DTYPE_F16);
     for (const dsopt_tensor &tensor : grads.tensors)
         for (int64_t i = 0; i < tensor.numel; ++i) static_cast<float *>(tensor.data)[i] = i % 3 == 0 ? -1e-3f : 2e-3f;
     check(dsopt_tensors_axpby(ctx, nullptr, grads.tensors.data(), 0, halves.tensors.data(),
                               int64_t(halves.tensors.size()), nullptr));
     std::printf("{\n  \"list\": \"%s\",\n  \"elements\": %.0f,\n  \"per_node\": %d,\n  \"times\": {\n", argv[1],
                 elements, kPerNode);
-    print("full_f32", measure(ctx, DSOPT_ADAMW, params, grads, 0, 0, rounds), elements, ",");
-    print("full_f16", measure(ctx, DSOPT_ADAMW, params, halves, 0, 0, rounds), elements, ",");
+    print("full_f32", measure(ctx, DSOPT_ALGORITHM_ADAMW, params, grads, 0, 0, rounds), elements, ",");
+    print("full_f16", measure(ctx, DSOPT_ALGORITHM_ADAMW, params, halves, 0, 0, rounds), elements, ",");
     print("momentum_bits_8",
-          measure(ctx, DSOPT_ONEBIT_ADAM, params, grads, 8, 0, rounds, DSOPT_OPTIMIZER_MOMENTUM_BITS), elements, ",");
+          measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, 8, 0, rounds, DSOPT_OPTIMIZER_MOMENTUM_BITS),
+          elements, ",");
     for (int ranks = 8; ranks <= 4096; ranks *= 2) {
         const std::string flat = "flat_" + std::to_string(ranks), two = "two_level_" + std::to_string(ranks);
-        print(flat.c_str(), measure(ctx, DSOPT_ONEBIT_ADAM, params, grads, ranks, 0, rounds), elements, ",");
-        print(two.c_str(), measure(ctx, DSOPT_ONEBIT_ADAM, params, grads, ranks / kPerNode, kPerNode, rounds), elements,
-              ranks < 4096 ? "," : "");
+        print(flat.c_str(), measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks, 0, rounds), elements, ",");
+        print(two.c_str(), measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks / kPerNode, kPerNode, rounds),
+              elements, ranks < 4096 ? "," : "");
     }
     std::printf("  }\n}\n");
     dsopt_context_destroy(ctx);

@@ -38,10 +38,10 @@ class Dsopt:
         context, self.comm = ctypes.c_void_p(), ctypes.c_void_p()
         lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
         self.table = dsopt_abi.idle_table(lib, RANKS)
-        desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(self.table))
+        desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(self.table))
         lib.check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
         self.x = x
-        self.list = (lib.dsopt_tensor * 1)(lib.dsopt_tensor(x.data_ptr(), x.numel(), lib.DSOPT_F32))
+        self.list = (lib.dsopt_tensor * 1)(lib.dsopt_tensor(x.data_ptr(), x.numel(), lib.DSOPT_DTYPE_F32))
         self.args = lib.dsopt_compressed(tensors=ctypes.addressof(self.list), count=1)
         worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
         lib.check(lib.dsopt_compressed_sizes(self.comm, ctypes.byref(self.args), ctypes.byref(worker), ctypes.byref(server),

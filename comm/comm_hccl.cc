@@ -193,7 +193,7 @@ int reduce_doubles(void *self, const double *from, double *to, int64_t count, in
         double total = me.rows[size_t(i)];
         for (int rank = 1; rank < me.ranks; ++rank) {
             const double next = me.rows[size_t(rank) * size_t(count) + size_t(i)];
-            total = op == DSOPT_SUM ? total + next : std::max(total, next);
+            total = op == DSOPT_OP_SUM ? total + next : std::max(total, next);
         }
         to[i] = total;
     }
@@ -201,12 +201,12 @@ int reduce_doubles(void *self, const double *from, double *to, int64_t count, in
 }
 int all_reduce(void *self, const void *from, void *to, int64_t count, int32_t dtype, int32_t op, void *) {
     Endpoint &me = of(self);
-    if (dtype == DSOPT_F64)
+    if (dtype == DSOPT_DTYPE_F64)
         return reduce_doubles(self, static_cast<const double *>(from), static_cast<double *>(to), count, op);
-    if (dtype != DSOPT_F32 && dtype != DSOPT_I32) return DSOPT_ERR_DTYPE;
+    if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
     return me.call(from, count * 4, to, count * 4, [&](void *send, void *recv) {
-        return me.api.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_F32 ? float32 : int32,
-                                 op == DSOPT_MAX ? max : sum, me.comm(), me.stream());
+        return me.api.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_DTYPE_F32 ? float32 : int32,
+                                 op == DSOPT_OP_MAX ? max : sum, me.comm(), me.stream());
     });
 }
 int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {

@@ -155,7 +155,7 @@ template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t coun
     for (size_t rank = 1; rank < offers.size(); ++rank) {
         const T *next = static_cast<const T *>(offers[rank].data);
         for (int64_t i = 0; i < count; ++i)
-            result[i] = op == DSOPT_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
+            result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
     }
 }
 
@@ -171,13 +171,13 @@ struct Endpoint {
     static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
         Endpoint &me = of(self);
         const size_t bytes = size_t(count) * dtype_size(dtype);
-        if (dtype != DSOPT_F32 && dtype != DSOPT_F64 && dtype != DSOPT_I32) return DSOPT_ERR_DTYPE;
+        if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_F64 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
         me.result.resize(bytes);
         const int status = me.meeting->collect(
             me.rank, {Offer::reduce, dtype, op, count, send}, me.timeout_ms, [&](const auto &offers) {
-                if (dtype == DSOPT_F32)
+                if (dtype == DSOPT_DTYPE_F32)
                     reduce_as(offers, count, op, reinterpret_cast<float *>(me.result.data()));
-                else if (dtype == DSOPT_F64)
+                else if (dtype == DSOPT_DTYPE_F64)
                     reduce_as(offers, count, op, reinterpret_cast<double *>(me.result.data()));
                 else
                     reduce_as(offers, count, op, reinterpret_cast<int32_t *>(me.result.data()));

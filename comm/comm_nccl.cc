@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks over NCCL. The host waits for every collective by looking, never by a wait that a dead peer makes endless, and
-// looks at the communicator, the clock and the abort flag meanwhile; or, with DSOPT_COMM_ENQUEUE, not at all.
+// looks at the communicator, the clock and the abort flag meanwhile; or, with DSOPT_COMM_FLAG_ENQUEUE, not at all.
 //
 // NCCL allows no other thread inside while a communicator is aborted. So a thread that aborts sets a flag; the
 // communicator is ended by whoever holds `busy_`: the call that sees the flag, or the aborting thread if there is none.
@@ -188,14 +188,14 @@ Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
 int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
     DataType type;
     switch (dtype) {
-    case DSOPT_F32: type = float32; break;
-    case DSOPT_F64: type = float64; break;
-    case DSOPT_I32: type = int32; break;
+    case DSOPT_DTYPE_F32: type = float32; break;
+    case DSOPT_DTYPE_F64: type = float64; break;
+    case DSOPT_DTYPE_I32: type = int32; break;
     default: return DSOPT_ERR_DTYPE;
     }
     return of(self).call(stream, [&] {
         const Session &session = of(self).session();
-        return session.api.all_reduce(send, recv, size_t(count), type, op == DSOPT_MAX ? max : sum, session.comm,
+        return session.api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, session.comm,
                                       stream);
     });
 }
@@ -315,7 +315,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     if (desc.native != nullptr && !library)
         throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kSoname);
     if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
-    const bool enqueues = desc.flags & DSOPT_COMM_ENQUEUE;
+    const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
     const auto session = std::make_shared<Session>(
         Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
     const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;

@@ -550,8 +550,8 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
     if (r.first_bad >= 0) r.first_bad = place[size_t(r.first_bad)];
     if (peers) {
         double shared[3] = {r.norm, double(r.nonfinite), std::isnan(r.norm) ? 1.0 : 0.0};
-        comm->all_reduce(&shared[0], 1, DSOPT_F64, kind == DSOPT_NORM_MAX ? DSOPT_MAX : DSOPT_SUM, where);
-        comm->all_reduce(&shared[1], 2, DSOPT_F64, DSOPT_SUM, where);
+        comm->all_reduce(&shared[0], 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, where);
+        comm->all_reduce(&shared[1], 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, where);
         r.nonfinite = int64_t(shared[1]);
         if (kind == DSOPT_NORM_MAX && shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
         finish_norm(r, kind, shared[0], max_norm);

@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kThreads) momentum_scaling_kernel(const Device
 __global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
-    if (taken && b.stage == Stage::full && b.rules.algorithm == DSOPT_ONEBIT_LAMB)
+    if (taken && b.stage == Stage::full && b.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
         for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
             if (plan.jobs[i].present && is_lamb(plan.groups[plan.jobs[i].group].rule))
                 average_trust(b.trust, plan.trust_ratio[i], b.trust_average[i], b.scaling[i]);

@@ -123,8 +123,8 @@ public:
         case Stage::sync: return through<Feed::distance>(mark);
         case Stage::exchange: break;
         }
-        if (algorithm == DSOPT_ZERO_ONE_ADAM) return through<Feed::gradient>(mark);
-        if (algorithm == DSOPT_ONEBIT_ADAM) return through<Feed::momentum>(mark);
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) return through<Feed::gradient>(mark);
+        if (algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM) return through<Feed::momentum>(mark);
         if (one_.compat && plan_.count != 0 && look(one_.scaling) == 0) { // not yet
             check(::gpu::launch("momentum_squares", momentum_squares_kernel,
                                 grid_of((b_.d.leaves + kWarps - 1) / kWarps, blocks_), kThreads, 0, stream_, b_),
@@ -152,7 +152,7 @@ public:
         const bool late = one_.compat && next.step != rules.freeze_step;
         if (froze)
             check(::gpu::launch("freeze", freeze_kernel, grid_of(b_.d.leaves, blocks_), kThreads, 0, stream_, b_,
-                                rules.algorithm == DSOPT_ONEBIT_LAMB && !late),
+                                rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late),
                   "freeze");
     }
 

@@ -8,7 +8,7 @@
  *
  *     dsopt_context *ctx;   dsopt_context_create(NULL, &ctx);                  // CPU
  *     dsopt_optimizer *opt; dsopt_optimizer_create(ctx, NULL, &opt);           // the engine owns the state
- *     dsopt_group g; dsopt_group_init(&g, sizeof g, DSOPT_ADAMW); g.lr = 3e-4;
+ *     dsopt_group g; dsopt_group_init(&g, sizeof g, DSOPT_ALGORITHM_ADAMW); g.lr = 3e-4;
  *     dsopt_optimizer_add_group(opt, &g, params, n);                           // dsopt_param params[n]
  *     DSOPT_NEW(dsopt_step, step); step.grads = grads; step.count = n;         // dsopt_tensor grads[n]
  *     for (;;) { backward(); dsopt_optimizer_step(opt, &step); dsopt_zero_grad(ctx, grads, n, DSOPT_ZERO_FILL, NULL); }
@@ -133,14 +133,22 @@ DSOPT_API const char *dsopt_last_error(void);
 
 /* ------------------------------------------------------------------------------------------------- dtypes and tensors
  */
-enum { DSOPT_F32 = 1, DSOPT_F16 = 2, DSOPT_BF16 = 3, DSOPT_I32 = 4, DSOPT_U8 = 5, DSOPT_I64 = 6, DSOPT_F64 = 7 };
+enum {
+    DSOPT_DTYPE_F32 = 1,
+    DSOPT_DTYPE_F16 = 2,
+    DSOPT_DTYPE_BF16 = 3,
+    DSOPT_DTYPE_I32 = 4,
+    DSOPT_U8 = 5,
+    DSOPT_I64 = 6,
+    DSOPT_DTYPE_F64 = 7
+};
 
 /** A dense array. `numel` 0 with NULL data is legal everywhere. In a gradient list NULL data means "no gradient this
  * time". */
 typedef struct dsopt_tensor {
     void *data; /**< aligned to its element */
     int64_t numel;
-    int32_t dtype;    /**< DSOPT_F32 ... */
+    int32_t dtype;    /**< DSOPT_DTYPE_F32 ... */
     int32_t reserved; /**< 0 */
 } dsopt_tensor;
 
@@ -148,7 +156,7 @@ typedef struct dsopt_tensor {
  */
 typedef struct dsopt_context dsopt_context;
 
-enum { DSOPT_CPU = 0, DSOPT_CUDA = 1 };
+enum { DSOPT_BACKEND_CPU = 0, DSOPT_BACKEND_CUDA = 1 };
 enum { DSOPT_LOG_ERROR = 1, DSOPT_LOG_WARN = 2, DSOPT_LOG_INFO = 3, DSOPT_LOG_TRACE = 4 };
 
 enum {
@@ -164,7 +172,7 @@ typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg
  * made from it. */
 typedef struct dsopt_context_desc {
     size_t size;
-    int32_t backend;   /**< DSOPT_CPU or DSOPT_CUDA */
+    int32_t backend;   /**< DSOPT_BACKEND_CPU or DSOPT_BACKEND_CUDA */
     int32_t device;    /**< CUDA ordinal; 0 on the CPU */
     int32_t threads;   /**< into how many parts a step is cut, and how many workers run them; 0 = as many as cores */
     int32_t log_level; /**< highest level passed to `log`; 0 = the environment's DSOPT_LOG (error, warn, info, trace),
@@ -204,23 +212,23 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
  * kind works in are staged by the engine.
  *
  * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
- * (DSOPT_ERR_STATE, the comm is as good as before), unless all of them were made with DSOPT_COMM_ENQUEUE.
+ * (DSOPT_ERR_STATE, the comm is as good as before), unless all of them were made with DSOPT_COMM_FLAG_ENQUEUE.
  */
 typedef struct dsopt_comm dsopt_comm;
 
 enum {
-    DSOPT_COMM_SELF = 0,  /**< one rank */
-    DSOPT_COMM_LOCAL = 1, /**< ranks are threads of this process, host memory */
+    DSOPT_COMM_KIND_SELF = 0,  /**< one rank */
+    DSOPT_COMM_KIND_LOCAL = 1, /**< ranks are threads of this process, host memory */
     /** NCCL 2.4 or later, found at run time; needs a CUDA context, works in device memory. A copy that the process has
      * loaded is taken first; else the environment's DSOPT_NCCL_LIBRARY (an absolute path), else libnccl.so.2.
      * DSOPT_ERR_MISSING without one. Time-outs count from the call, with what is on the stream before it. Inside the
      * library they bind with communicators that do not block: those made here from 2.14 on. */
-    DSOPT_COMM_NCCL = 2,
+    DSOPT_COMM_KIND_NCCL = 2,
     /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or what DSOPT_HCCL_LIBRARY and
      * DSOPT_ASCENDCL_LIBRARY name. Takes host memory and uses the Ascend device that is current in the creating thread
      * (DSOPT_ERR_STATE: none). Tested against a double of both libraries, never on that hardware. */
-    DSOPT_COMM_HCCL = 3,
-    DSOPT_COMM_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
+    DSOPT_COMM_KIND_HCCL = 3,
+    DSOPT_COMM_KIND_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
 };
 /**
  * Exchanges of device memory are put on the stream and the host does not wait for them: NCCL, or a TABLE that takes
@@ -237,8 +245,8 @@ enum {
  *  - Counters count what is enqueued and captured, not replays. All calls of a comm go to one stream, or to several
  *    that the caller keeps in order.
  */
-enum { DSOPT_COMM_ENQUEUE = 1 };
-enum { DSOPT_SUM = 0, DSOPT_MAX = 1 };
+enum { DSOPT_COMM_FLAG_ENQUEUE = 1 };
+enum { DSOPT_OP_SUM = 0, DSOPT_OP_MAX = 1 };
 enum {
     DSOPT_MEMORY_HOST = 0,
     DSOPT_MEMORY_BACKEND = 1 /**< of the context: device memory on CUDA */
@@ -286,7 +294,7 @@ typedef struct dsopt_comm_desc {
                        from a copy of the library that the process has loaded. Borrowed until the comm and what was made
                        with it are gone: never aborted or destroyed here. After a time-out its collective stays on the
                        stream */
-    uint32_t flags; /**< DSOPT_COMM_ENQUEUE or 0 */
+    uint32_t flags; /**< DSOPT_COMM_FLAG_ENQUEUE or 0 */
     uint32_t reserved;
 } dsopt_comm_desc;
 
@@ -297,7 +305,7 @@ enum {
     DSOPT_COLLECTIVE_ALL_GATHER = 2, /**< its row to each other rank; receives theirs */
     DSOPT_COLLECTIVE_BROADCAST = 3,  /**< the root the data once, others nothing; those receive it */
     DSOPT_COLLECTIVE_BARRIER = 4,    /**< nothing */
-    DSOPT_COLLECTIVES = 8            /**< length of lists; places that are not named are 0 */
+    DSOPT_COLLECTIVE_SLOTS = 8       /**< length of lists; places that are not named are 0 */
 };
 typedef struct dsopt_comm_info {
     size_t size;
@@ -308,14 +316,14 @@ typedef struct dsopt_comm_info {
     int64_t calls;      /**< calls of the provider's functions: one that is made from others counts as those */
     int64_t bytes_sent; /**< payload put on the wire by this rank in calls that did not fail */
     int64_t bytes_received;
-    int64_t calls_of[DSOPT_COLLECTIVES];
-    int64_t sent_of[DSOPT_COLLECTIVES];
-    int64_t received_of[DSOPT_COLLECTIVES];
+    int64_t calls_of[DSOPT_COLLECTIVE_SLOTS];
+    int64_t sent_of[DSOPT_COLLECTIVE_SLOTS];
+    int64_t received_of[DSOPT_COLLECTIVE_SLOTS];
 } dsopt_comm_info;
 
 /**
  * Make a bootstrap blob on one rank; carry it to the others by any means.
- * @param[in]     kind   DSOPT_COMM_LOCAL (16 bytes), DSOPT_COMM_NCCL (128), DSOPT_COMM_HCCL (4108).
+ * @param[in]     kind   DSOPT_COMM_KIND_LOCAL (16 bytes), DSOPT_COMM_KIND_NCCL (128), DSOPT_COMM_KIND_HCCL (4108).
  * @param[out]    id     may be NULL to ask for the size only.
  * @param[in,out] bytes  capacity of `id`; then the size.
  * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob, or is not in this build; DSOPT_ERR_SHAPE: capacity;
@@ -346,10 +354,10 @@ typedef struct dsopt_scaler dsopt_scaler;
 
 /** Where zero fields of dsopt_scaler_desc come from. */
 enum {
-    DSOPT_SCALER_DEFAULT = 0, /**< init 2^16, factor 2, window 1000, min 1, hysteresis 1 */
-    DSOPT_SCALER_FUSED = 1,   /**< FP16_Optimizer: init 2^32, min 1. Hysteresis is ignored there, hence refused here */
-    DSOPT_SCALER_UNFUSED = 2, /**< FP16_UnfusedOptimizer: init 2^16, min 0.25, likewise */
-    DSOPT_SCALER_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
+    DSOPT_PROFILE_DEFAULT = 0, /**< init 2^16, factor 2, window 1000, min 1, hysteresis 1 */
+    DSOPT_PROFILE_FUSED = 1,   /**< FP16_Optimizer: init 2^32, min 1. Hysteresis is ignored there, hence refused here */
+    DSOPT_PROFILE_UNFUSED = 2, /**< FP16_UnfusedOptimizer: init 2^16, min 0.25, likewise */
+    DSOPT_PROFILE_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
 };
 enum {
     /** Never changes by itself; overflow skips the step all the same. */
@@ -368,7 +376,7 @@ enum {
 };
 typedef struct dsopt_scaler_desc {
     size_t size;
-    int32_t profile;    /**< DSOPT_SCALER_DEFAULT ... */
+    int32_t profile;    /**< DSOPT_PROFILE_DEFAULT ... */
     uint32_t flags;     /**< DSOPT_SCALER_STATIC ... */
     double init;        /**< 0 = of the profile; STATIC: 1 */
     double factor;      /**< > 1; 0 = 2 */
@@ -423,24 +431,26 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *s
 /** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 -
  * beta2^t. */
 enum {
-    DSOPT_ADAM = 2,  /**< Kingma and Ba 2015, decay as L2: g += wd p; m, v; p -= lr (m/c1) / (sqrt(v/c2) + eps) */
-    DSOPT_ADAMW = 3, /**< Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p) */
-    DSOPT_LAMB =
+    DSOPT_ALGORITHM_ADAM =
+        2, /**< Kingma and Ba 2015, decay as L2: g += wd p; m, v; p -= lr (m/c1) / (sqrt(v/c2) + eps) */
+    DSOPT_ALGORITHM_ADAMW =
+        3, /**< Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p) */
+    DSOPT_ALGORITHM_LAMB =
         4, /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with
               one trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
     /** 1-bit Adam (Tang et al. 2021). Up to freeze_step AdamW without bias correction on averaged gradients; then v
      * stays, each rank puts its own gradient into m, m becomes the 1-bit mean over the data-parallel ranks, and p -= lr
      * (m / (sqrt(v) + eps) + wd p). */
-    DSOPT_ONEBIT_ADAM = 16,
+    DSOPT_ALGORITHM_ONEBIT_ADAM = 16,
     /** 0/1 Adam (Lu et al. 2022). Up to freeze_step v moves in steps whose number is a multiple of an interval that
      * doubles every var_interval_steps of them, on averaged gradients; in the others m takes the 1-bit mean of the
      * gradients. Then ranks step alone, and every interval, which doubles every local_interval_steps steps up to
      * max_local_interval, the 1-bit mean of how far they went brings them together again. */
-    DSOPT_ZERO_ONE_ADAM = 17,
+    DSOPT_ALGORITHM_ZERO_ONE_ADAM = 17,
     /** 1-bit LAMB (Li et al. 2021). Up to freeze_step LAMB without bias correction; then as 1-bit Adam, with the
      * running mean of the trust ratio times a factor that follows how the variance would have gone on. */
-    DSOPT_ONEBIT_LAMB = 18,
-    DSOPT_ADAM_LEGACY =
+    DSOPT_ALGORITHM_ONEBIT_LAMB = 18,
+    DSOPT_ALGORITHM_ADAM_LEGACY =
         7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
 };
 enum {
@@ -513,7 +523,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_group_init(dsopt_group *group, size_t s
  */
 typedef struct dsopt_optimizer dsopt_optimizer;
 
-enum { DSOPT_STANDARD = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
+enum { DSOPT_COMPAT_NONE = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
 enum { DSOPT_NONFINITE_AUTO = 0, DSOPT_NONFINITE_SKIP = 1, DSOPT_NONFINITE_APPLY = 2 };
 enum {
     DSOPT_OPTIMIZER_NO_MASTER = 1,    /**< 16-bit parameters without an fp32 master */
@@ -548,7 +558,8 @@ enum {
 
 typedef struct dsopt_optimizer_desc {
     size_t size;
-    int32_t compat; /**< DSOPT_STANDARD, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without
+    int32_t
+        compat; /**< DSOPT_COMPAT_NONE, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without
                        masters that is FusedAdam and FusedLamb: betas and 1 - beta in fp32, Adam's steps counted by one
                        counter a group, moments in the parameter's dtype. With masters it is the fp16 wrapper that
                        `masters` names: the first use of the state takes a step on zero gradients, absent gradients are
@@ -604,23 +615,23 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *op
 
 enum { DSOPT_ALL_GROUPS = -1 };
 enum {
-    DSOPT_LR = 1,
-    DSOPT_BETA1 = 2,
-    DSOPT_BETA2 = 3,
-    DSOPT_EPS = 4,
-    DSOPT_WEIGHT_DECAY = 5,
-    DSOPT_GROUP_MAX_NORM = 6,
-    DSOPT_MIN_TRUST = 7,
-    DSOPT_MAX_TRUST = 8,
-    DSOPT_BIAS_CORRECTION = 9,  /**< 0 or 1 */
-    DSOPT_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
-    DSOPT_ALGORITHM = 11,       /**< read only */
-    DSOPT_FREEZE_STEP = 12,     /**< of all groups at once */
+    DSOPT_KEY_LR = 1,
+    DSOPT_KEY_BETA1 = 2,
+    DSOPT_KEY_BETA2 = 3,
+    DSOPT_KEY_EPS = 4,
+    DSOPT_KEY_WEIGHT_DECAY = 5,
+    DSOPT_KEY_GROUP_MAX_NORM = 6,
+    DSOPT_KEY_MIN_TRUST = 7,
+    DSOPT_KEY_MAX_TRUST = 8,
+    DSOPT_KEY_BIAS_CORRECTION = 9,  /**< 0 or 1 */
+    DSOPT_KEY_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
+    DSOPT_KEY_ALGORITHM = 11,       /**< read only */
+    DSOPT_KEY_FREEZE_STEP = 12,     /**< of all groups at once */
     /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
-    DSOPT_MAX_NORM = 32,
-    DSOPT_MAX_VALUE = 34,
-    DSOPT_SKIP_BUDGET = 35, /**< setting it also forgives the skips so far */
-    DSOPT_CALLS =
+    DSOPT_KEY_MAX_NORM = 32,
+    DSOPT_KEY_MAX_VALUE = 34,
+    DSOPT_KEY_SKIP_BUDGET = 35, /**< setting it also forgives the skips so far */
+    DSOPT_KEY_CALLS =
         33 /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
 };
 /**
@@ -719,18 +730,18 @@ enum { DSOPT_REPORT_FLOATS = 16 };
 /** Places in dsopt_step.report; the others are 0. Norms are of unscaled gradients before clipping, NaN if not computed.
  */
 enum {
-    DSOPT_R_SKIPPED = 0, /**< 1 if this step was skipped */
-    DSOPT_R_GRAD_NORM = 1,
-    DSOPT_R_WEIGHT_NORM = 2,    /**< before the step, with REPORT_NORMS */
-    DSOPT_R_UPDATE_NORM = 3,    /**< |new - old|, with REPORT_NORMS */
-    DSOPT_R_NONFINITE = 4,      /**< number of Inf and NaN elements found, 0 if not looked for */
-    DSOPT_R_FIRST_BAD = 5,      /**< index of the first parameter with one, -1 = none */
-    DSOPT_R_DIVISOR = 6,        /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by
+    DSOPT_REPORT_SKIPPED = 0, /**< 1 if this step was skipped */
+    DSOPT_REPORT_GRAD_NORM = 1,
+    DSOPT_REPORT_WEIGHT_NORM = 2, /**< before the step, with REPORT_NORMS */
+    DSOPT_REPORT_UPDATE_NORM = 3, /**< |new - old|, with REPORT_NORMS */
+    DSOPT_REPORT_NONFINITE = 4,   /**< number of Inf and NaN elements found, 0 if not looked for */
+    DSOPT_REPORT_FIRST_BAD = 5,   /**< index of the first parameter with one, -1 = none */
+    DSOPT_REPORT_DIVISOR = 6,     /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by
                                    themselves; 0 if skipped */
-    DSOPT_R_SCALE_USED = 7,     /**< loss scale that the gradients carried, 1 without */
-    DSOPT_R_SCALE_NEXT = 8,     /**< loss scale for the next backward pass */
-    DSOPT_R_EXPERT_NORM = 9,    /**< the experts' part of the norm, over all their ranks */
-    DSOPT_R_SKIPPED_IN_ROW = 10 /**< by the scaler's count, 0 without */
+    DSOPT_REPORT_SCALE_USED = 7,  /**< loss scale that the gradients carried, 1 without */
+    DSOPT_REPORT_SCALE_NEXT = 8,  /**< loss scale for the next backward pass */
+    DSOPT_REPORT_EXPERT_NORM = 9, /**< the experts' part of the norm, over all their ranks */
+    DSOPT_REPORT_SKIPPED_IN_ROW = 10 /**< by the scaler's count, 0 without */
 };
 
 /** Arguments of one step. Only `grads` and `count` are always needed. Lists have `count` = all parameters, in order. */
@@ -781,7 +792,7 @@ typedef struct dsopt_step {
  * the schedule. Write to the engine's schedule with dsopt_optimizer_import alone.
  * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
  * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
- * parameters and state are unchanged (but see DSOPT_COMM_ENQUEUE), the comms are lost. In an exchange of the 1-bit
+ * parameters and state are unchanged (but see DSOPT_COMM_FLAG_ENQUEUE), the comms are lost. In an exchange of the 1-bit
  * family that fails once it has begun only the compressed parameters (but 0/1 Adam's, which have taken their own step)
  * and their moments are unchanged, not errors, counters and other groups: go on from a checkpoint.
  */
@@ -809,9 +820,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *o
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
 
 enum {
-    DSOPT_REDUCE_FULL = 1,       /**< gradients must be averaged over the data-parallel ranks before the step */
-    DSOPT_REDUCE_COMPRESSED = 2, /**< leave them local: the step exchanges one bit an element */
-    DSOPT_REDUCE_LOCAL = 3       /**< leave them local: the step sends nothing */
+    DSOPT_REDUCTION_FULL = 1,       /**< gradients must be averaged over the data-parallel ranks before the step */
+    DSOPT_REDUCTION_COMPRESSED = 2, /**< leave them local: the step exchanges one bit an element */
+    DSOPT_REDUCTION_LOCAL = 3       /**< leave them local: the step sends nothing */
 };
 /**
  * What happens to the gradients of a call, so that it is known before backward. Without the 1-bit family: FULL.
@@ -847,7 +858,7 @@ typedef struct dsopt_report {
     double scale_used;                          /**< that the gradients of the last call carried */
     double grad_norm, weight_norm, update_norm; /**< of the last call, as DSOPT_R_...; NaN if not computed */
     double dense_norm, expert_norm;             /**< parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2 */
-    double divisor;                             /**< as DSOPT_R_DIVISOR */
+    double divisor;                             /**< as DSOPT_REPORT_DIVISOR */
     double ms[8]; /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
     int64_t state_bytes, workspace_bytes;
     int32_t resharded_from; /**< number of ranks that saved what was last loaded, if it is another one than now; 0 */

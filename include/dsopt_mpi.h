@@ -110,9 +110,11 @@ static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, in
 static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, int64_t count, int32_t dtype,
                                         int32_t op, void *stream) {
     dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
-    const int64_t size = dtype == DSOPT_F64 ? 8 : 4, most = DSOPT_MPI_PIECE / size;
-    const MPI_Datatype type = dtype == DSOPT_F64 ? MPI_DOUBLE : dtype == DSOPT_F32 ? MPI_FLOAT : MPI_INT32_T;
-    const MPI_Op what = op == DSOPT_MAX ? MPI_MAX : MPI_SUM;
+    const int64_t size = dtype == DSOPT_DTYPE_F64 ? 8 : 4, most = DSOPT_MPI_PIECE / size;
+    const MPI_Datatype type = dtype == DSOPT_DTYPE_F64   ? MPI_DOUBLE
+                              : dtype == DSOPT_DTYPE_F32 ? MPI_FLOAT
+                                                         : MPI_INT32_T;
+    const MPI_Op what = op == DSOPT_OP_MAX ? MPI_MAX : MPI_SUM;
     int64_t at;
     int code = dsopt_mpi_begin_(self, 1, count, dtype, op);
     (void)stream;
@@ -121,7 +123,7 @@ static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, 
         const size_t bytes = (size_t)(part * size);
         MPI_Request request;
         memcpy(self->send, (const char *)send + at * size, bytes);
-        if (dtype == DSOPT_I32 || op == DSOPT_MAX) {
+        if (dtype == DSOPT_DTYPE_I32 || op == DSOPT_OP_MAX) {
             code = MPI_Iallreduce(self->send, self->recv, part, type, what, self->comm, &request);
             code = dsopt_mpi_wait_(self, &request, code);
         } else {
@@ -248,7 +250,7 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
     table.error = dsopt_mpi_error_;
     table.abort = dsopt_mpi_abort_;
     table.destroy = dsopt_mpi_destroy_;
-    desc.kind = DSOPT_COMM_TABLE;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     status = dsopt_comm_create(ctx, &desc, comm);
     if (status != DSOPT_OK) dsopt_mpi_destroy_(self);

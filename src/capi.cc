@@ -217,7 +217,7 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
         defaults.beta1 = 0.9;
         defaults.beta2 = 0.999;
         defaults.eps = 1e-8;
-        if (algorithm == DSOPT_LAMB || algorithm == DSOPT_ONEBIT_LAMB) {
+        if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
             defaults.min_trust = 0.01;
             defaults.max_trust = 10;
         }

@@ -187,7 +187,7 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
     clear(room, row * ranks(), stream);
     move(room + rank() * row, send, bytes, stream);
-    if (const int result = reduce(room, row / 4 * ranks(), DSOPT_I32, DSOPT_SUM, stream)) return result;
+    if (const int result = reduce(room, row / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
     for (int other = 0; other < ranks(); ++other) move(rows + other * bytes, room + other * row, bytes, stream);
     return 0;
 }
@@ -221,7 +221,7 @@ int Comm::cast(void *buffer, int64_t bytes, int root, void *stream) {
     char *const room = spare_.get(context_, device_, size_t(padded(bytes)), stream);
     clear(room, padded(bytes), stream);
     if (sends) move(room, buffer, bytes, stream);
-    if (const int result = reduce(room, padded(bytes) / 4, DSOPT_I32, DSOPT_SUM, stream)) return result;
+    if (const int result = reduce(room, padded(bytes) / 4, DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
     if (!sends) move(buffer, room, bytes, stream);
     return 0;
 }
@@ -271,7 +271,7 @@ void Comm::barrier() {
     if (ranks() == 1) return;
     if (table_.barrier == nullptr) {
         int32_t nothing = 0;
-        return all_reduce(&nothing, 1, DSOPT_I32, DSOPT_SUM, nullptr);
+        return all_reduce(&nothing, 1, DSOPT_DTYPE_I32, DSOPT_OP_SUM, nullptr);
     }
     if (const int result = done(DSOPT_COLLECTIVE_BARRIER, table_.barrier(table_.self), 0, 0))
         fail(result, "barrier", nullptr);
@@ -287,7 +287,7 @@ dsopt_comm_info Comm::info() const {
     info.rank = rank();
     info.ranks = ranks();
     info.status = status_.load(std::memory_order_acquire);
-    for (int kind = 0; kind < DSOPT_COLLECTIVES; ++kind) {
+    for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
         const Count &count = counts_[kind];
         info.calls += info.calls_of[kind] = count.calls.load(std::memory_order_relaxed);
         info.bytes_sent += info.sent_of[kind] = count.sent.load(std::memory_order_relaxed);
@@ -299,7 +299,7 @@ dsopt_comm_info Comm::info() const {
 void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
                   const std::function<void(const NormMove &)> &run) {
     const auto add_up = [&](Comm *comm, double *values, int64_t count) {
-        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_F64, DSOPT_SUM, plan.stream, place);
+        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream, place);
     };
     NormMove move{NormMove::take, table, message, 0, 1};
     for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
@@ -352,9 +352,9 @@ bool peers_on_device(const CommSet &comms) {
 
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
-    const bool library = desc.kind == DSOPT_COMM_NCCL || desc.kind == DSOPT_COMM_HCCL;
-    const bool meets = desc.kind == DSOPT_COMM_LOCAL || library;
-    if (desc.kind != DSOPT_COMM_TABLE && desc.table != nullptr)
+    const bool library = desc.kind == DSOPT_COMM_KIND_NCCL || desc.kind == DSOPT_COMM_KIND_HCCL;
+    const bool meets = desc.kind == DSOPT_COMM_KIND_LOCAL || library;
+    if (desc.kind != DSOPT_COMM_KIND_TABLE && desc.table != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
     if (!library && desc.native != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
@@ -371,21 +371,21 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
                         desc.kind, bytes);
     }
-    if (desc.flags & ~uint32_t(DSOPT_COMM_ENQUEUE))
+    if (desc.flags & ~uint32_t(DSOPT_COMM_FLAG_ENQUEUE))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
-    if (desc.flags != 0 && desc.kind != DSOPT_COMM_NCCL && desc.kind != DSOPT_COMM_TABLE)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_ENQUEUE has no effect with kind %d", desc.kind);
+    if (desc.flags != 0 && desc.kind != DSOPT_COMM_KIND_NCCL && desc.kind != DSOPT_COMM_KIND_TABLE)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_FLAG_ENQUEUE has no effect with kind %d", desc.kind);
     if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     switch (desc.kind) {
-    case DSOPT_COMM_SELF: return make_self_comm(std::move(context));
-    case DSOPT_COMM_LOCAL: return make_local_comm(std::move(context), desc);
-    case DSOPT_COMM_NCCL: return make_nccl_comm(std::move(context), desc);
-    case DSOPT_COMM_HCCL: return make_hccl_comm(std::move(context), desc);
-    case DSOPT_COMM_TABLE:
+    case DSOPT_COMM_KIND_SELF: return make_self_comm(std::move(context));
+    case DSOPT_COMM_KIND_LOCAL: return make_local_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_NCCL: return make_nccl_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_HCCL: return make_hccl_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_TABLE:
         return make_table_comm(std::move(context),
                                read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"),
-                               desc.flags & DSOPT_COMM_ENQUEUE);
+                               desc.flags & DSOPT_COMM_FLAG_ENQUEUE);
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
 }
@@ -394,9 +394,9 @@ size_t make_comm_id(int32_t kind, void *id, size_t capacity) {
     size_t bytes = 0;
     void (*make)(void *) = nullptr;
     switch (kind) {
-    case DSOPT_COMM_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
-    case DSOPT_COMM_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
-    case DSOPT_COMM_HCCL: bytes = kHcclIdBytes, make = make_hccl_id; break;
+    case DSOPT_COMM_KIND_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
+    case DSOPT_COMM_KIND_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
+    case DSOPT_COMM_KIND_HCCL: bytes = kHcclIdBytes, make = make_hccl_id; break;
     default: throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
     }
     if (id == nullptr) return bytes;

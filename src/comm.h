@@ -88,7 +88,7 @@ private:
     struct Count {
         std::atomic<int64_t> calls{0}, sent{0}, received{0};
     };
-    Count counts_[DSOPT_COLLECTIVES]; // what the provider was asked for
+    Count counts_[DSOPT_COLLECTIVE_SLOTS]; // what the provider was asked for
 };
 
 /// Data-parallel ranks: those of `data` in each rank of a node. NULL = one.

@@ -143,7 +143,7 @@ void owed_errors(const Backend &backend, const Exchange &exchange, float *worker
 
 // ------------------------------------------------------------------------------------------------------- stand-alone
 CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args) {
-    if (args.compat != DSOPT_STANDARD && args.compat != DSOPT_COMPAT_DEEPSPEED)
+    if (args.compat != DSOPT_COMPAT_NONE && args.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
     if (args.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.reserved is %d, must be 0", args.reserved);
@@ -156,7 +156,7 @@ CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compr
         const std::string name = std::to_string(i);
         const Label label{"compressed tensor", name.c_str()};
         check_tensor(args.tensors[i], label);
-        if (args.tensors[i].dtype != DSOPT_F32)
+        if (args.tensors[i].dtype != DSOPT_DTYPE_F32)
             throw Error(DSOPT_ERR_DTYPE, "compressed tensor '%s' has dtype %d, must be F32", name.c_str(),
                         args.tensors[i].dtype);
         numels.push_back(args.tensors[i].numel);

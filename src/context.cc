@@ -31,11 +31,11 @@ int level_from_environment() {
 
 std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
     switch (desc.backend) {
-    case DSOPT_CPU:
+    case DSOPT_BACKEND_CPU:
         if (desc.device != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
         return make_cpu_backend();
-    case DSOPT_CUDA: return make_cuda_backend(desc.device);
+    case DSOPT_BACKEND_CUDA: return make_cuda_backend(desc.device);
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.backend is %d, which is no backend", desc.backend);
 }
@@ -60,7 +60,7 @@ Context::Context(const dsopt_context_desc &desc) :
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
-    if (desc.flags != 0 && desc.backend == DSOPT_CPU)
+    if (desc.flags != 0 && desc.backend == DSOPT_BACKEND_CPU)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
     generation_ = fork_generation.load(std::memory_order_relaxed);

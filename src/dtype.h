@@ -9,23 +9,25 @@
 
 namespace dsopt {
 
-enum class Dtype : uint8_t { f32 = DSOPT_F32, f16 = DSOPT_F16, bf16 = DSOPT_BF16 };
+enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 = DSOPT_DTYPE_BF16 };
 
 /// Size in bytes of any dtype of the ABI, state tensors included; 0 for an unknown one.
 constexpr size_t dtype_size(int32_t dtype) {
     switch (dtype) {
-    case DSOPT_F64:
+    case DSOPT_DTYPE_F64:
     case DSOPT_I64: return 8;
-    case DSOPT_F32:
-    case DSOPT_I32: return 4;
-    case DSOPT_F16:
-    case DSOPT_BF16: return 2;
+    case DSOPT_DTYPE_F32:
+    case DSOPT_DTYPE_I32: return 4;
+    case DSOPT_DTYPE_F16:
+    case DSOPT_DTYPE_BF16: return 2;
     case DSOPT_U8: return 1;
     }
     return 0;
 }
 constexpr size_t dtype_size(Dtype dtype) { return dtype_size(static_cast<int32_t>(dtype)); }
-constexpr bool is_float_dtype(int32_t dtype) { return dtype == DSOPT_F32 || dtype == DSOPT_F16 || dtype == DSOPT_BF16; }
+constexpr bool is_float_dtype(int32_t dtype) {
+    return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
+}
 
 DSOPT_HD uint32_t bits_of(float value) {
     uint32_t bits;

@@ -20,11 +20,11 @@ void set_onebit_defaults(dsopt_group &group) {
     if (!is_onebit(group.algorithm)) return;
     group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
     group.freeze_step = 100000;
-    if (group.algorithm == DSOPT_ZERO_ONE_ADAM) {
+    if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         group.var_interval_steps = 16;
         group.local_interval_steps = 32678; // sic: the original's number, probably meant to be 2^15
         group.max_local_interval = 16;
-    } else if (group.algorithm == DSOPT_ONEBIT_LAMB) {
+    } else if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
         group.trust_beta = 0.9;
         group.trust_threshold = 0.1;
         group.trust_min_change = 0.5;
@@ -33,13 +33,13 @@ void set_onebit_defaults(dsopt_group &group) {
 }
 
 void check_onebit_group(const dsopt_group &g) {
-    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ZERO_ONE_ADAM;
-    const bool lamb = g.algorithm == DSOPT_ONEBIT_LAMB;
+    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+    const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     if (onebit && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction: set NO_BIAS_CORRECTION");
     if (onebit && (g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT))
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in the 1-bit family");
-    if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ONEBIT_ADAM)
+    if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
         throw Error(DSOPT_ERR_UNSUPPORTED, "non_freeze has an effect in 1-bit Adam only");
     const struct {
         const char *name;
@@ -93,7 +93,7 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
     if (first == nullptr) return setup;
     setup.rules = schedule_rules(*first, compat);
     setup.compresses = ranks > 1;
-    const bool lamb = first->algorithm == DSOPT_ONEBIT_LAMB;
+    const bool lamb = first->algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of parts
     int32_t group = -1;
@@ -139,12 +139,12 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
 int32_t reduction_of(Stage stage) {
     switch (stage) {
     case Stage::dry:
-    case Stage::full: return DSOPT_REDUCE_FULL;
+    case Stage::full: return DSOPT_REDUCTION_FULL;
     case Stage::exchange:
-    case Stage::sync: return DSOPT_REDUCE_COMPRESSED;
+    case Stage::sync: return DSOPT_REDUCTION_COMPRESSED;
     case Stage::local: break;
     }
-    return DSOPT_REDUCE_LOCAL;
+    return DSOPT_REDUCTION_LOCAL;
 }
 
 /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode every
@@ -209,8 +209,8 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
         job.worker = setup.worker[i];
         job.part = setup.part[i];
         job.averaged = !goes_into_exchanges(group);
-        if (group.algorithm == DSOPT_ZERO_ONE_ADAM) job.drift = static_cast<float *>((own_state++)->data);
-        if (group.algorithm == DSOPT_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
+        if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) job.drift = static_cast<float *>((own_state++)->data);
+        if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
         if (param.flags & DSOPT_PARAM_MASKED) job.mask = static_cast<const float *>(own_state->data);
         jobs[i] = job;
     }
@@ -229,7 +229,7 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
         const int64_t at = onebit_->mean[size_t(i)];
         TensorJob &job = plan.jobs[i];
         if (at < 0 || job.numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        dsopt_tensor own{mean + at, job.numel, DSOPT_F32, 0};
+        dsopt_tensor own{mean + at, job.numel, DSOPT_DTYPE_F32, 0};
         if (job.grad == nullptr) {
             backend.clear(own.data, size_t(job.numel) * sizeof(float), plan.stream);
         } else {
@@ -258,7 +258,7 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
 int32_t Optimizer::next_reduction(int64_t call) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     if (call < 0) throw Error(DSOPT_ERR_ARGUMENT, "call is %lld", static_cast<long long>(call));
-    if (!onebit_) return DSOPT_REDUCE_FULL;
+    if (!onebit_) return DSOPT_REDUCTION_FULL;
     ScheduleState state{};
     if (call == 0) {
         const StateEntry *const entry = find_entry(StateKind::schedule);
@@ -302,7 +302,7 @@ void Optimizer::settle_momentum() {
 void Optimizer::forget_like_original() {
     if (!onebit_ || !onebit_->rules.compat) return;
     const Backend &backend = context_->backend();
-    const bool zero_one = onebit_->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
+    const bool zero_one = onebit_->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *find_entry(StateKind::schedule);
     backend.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);

@@ -65,7 +65,8 @@ void check_onebit_group(const dsopt_group &group);
 ScheduleRules schedule_rules(const dsopt_group &group, bool compat);
 
 inline bool is_onebit(int32_t algorithm) {
-    return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;
+    return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM || algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ||
+           algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 inline bool goes_into_exchanges(const dsopt_group &group) {
     return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);

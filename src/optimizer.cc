@@ -48,7 +48,7 @@ std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
 }
 
 bool has_trust(const dsopt_group &group) {
-    return group.algorithm == DSOPT_LAMB || group.algorithm == DSOPT_ONEBIT_LAMB;
+    return group.algorithm == DSOPT_ALGORITHM_LAMB || group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 
 } // namespace
@@ -56,8 +56,9 @@ bool has_trust(const dsopt_group &group) {
 void Optimizer::check_group(const dsopt_group &g) {
     constexpr uint32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD |
                                DSOPT_GROUP_SPARSE | DSOPT_GROUP_NON_FREEZE;
-    const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ADAM_LEGACY;
-    if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ADAM && g.algorithm != DSOPT_ADAMW)
+    const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
+    if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
+        g.algorithm != DSOPT_ALGORITHM_ADAMW)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
     if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
     if (g.flags & DSOPT_GROUP_AMSGRAD) throw Error(DSOPT_ERR_UNSUPPORTED, "amsgrad is not supported");
@@ -84,7 +85,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     context_(std::move(context)),
     desc_(desc),
     with_(std::move(attachments)) {
-    if (desc.compat != DSOPT_STANDARD && desc.compat != DSOPT_COMPAT_DEEPSPEED)
+    if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
     constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
@@ -93,7 +94,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                                DSOPT_OPTIMIZER_MOMENTUM_BITS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
-    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_STANDARD)
+    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
@@ -106,7 +107,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (random && !no_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
-    if (random && desc.compat != DSOPT_STANDARD)
+    if (random && desc.compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
     if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
@@ -114,7 +115,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
-    if (desc.compat != DSOPT_STANDARD && with_.scaler && with_.scaler->rules().hysteresis > 1)
+    if (desc.compat != DSOPT_COMPAT_NONE && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
@@ -183,7 +184,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "parameter '%s' has offset %lld: only stochastic rounding has a use for one", label.name,
                         ll(given.offset));
-        if (random && given.tensor.dtype == DSOPT_F16)
+        if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
             throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
         param.random_key = desc_.seed;
         for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
@@ -191,32 +192,32 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         if (!names.insert(param.name).second)
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", label.name);
         const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
-        param.has_master = param.dtype != DSOPT_F32 && !no_master;
+        param.has_master = param.dtype != DSOPT_DTYPE_F32 && !no_master;
         // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-        const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_F32;
+        const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
         const auto add = [&](StateKind kind, int32_t dtype, uint32_t flags) {
             new_state.push_back({kind, index, dtype, flags, param.numel});
         };
-        if (param.has_master) add(StateKind::master, DSOPT_F32, DSOPT_STATE_FROM_PARAM);
+        if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
         add(StateKind::exp_avg, moments, 0);
         add(StateKind::exp_avg_sq, moments, 0);
-        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_F32, 0);
+        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
         if ((given.flags & DSOPT_PARAM_MASKED) && !is_onebit(group.algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
                         label.name);
         if (is_onebit(group.algorithm)) {
-            if (param.dtype != DSOPT_F32 && no_master)
+            if (param.dtype != DSOPT_DTYPE_F32 && no_master)
                 throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters",
                             label.name);
-            if (group.algorithm == DSOPT_ZERO_ONE_ADAM)
-                add(desc_.compat == DSOPT_STANDARD ? StateKind::anchor : StateKind::momentum_accumulator, DSOPT_F32,
-                    DSOPT_STATE_RANK_LOCAL);
-            if (group.algorithm == DSOPT_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_F32, 0);
-            if (given.flags & DSOPT_PARAM_MASKED) add(StateKind::mask, DSOPT_F32, 0);
+            if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                add(desc_.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator,
+                    DSOPT_DTYPE_F32, DSOPT_STATE_RANK_LOCAL);
+            if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_DTYPE_F32, 0);
+            if (given.flags & DSOPT_PARAM_MASKED) add(StateKind::mask, DSOPT_DTYPE_F32, 0);
             if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && (given.flags & DSOPT_PARAM_MASKED))
                 throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with",
                             label.name);
-            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && group.algorithm != DSOPT_ONEBIT_ADAM)
+            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && group.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
                 throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
         }
         leaf += leaves_of(param.numel);
@@ -249,20 +250,21 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         setup = std::make_unique<OneBitSetup>(
             make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
         if (setup->compresses && !setup->layout.is_exact()) {
-            whole(StateKind::worker_error, DSOPT_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
-            whole(StateKind::server_error, DSOPT_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-            if (desc_.compat == DSOPT_STANDARD) whole(StateKind::active, DSOPT_I32, setup->layout.used_words());
+            whole(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
+            whole(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
+            if (desc_.compat == DSOPT_COMPAT_NONE)
+                whole(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
             if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-                whole(StateKind::exp_avg_bits, DSOPT_I32, setup->layout.all().rows_bytes() / 4);
+                whole(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
         }
-        whole(StateKind::schedule, DSOPT_I32, sizeof(ScheduleState) / 4);
-        if (setup->rules.algorithm == DSOPT_ZERO_ONE_ADAM)
-            whole(StateKind::lr_sum, DSOPT_I32, 2 * int64_t(new_groups.size()));
-        if (setup->rules.algorithm == DSOPT_ONEBIT_LAMB) {
+        whole(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            whole(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(new_groups.size()));
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
             for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
-                whole(kind, DSOPT_F32, total);
-            if (desc_.compat != DSOPT_STANDARD && setup->compresses && !setup->used.empty())
-                whole(StateKind::exp_avg_pad, DSOPT_F32, setup->layout.worker_numel - setup->used[0]);
+                whole(kind, DSOPT_DTYPE_F32, total);
+            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
+                whole(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
         }
     } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
@@ -270,13 +272,14 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                                                            : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
     }
     if (with_.scaler) {
-        whole(StateKind::loss_scale, DSOPT_F32, 1);
+        whole(StateKind::loss_scale, DSOPT_DTYPE_F32, 1);
         longer.back().data = with_.scaler->scale();
-        whole(StateKind::scaler, DSOPT_I32, sizeof(ScalerState) / 4);
+        whole(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
         longer.back().data = with_.scaler->state();
     }
-    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust)) whole(StateKind::trust_ratio, DSOPT_F32, total);
-    whole(StateKind::step, DSOPT_I32, total);
+    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust))
+        whole(StateKind::trust_ratio, DSOPT_DTYPE_F32, total);
+    whole(StateKind::step, DSOPT_DTYPE_I32, total);
     if (count != 0 && goes_into_exchanges(group))
         for (const StateEntry &entry : of_optimizer)
             if (entry.kind == StateKind::schedule && entry.data != nullptr &&
@@ -332,19 +335,20 @@ void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double
 namespace {
 
 bool is_optimizer_key(int32_t key) {
-    return key == DSOPT_MAX_NORM || key == DSOPT_MAX_VALUE || key == DSOPT_SKIP_BUDGET || key == DSOPT_CALLS;
+    return key == DSOPT_KEY_MAX_NORM || key == DSOPT_KEY_MAX_VALUE || key == DSOPT_KEY_SKIP_BUDGET ||
+           key == DSOPT_KEY_CALLS;
 }
 
 double *field_of(dsopt_group &group, int32_t key) {
     switch (key) {
-    case DSOPT_LR: return &group.lr;
-    case DSOPT_BETA1: return &group.beta1;
-    case DSOPT_BETA2: return &group.beta2;
-    case DSOPT_EPS: return &group.eps;
-    case DSOPT_WEIGHT_DECAY: return &group.weight_decay;
-    case DSOPT_GROUP_MAX_NORM: return &group.max_norm;
-    case DSOPT_MIN_TRUST: return &group.min_trust;
-    case DSOPT_MAX_TRUST: return &group.max_trust;
+    case DSOPT_KEY_LR: return &group.lr;
+    case DSOPT_KEY_BETA1: return &group.beta1;
+    case DSOPT_KEY_BETA2: return &group.beta2;
+    case DSOPT_KEY_EPS: return &group.eps;
+    case DSOPT_KEY_WEIGHT_DECAY: return &group.weight_decay;
+    case DSOPT_KEY_GROUP_MAX_NORM: return &group.max_norm;
+    case DSOPT_KEY_MIN_TRUST: return &group.min_trust;
+    case DSOPT_KEY_MAX_TRUST: return &group.max_trust;
     }
     return nullptr;
 }
@@ -357,17 +361,17 @@ void set_flag(dsopt_group &group, uint32_t flag, bool on, int32_t key, double va
 dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     if (double *field = field_of(group, key))
         *field = value;
-    else if (key == DSOPT_BIAS_CORRECTION)
+    else if (key == DSOPT_KEY_BIAS_CORRECTION)
         set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
-    else if (key == DSOPT_EPS_INSIDE_SQRT)
+    else if (key == DSOPT_KEY_EPS_INSIDE_SQRT)
         set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
-    else if (key == DSOPT_FREEZE_STEP && is_onebit(group.algorithm)) {
+    else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
         if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
             throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
         group.freeze_step = int64_t(value);
-    } else if (key == DSOPT_FREEZE_STEP)
+    } else if (key == DSOPT_KEY_FREEZE_STEP)
         throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
-    else if (key == DSOPT_ALGORITHM)
+    else if (key == DSOPT_KEY_ALGORITHM)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
     else
         throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
@@ -382,13 +386,13 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
                         group);
         const bool whole = value >= 0 && std::floor(value) == value;
-        if (key == DSOPT_MAX_NORM) {
+        if (key == DSOPT_KEY_MAX_NORM) {
             require(not_negative(value), "max_norm", value, "finite and not negative");
             desc_.max_norm = value;
-        } else if (key == DSOPT_MAX_VALUE) {
+        } else if (key == DSOPT_KEY_MAX_VALUE) {
             require(is_max_value(value), "max_value", value, kMaxValueRange);
             desc_.max_value = value;
-        } else if (key == DSOPT_SKIP_BUDGET) {
+        } else if (key == DSOPT_KEY_SKIP_BUDGET) {
             require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
             desc_.skip_budget = int32_t(value);
             change_outcome([](Outcome &outcome) { outcome.skipped_in_row = 0; });
@@ -401,12 +405,12 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    if (key == DSOPT_FREEZE_STEP && group != DSOPT_ALL_GROUPS)
+    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS)
         throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
     const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
-        return key != DSOPT_FREEZE_STEP || !onebit_ || is_onebit(other.algorithm);
+        return key != DSOPT_KEY_FREEZE_STEP || !onebit_ || is_onebit(other.algorithm);
     };
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value));
@@ -420,10 +424,10 @@ double Optimizer::get(int32_t group, int32_t key) const {
         if (group != DSOPT_ALL_GROUPS)
             throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
                         group);
-        return key == DSOPT_MAX_NORM    ? desc_.max_norm
-               : key == DSOPT_MAX_VALUE ? desc_.max_value
-               : key == DSOPT_CALLS     ? double(calls_)
-                                        : double(desc_.skip_budget);
+        return key == DSOPT_KEY_MAX_NORM    ? desc_.max_norm
+               : key == DSOPT_KEY_MAX_VALUE ? desc_.max_value
+               : key == DSOPT_KEY_CALLS     ? double(calls_)
+                                            : double(desc_.skip_budget);
     }
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
@@ -431,14 +435,14 @@ double Optimizer::get(int32_t group, int32_t key) const {
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
     dsopt_group copy = groups_[index];
     switch (key) {
-    case DSOPT_ALGORITHM: return copy.algorithm;
-    case DSOPT_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
-    case DSOPT_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
-    case DSOPT_FREEZE_STEP:
+    case DSOPT_KEY_ALGORITHM: return copy.algorithm;
+    case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
+    case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
+    case DSOPT_KEY_FREEZE_STEP:
         if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
         return double(copy.freeze_step);
-    case DSOPT_MIN_TRUST:
-    case DSOPT_MAX_TRUST:
+    case DSOPT_KEY_MIN_TRUST:
+    case DSOPT_KEY_MAX_TRUST:
         if (!has_trust(copy))
             throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
     }

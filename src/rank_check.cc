@@ -55,7 +55,8 @@ const char *name_of(Stage stage) {
 
 void Optimizer::reduce_words(void *words, size_t bytes, void *stream) const {
     for (Comm *comm : {with_.node.get(), with_.data.get()})
-        if (comm != nullptr) comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_I32, DSOPT_MAX, stream);
+        if (comm != nullptr)
+            comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
 }
 
 bool Optimizer::checks_ranks() const { return (desc_.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && ranks() > 1; }
@@ -137,7 +138,7 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only) const {
 void Optimizer::check_places(void *stream) const {
     const int nodes = ranks() / node_ranks(), place = with_.node->rank();
     int32_t places[2] = {place, ~place};
-    if (with_.data) with_.data->all_reduce(places, std::size(places), DSOPT_I32, DSOPT_MAX, stream);
+    if (with_.data) with_.data->all_reduce(places, std::size(places), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
     const bool apart = places[0] != ~places[1];
     int32_t all[5] = {apart, nodes, ~nodes, node_ranks(), ~node_ranks()};
     reduce_words(all, sizeof all, stream);

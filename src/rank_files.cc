@@ -17,7 +17,7 @@ class Kept {
 public:
     Kept(const SafetensorsReader &file, const char *name, int64_t elements, int64_t scales) :
         file_(file),
-        index_(find_tensor(file, std::string("optimizer.") + name, DSOPT_F32, elements + scales, {})),
+        index_(find_tensor(file, std::string("optimizer.") + name, DSOPT_DTYPE_F32, elements + scales, {})),
         scales_(size_t(scales)) {
         file.verify(index_);
         if (scales != 0) read_floats(file, index_, elements, scales, scales_.data());
@@ -222,7 +222,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const CompressLayout &layout = optimizer.onebit()->layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1) {
-        file().verify(find_tensor(file(), "optimizer.active", DSOPT_I32, layout.used_words(), {}), words.data());
+        file().verify(find_tensor(file(), "optimizer.active", DSOPT_DTYPE_I32, layout.used_words(), {}), words.data());
         return words;
     }
     // One rank or node has none: they follow from the variance, as in the step that last changed it.
@@ -230,7 +230,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const int64_t worker = optimizer.onebit()->worker[i], numel = optimizer.params()[i].numel;
         if (worker < 0) continue;
-        const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_F32, numel,
+        const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_DTYPE_F32, numel,
                                          optimizer.params()[i].dims);
         for (int64_t at = 0; at < numel; at += kFloats) {
             const int64_t count = std::min(kFloats, numel - at);

@@ -49,8 +49,8 @@ constexpr std::string_view kStart = R"({"__metadata__":{"header_xxh3":")"; // th
 constexpr struct {
     std::string_view name;
     int32_t dtype;
-} kDtypes[] = {{"F32", DSOPT_F32}, {"F16", DSOPT_F16}, {"BF16", DSOPT_BF16}, {"I32", DSOPT_I32},
-               {"U8", DSOPT_U8},   {"I64", DSOPT_I64}, {"F64", DSOPT_F64}};
+} kDtypes[] = {{"F32", DSOPT_DTYPE_F32}, {"F16", DSOPT_DTYPE_F16}, {"BF16", DSOPT_DTYPE_BF16}, {"I32", DSOPT_DTYPE_I32},
+               {"U8", DSOPT_U8},         {"I64", DSOPT_I64},       {"F64", DSOPT_DTYPE_F64}};
 
 // ---- checksums ----
 

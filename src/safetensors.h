@@ -28,7 +28,7 @@ namespace dsopt {
 
 struct TensorEntry {
     std::string name;           ///< UTF-8 without NUL, unique
-    int32_t dtype;              ///< DSOPT_F32 ...
+    int32_t dtype;              ///< DSOPT_DTYPE_F32 ...
     std::vector<int64_t> shape; ///< at most 8 dimensions; none = a scalar
     uint64_t bytes;             ///< elements times element size
 };

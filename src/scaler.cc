@@ -19,20 +19,20 @@ bool positive(double value) { return std::isfinite(value) && value > 0; }
 ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
                                DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
-    if (desc.profile < DSOPT_SCALER_DEFAULT || desc.profile > DSOPT_SCALER_DYNAMIC)
+    if (desc.profile < DSOPT_PROFILE_DEFAULT || desc.profile > DSOPT_PROFILE_DYNAMIC)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.profile is %d, not in [0, 3]", desc.profile);
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
     const bool fixed = desc.flags & DSOPT_SCALER_STATIC;
-    const bool wrapper = desc.profile == DSOPT_SCALER_FUSED || desc.profile == DSOPT_SCALER_UNFUSED;
+    const bool wrapper = desc.profile == DSOPT_PROFILE_FUSED || desc.profile == DSOPT_PROFILE_UNFUSED;
     if (fixed && (desc.factor != 0 || desc.min != 0 || desc.max != 0 || desc.window != 0 || desc.hysteresis != 0 ||
                   (desc.flags & ~(DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED))))
         throw Error(DSOPT_ERR_UNSUPPORTED, "a static scaler has nothing but init: the other options have no effect");
     if (wrapper && (desc.hysteresis > 1 || (desc.flags & (DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN))))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis and never fail at the minimum: use "
-                    "DSOPT_SCALER_DEFAULT for a scaler that has them");
-    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_SCALER_DYNAMIC)
+                    "DSOPT_PROFILE_DEFAULT for a scaler that has them");
+    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_PROFILE_DYNAMIC)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_KEEP_AT_MIN has an effect with the DYNAMIC profile only");
     if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && (desc.flags & DSOPT_SCALER_FAIL_AT_MIN))
         throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_SCALER_KEEP_AT_MIN and DSOPT_SCALER_FAIL_AT_MIN contradict each other");

@@ -45,13 +45,13 @@ struct AlgorithmName {
     int32_t algorithm;
     const char *name;
 };
-constexpr AlgorithmName kAlgorithms[] = {{DSOPT_ADAM, "adam"},
-                                         {DSOPT_ADAMW, "adamw"},
-                                         {DSOPT_LAMB, "lamb"},
-                                         {DSOPT_ADAM_LEGACY, "adam_legacy"},
-                                         {DSOPT_ONEBIT_ADAM, "onebit_adam"},
-                                         {DSOPT_ZERO_ONE_ADAM, "zero_one_adam"},
-                                         {DSOPT_ONEBIT_LAMB, "onebit_lamb"}};
+constexpr AlgorithmName kAlgorithms[] = {{DSOPT_ALGORITHM_ADAM, "adam"},
+                                         {DSOPT_ALGORITHM_ADAMW, "adamw"},
+                                         {DSOPT_ALGORITHM_LAMB, "lamb"},
+                                         {DSOPT_ALGORITHM_ADAM_LEGACY, "adam_legacy"},
+                                         {DSOPT_ALGORITHM_ONEBIT_ADAM, "onebit_adam"},
+                                         {DSOPT_ALGORITHM_ZERO_ONE_ADAM, "zero_one_adam"},
+                                         {DSOPT_ALGORITHM_ONEBIT_LAMB, "onebit_lamb"}};
 
 const char *algorithm_name(int32_t algorithm) {
     for (const AlgorithmName &known : kAlgorithms)
@@ -434,7 +434,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 
     // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
     const ScalerRules rules = scaler != nullptr ? read_scaler_rules(fields, scaler->rules()) : ScalerRules{};
-    if (optimizer.desc().compat != DSOPT_STANDARD && rules.hysteresis > 1 && !no_hyper)
+    if (optimizer.desc().compat != DSOPT_COMPAT_NONE && rules.hysteresis > 1 && !no_hyper)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);
@@ -442,7 +442,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
-                               optimizer.onebit()->rules.algorithm == DSOPT_ZERO_ONE_ADAM;
+                               optimizer.onebit()->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
         if (entry != nullptr && entry->kind == StateKind::scaler) check_scaler_state(file, transfer.index, rules);
     }

@@ -30,7 +30,7 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
     const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0},
-        to{data, entry.numel, DSOPT_F32, 0};
+        to{data, entry.numel, DSOPT_DTYPE_F32, 0};
     backend.axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 

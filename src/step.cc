@@ -13,12 +13,12 @@ long long ll(int64_t value) { return static_cast<long long>(value); }
 Rule rule_of(const dsopt_group &group) {
     const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
     switch (group.algorithm) {
-    case DSOPT_ADAM: return Rule::adam;
-    case DSOPT_ADAMW:
-    case DSOPT_ONEBIT_ADAM:
-    case DSOPT_ZERO_ONE_ADAM: return Rule::adamw;
-    case DSOPT_ONEBIT_LAMB:
-    case DSOPT_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
+    case DSOPT_ALGORITHM_ADAM: return Rule::adam;
+    case DSOPT_ALGORITHM_ADAMW:
+    case DSOPT_ALGORITHM_ONEBIT_ADAM:
+    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return Rule::adamw;
+    case DSOPT_ALGORITHM_ONEBIT_LAMB:
+    case DSOPT_ALGORITHM_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
     }
     return inside ? Rule::legacy_eps_inside : Rule::legacy;
 }
@@ -143,7 +143,7 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
                         "would not give the new weight",
                         name);
         if ((flags & DSOPT_STEP_OUT_ONLY) && !param.has_master &&
-            groups_[size_t(param.group)].algorithm == DSOPT_ZERO_ONE_ADAM)
+            groups_[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "OUT_ONLY and DELTA with 0/1 Adam: its local steps add up in '%s', which has no master", name);
         if (data == nullptr && param.numel != 0 && (present || wanted))
@@ -229,7 +229,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                               (exchanges && onebit.jobs[i].worker >= 0),
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
-                   .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_BF16,
+                   .stochastic = (desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) && param.dtype == DSOPT_DTYPE_BF16,
                    .onebit = onebit_ && !onebit.jobs[i].averaged,
                    .reserved = {}};
     }

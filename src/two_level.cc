@@ -46,7 +46,7 @@ CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, in
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == nullptr) return nullptr;
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
-    if (compat != DSOPT_STANDARD)
+    if (compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
     if (data_ranks(data, node) > (1 << 24))
         throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24",
@@ -70,17 +70,17 @@ int64_t padded_numel(int node_ranks, int64_t numel) { return (numel + node_ranks
 
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream) {
-    if (node == nullptr) return data->all_reduce(values, numel, DSOPT_F32, DSOPT_SUM, stream, Place::backend);
+    if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     if (numel == 0) return;
     const Backend &backend = context.backend();
     const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
     node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    const dsopt_tensor sum{scratch, slice, DSOPT_F32, 0};
+    const dsopt_tensor sum{scratch, slice, DSOPT_DTYPE_F32, 0};
     for (int rank = 1; rank < node->ranks(); ++rank) {
-        const dsopt_tensor other{scratch + rank * slice, slice, DSOPT_F32, 0};
+        const dsopt_tensor other{scratch + rank * slice, slice, DSOPT_DTYPE_F32, 0};
         backend.axpby({}, &other, 1, &sum, 1, parallel, stream);
     }
-    if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_F32, DSOPT_SUM, stream, Place::backend);
+    if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }
 

@@ -31,7 +31,7 @@ struct Memory {
 };
 
 struct Setting {
-    int32_t algorithm = DSOPT_ONEBIT_ADAM, compat = DSOPT_STANDARD;
+    int32_t algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, compat = DSOPT_COMPAT_NONE;
     std::vector<int64_t> sizes = {700, 1, 33, 5000, 4096};
     int64_t freeze_step = 4, calls = 16;
     bool averages = true; // the engine does, in full steps
@@ -40,21 +40,22 @@ struct Setting {
 };
 inline std::vector<Setting> settings() {
     std::vector<Setting> list;
-    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB})
-        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             Setting setting;
             setting.algorithm = algorithm;
             setting.compat = compat;
-            setting.max_norm = compat == DSOPT_STANDARD ? 20 : 0;
+            setting.max_norm = compat == DSOPT_COMPAT_NONE ? 20 : 0;
             list.push_back(setting);
         }
     return list;
 }
 inline std::string name_of(const Setting &setting) {
-    const std::string name = setting.algorithm == DSOPT_ONEBIT_ADAM     ? "1-bit Adam"
-                             : setting.algorithm == DSOPT_ZERO_ONE_ADAM ? "0/1 Adam"
-                                                                        : "1-bit LAMB";
-    return name + (setting.compat == DSOPT_STANDARD ? "" : ", compat");
+    const std::string name = setting.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM     ? "1-bit Adam"
+                             : setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "0/1 Adam"
+                                                                                  : "1-bit LAMB";
+    return name + (setting.compat == DSOPT_COMPAT_NONE ? "" : ", compat");
 }
 
 /// An optimizer and the memory it works on. Gradients are such that their sums and those of their squares are exact, so
@@ -76,7 +77,7 @@ public:
         group.lr = 1e-2;
         group.weight_decay = 0.01;
         group.freeze_step = setting.freeze_step;
-        if (setting.algorithm == DSOPT_ZERO_ONE_ADAM) {
+        if (setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
             group.var_interval_steps = 2;
             group.local_interval_steps = 2;
             group.max_local_interval = 4;
@@ -90,7 +91,7 @@ public:
             grads_.push_back(memory_.allocate(n * sizeof(float)));
             memory_.write(weights_[t], values.data(), n * sizeof(float));
             dsopt_param param{};
-            param.tensor = {weights_[t], setting.sizes[t], DSOPT_F32, 0};
+            param.tensor = {weights_[t], setting.sizes[t], DSOPT_DTYPE_F32, 0};
             params.push_back(param);
         }
         must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));
@@ -111,7 +112,7 @@ public:
             std::vector<float> values(n);
             for (size_t i = 0; i < n; ++i) values[i] = number(t, i, 100 * call + rank_ + 1);
             memory_.write(grads_[t], values.data(), n * sizeof(float));
-            list.push_back({grads_[t], setting_.sizes[t], DSOPT_F32, 0});
+            list.push_back({grads_[t], setting_.sizes[t], DSOPT_DTYPE_F32, 0});
         }
         DSOPT_NEW(dsopt_step, step);
         step.grads = list.data();
@@ -203,7 +204,7 @@ private:
 inline void with_threads(int ranks, const std::function<void(dsopt_context *, dsopt_comm *, int rank)> &body) {
     char id[16];
     size_t bytes = sizeof id;
-    must(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, &bytes));
+    must(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes));
     std::vector<std::thread> threads;
     std::vector<std::string> errors{size_t(ranks)};
     for (int rank = 0; rank < ranks; ++rank)
@@ -215,7 +216,7 @@ inline void with_threads(int ranks, const std::function<void(dsopt_context *, ds
                 where.threads = 1;
                 must(dsopt_context_create(&where, &context));
                 DSOPT_NEW(dsopt_comm_desc, desc);
-                desc.kind = DSOPT_COMM_LOCAL;
+                desc.kind = DSOPT_COMM_KIND_LOCAL;
                 desc.rank = rank;
                 desc.ranks = ranks;
                 desc.timeout_ms = 60000;

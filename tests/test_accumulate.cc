@@ -25,13 +25,14 @@ protected:
         return list;
     }
 };
-INSTANTIATE_TEST_SUITE_P(, Accumulate, testing::Values(DSOPT_F32, DSOPT_F16, DSOPT_BF16),
+INSTANTIATE_TEST_SUITE_P(, Accumulate, testing::Values(DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16),
                          [](const auto &info) { return std::string(dtype_name(info.param)); });
 
 TEST_P(Accumulate, SumsMicroBatchesInFp32AndStepsWithTheSum) {
     DSOPT_NEW(dsopt_optimizer_desc, plain);
-    const std::vector<Array> start = arrays(DSOPT_F16);
-    Trainer accumulating(ctx, desc, group_of(DSOPT_ADAMW), start), reference(ctx, plain, group_of(DSOPT_ADAMW), start);
+    const std::vector<Array> start = arrays(DSOPT_DTYPE_F16);
+    Trainer accumulating(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start),
+        reference(ctx, plain, group_of(DSOPT_ALGORITHM_ADAMW), start);
     for (int step = 0; step < 3; ++step) {
         std::vector<std::vector<float>> sums;
         for (const size_t n : kSizes) sums.emplace_back(n, 0.0f);
@@ -44,7 +45,7 @@ TEST_P(Accumulate, SumsMicroBatchesInFp32AndStepsWithTheSum) {
         std::vector<Array> total;
         for (size_t i = 0; i < kSizes.size(); ++i) {
             EXPECT_TRUE(same_bits(accumulating.state("grad_accum", int64_t(i)), sums[i]));
-            total.emplace_back(DSOPT_F32, sums[i]);
+            total.emplace_back(DSOPT_DTYPE_F32, sums[i]);
         }
         ASSERT_TRUE(ok(accumulating.step_accumulated()));
         ASSERT_TRUE(ok(reference.step(total)));
@@ -58,7 +59,7 @@ TEST_P(Accumulate, SumsMicroBatchesInFp32AndStepsWithTheSum) {
 }
 
 TEST_P(Accumulate, ParameterWithoutAnyGradientHasNoneInTheStep) {
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAMW), arrays(DSOPT_F16));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), arrays(DSOPT_DTYPE_F16));
     const auto without = [&](std::initializer_list<size_t> absent) {
         std::vector<Array> grads = arrays(dtype());
         for (const size_t i : absent) grads[i] = Array::absent(kSizes[i], dtype());
@@ -79,7 +80,7 @@ TEST_P(Accumulate, ParameterWithoutAnyGradientHasNoneInTheStep) {
 TEST_P(Accumulate, OverflowInOneMicroBatchSkipsTheStepAndClearsTheSums) {
     const Scaler scaler = make_scaler(ctx, 32);
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), arrays(DSOPT_F16));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     const Snapshot start = trainer.snapshot();
     for (int batch = 0; batch < 3; ++batch) {
         std::vector<Array> grads = arrays(dtype());
@@ -101,8 +102,9 @@ TEST_P(Accumulate, IsUnscaledAndClippedAsAnyGradient) {
     DSOPT_NEW(dsopt_optimizer_desc, plain);
     desc.scaler = scaler.get();
     desc.max_norm = 1.5;
-    const std::vector<Array> start = arrays(DSOPT_BF16);
-    Trainer trainer(ctx, desc, group_of(DSOPT_LAMB), start), reference(ctx, plain, group_of(DSOPT_LAMB), start);
+    const std::vector<Array> start = arrays(DSOPT_DTYPE_BF16);
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), start),
+        reference(ctx, plain, group_of(DSOPT_ALGORITHM_LAMB), start);
     const std::vector<Array> a = arrays(dtype(), 30), b = arrays(dtype(), 30);
     must(trainer.accumulate(a));
     must(trainer.accumulate(b));
@@ -119,16 +121,17 @@ TEST_P(Accumulate, IsUnscaledAndClippedAsAnyGradient) {
     for (size_t i = 0; i < kSizes.size(); ++i) {
         std::vector<float> values = a[i].floats();
         for (size_t k = 0; k < values.size(); ++k) values[k] = (values[k] + b[i][k]) * float(1 / report.divisor);
-        mean.emplace_back(DSOPT_F32, values);
+        mean.emplace_back(DSOPT_DTYPE_F32, values);
     }
     ASSERT_TRUE(ok(reference.step(mean)));
     for (size_t i = 0; i < kSizes.size(); ++i) EXPECT_EQ(trainer.weight(i).bytes(), reference.weight(i).bytes());
 }
 
 TEST_P(Accumulate, SavedBetweenMicroBatchesGoesOnWithTheSameBits) {
-    const std::vector<Array> start = arrays(DSOPT_F16);
-    Trainer straight(ctx, desc, group_of(DSOPT_ADAM), start), first(ctx, desc, group_of(DSOPT_ADAM), start);
-    Trainer second(ctx, desc, group_of(DSOPT_ADAM), arrays(DSOPT_F16));
+    const std::vector<Array> start = arrays(DSOPT_DTYPE_F16);
+    Trainer straight(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+        first(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start);
+    Trainer second(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     std::vector<std::vector<Array>> batches;
     for (int i = 0; i < 4; ++i) batches.push_back(arrays(dtype()));
     batches[0][3] = batches[1][3] = Array::absent(kSizes[3], dtype()); // comes only after the save
@@ -146,7 +149,7 @@ TEST_P(Accumulate, SavedBetweenMicroBatchesGoesOnWithTheSameBits) {
 }
 
 TEST_P(Accumulate, ResetForgetsWhatWasAdded) {
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), arrays(DSOPT_F16));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     const Snapshot start = trainer.snapshot();
     must(trainer.accumulate(arrays(dtype())));
     ASSERT_TRUE(ok(dsopt_optimizer_reset(trainer.opt(), DSOPT_RESET_GRADS, nullptr)));
@@ -156,7 +159,7 @@ TEST_P(Accumulate, ResetForgetsWhatWasAdded) {
 }
 
 TEST_P(Accumulate, OrdinaryStepLeavesTheSumsAlone) {
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), arrays(DSOPT_F16));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     must(trainer.accumulate(arrays(dtype())));
     const std::vector<float> sum = trainer.state("grad_accum", 1);
     ASSERT_TRUE(ok(trainer.step(arrays(dtype()), [](dsopt_step &step) { step.flags = DSOPT_STEP_ZERO_GRADS; })));
@@ -166,22 +169,22 @@ TEST_P(Accumulate, OrdinaryStepLeavesTheSumsAlone) {
 TEST(AccumulateRefusals, NameWhatIsWrong) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    const std::vector<Array> weights = {Array(DSOPT_F16, 3, 1), Array(DSOPT_F32, 2, 1)};
-    Trainer without(ctx, desc, group_of(DSOPT_ADAM), weights);
-    const std::vector<Array> grads = {Array(DSOPT_F16, 3, 1), Array(DSOPT_F32, 2, 1)};
+    const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F32, 2, 1)};
+    Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
+    const std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F32, 2, 1)};
     EXPECT_TRUE(fails(without.accumulate(grads), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
     EXPECT_TRUE(fails(without.step_accumulated(), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
     desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), weights);
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     must(trainer.accumulate(grads));
     const Snapshot before = trainer.snapshot();
     EXPECT_TRUE(fails(trainer.step(grads, [](dsopt_step &step) { step.flags = DSOPT_STEP_ACCUMULATED; }),
                       DSOPT_ERR_ARGUMENT, "grads"));
     EXPECT_TRUE(fails(trainer.accumulate({grads[0]}), DSOPT_ERR_SHAPE));
-    EXPECT_TRUE(fails(trainer.accumulate({grads[0], Array(DSOPT_F32, 3, 1)}), DSOPT_ERR_SHAPE, "p1"));
+    EXPECT_TRUE(fails(trainer.accumulate({grads[0], Array(DSOPT_DTYPE_F32, 3, 1)}), DSOPT_ERR_SHAPE, "p1"));
     EXPECT_TRUE(fails(dsopt_optimizer_accumulate(trainer.opt(), nullptr, 2, nullptr), DSOPT_ERR_ARGUMENT));
     std::vector<dsopt_tensor> list = list_of(grads);
-    list[1].dtype = DSOPT_I32;
+    list[1].dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(fails(dsopt_optimizer_accumulate(trainer.opt(), list.data(), 2, nullptr), DSOPT_ERR_DTYPE, "p1"));
     list = list_of(grads);
     list[0].data = static_cast<char *>(list[0].data) + 1;
@@ -196,10 +199,10 @@ TEST(AccumulateRefusals, NameWhatIsWrong) {
 TEST(AccumulateRefusals, CheckpointWithoutSumsDoesNotFit) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    const std::vector<Array> weights = {Array(DSOPT_F16, 3, 1)};
-    Trainer without(ctx, desc, group_of(DSOPT_ADAM), weights);
+    const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, 3, 1)};
+    Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
-    Trainer with(ctx, desc, group_of(DSOPT_ADAM), weights);
+    Trainer with(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     File file;
     must(file.save(without));
     EXPECT_TRUE(fails(file.load(with), DSOPT_ERR_MISMATCH));

@@ -129,7 +129,7 @@ TEST_P(Apply, HasTheBitsOfStepOverTwentySteps) {
 
 TEST_P(Apply, RemembersNothing) {
     const Context context = make_context();
-    const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_BF16, DSOPT_F32);
+    const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(1.0));
     const Owned owned(pure.get(), shapes);
     const dsopt_step step = owned.arguments();
@@ -148,7 +148,7 @@ TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
     const Trainer trainer(shapes, make_group(GetParam()));
     std::vector<Buffer> outs[2];
     for (auto &list : outs)
-        for (const int64_t numel : kSizes) list.emplace_back(numel, DSOPT_F32);
+        for (const int64_t numel : kSizes) list.emplace_back(numel, DSOPT_DTYPE_F32);
     const std::vector<dsopt_tensor> lists[2] = {Model::list_of(outs[0]), Model::list_of(outs[1])};
     for (const uint32_t flags :
          {0u, uint32_t(DSOPT_STEP_OUT_ONLY), uint32_t(DSOPT_STEP_DELTA | DSOPT_STEP_ZERO_GRADS)}) {
@@ -168,7 +168,7 @@ TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
 
 TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
     const Context context = make_context(context_desc(2));
-    const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097}, DSOPT_BF16, DSOPT_BF16);
+    const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
     const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
     trainer.train(1, 20);
@@ -204,11 +204,11 @@ TEST_P(Apply, WorkspaceChangesWithGroupsAlone) {
     };
     const size_t before = bytes();
     trainer.step(1);
-    check(dsopt_optimizer_set(trainer.opt.get(), 0, DSOPT_LR, 0.5));
-    check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 0.5));
+    check(dsopt_optimizer_set(trainer.opt.get(), 0, DSOPT_KEY_LR, 0.5));
+    check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.5));
     EXPECT_EQ(bytes(), before);
     EXPECT_EQ(report_of(trainer.opt.get()).workspace_bytes, int64_t(before));
-    trainer.add(make_group(DSOPT_ADAMW), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     EXPECT_GT(bytes(), before);
 }
 
@@ -249,7 +249,7 @@ TEST(Allocations, AreSeenAtAll) { // that the replaced operators are the ones th
 TEST_P(Apply, NeverAllocates) {
     HookWatch hook;
     const Context context = watched_context(hook, 4);
-    const std::vector<Shape> shapes = shapes_of({100000, 0, 33, 9000}, DSOPT_BF16, DSOPT_F16);
+    const std::vector<Shape> shapes = shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
     const Owned owned(pure.get(), shapes);
     dsopt_step step = owned.arguments();
@@ -270,7 +270,7 @@ TEST_P(Apply, AndAWarmStepDoesNotEither) {
         dsopt_context_desc desc = context_desc(4);
         hook.attach(desc);
         desc.parallel_for = run_in_order;
-        Trainer trainer(shapes_of({100000, 0, 33, 9000}, DSOPT_BF16, DSOPT_F16),
+        Trainer trainer(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16),
                         optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
         trainer.add(make_group(GetParam()), 3);
         dsopt_step step = trainer.arguments();
@@ -299,12 +299,12 @@ TEST_P(Apply, AndAWarmStepDoesNotEither) {
         (void)allocations(hook, [&] { return trainer.try_step(step); });
         warm();
         // A new group needs memory once.
-        trainer.add(make_group(DSOPT_ADAMW), 1);
+        trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
         step = trainer.arguments();
         count = allocations(hook, [&] { return trainer.try_step(step); });
         EXPECT_GT(count.hooks, 0);
         warm();
-        check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, 0.5));
+        check(dsopt_optimizer_set(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
         warm();
         count = allocations(hook, [&] {
             DSOPT_NEW(dsopt_report, report);

@@ -48,7 +48,8 @@ Snapshot run(const Way &way, dsopt_optimizer_desc desc, const std::vector<Array>
     desc.scaler = scaler.get();
     desc.flags |= DSOPT_OPTIMIZER_REPORT_NORMS;
     Trainer trainer(ctx, desc);
-    const int32_t algorithms[] = {DSOPT_ADAM, DSOPT_LAMB, DSOPT_ADAMW, DSOPT_ADAM_LEGACY};
+    const int32_t algorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAMW,
+                                  DSOPT_ALGORITHM_ADAM_LEGACY};
     for (size_t g = 0; g < 4; ++g) {
         dsopt_group group = group_of(algorithms[g]);
         group.max_norm = g % 2 ? 1.5 : 0;
@@ -84,7 +85,7 @@ INSTANTIATE_TEST_SUITE_P(, Cut, testing::Values(0, 1, 2), [](const auto &info) {
 
 TEST_P(Cut, ThreadsInstructionSetsChunksAndPoolsGiveTheSameBits) {
     Random random(1);
-    const int32_t dtypes[] = {DSOPT_F16, DSOPT_BF16, DSOPT_F32};
+    const int32_t dtypes[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32};
     const std::vector<size_t> sizes = {1, 20481, 0, 4095, 4096, 4097, 33, 30000, 1025, 8192, 12289, 16385};
     std::vector<Array> weights;
     for (const size_t size : sizes) weights.emplace_back(dtypes[weights.size() % 3], random.floats(size));
@@ -94,7 +95,7 @@ TEST_P(Cut, ThreadsInstructionSetsChunksAndPoolsGiveTheSameBits) {
             grads[step].emplace_back(dtypes[(grads[step].size() + step) % 3], random.floats(size, -90, 90));
     grads[2][7].set(29999, kInf); // one skipped step among them
     dsopt_optimizer_desc desc = empty();
-    desc.compat = GetParam() == 0 ? DSOPT_STANDARD : DSOPT_COMPAT_DEEPSPEED;
+    desc.compat = GetParam() == 0 ? DSOPT_COMPAT_NONE : DSOPT_COMPAT_DEEPSPEED;
     desc.masters = GetParam() == 1 ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
     desc.max_norm = 2;
     desc.max_value = 0.1;
@@ -117,15 +118,18 @@ protected:
     Scaler scaler = make_scaler(ctx, 32, 2), other_scaler = make_scaler(ctx, 32, 2);
     std::vector<Array> numbers(double size) {
         std::vector<Array> list;
-        for (const size_t n : kSizes) list.emplace_back(DSOPT_F16, random.floats(n, -size, size));
+        for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F16, random.floats(n, -size, size));
         return list;
     }
 };
 class Packing : public Elementwise {};
 std::string name_of(const testing::TestParamInfo<int32_t> &info) { return algorithm_name(info.param); }
-INSTANTIATE_TEST_SUITE_P(, Elementwise, testing::Values(DSOPT_ADAM, DSOPT_ADAMW, DSOPT_ADAM_LEGACY, DSOPT_LAMB),
+INSTANTIATE_TEST_SUITE_P(, Elementwise,
+                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY,
+                                         DSOPT_ALGORITHM_LAMB),
                          name_of);
-INSTANTIATE_TEST_SUITE_P(, Packing, testing::Values(DSOPT_ADAM, DSOPT_ADAMW, DSOPT_ADAM_LEGACY),
+INSTANTIATE_TEST_SUITE_P(, Packing,
+                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY),
                          name_of); // LAMB's ratio is a tensor's
 
 TEST_P(Elementwise, OrderOfTheListDoesNotMatter) {
@@ -156,7 +160,7 @@ TEST_P(Packing, IntoFewerTensorsDoesNotMatter) {
         std::vector<float> values;
         for (const Array &array : list)
             for (const float value : array.floats()) values.push_back(value);
-        return Array(DSOPT_F16, values);
+        return Array(DSOPT_DTYPE_F16, values);
     };
     const std::vector<Array> weights = numbers(1);
     desc.scaler = scaler.get();
@@ -197,7 +201,8 @@ struct Training {
         desc.max_norm = 0.5;
         Random random(3);
         std::vector<Array> weights;
-        for (const size_t n : {size_t(100), size_t(1500), size_t(1)}) weights.emplace_back(DSOPT_F16, random.floats(n));
+        for (const size_t n : {size_t(100), size_t(1500), size_t(1)})
+            weights.emplace_back(DSOPT_DTYPE_F16, random.floats(n));
         return Trainer(ctx, desc, group_of(algorithm, 0.02), weights);
     }
     Training(int threads, int32_t algorithm, const dsopt_optimizer_desc &desc) :
@@ -205,7 +210,8 @@ struct Training {
         scaler(make_scaler(ctx, 4096, 4)),
         trainer(make(ctx, scaler, algorithm, desc)) {
         Random random(4);
-        for (const size_t n : {size_t(100), size_t(1500), size_t(1)}) targets.emplace_back(DSOPT_F32, random.floats(n));
+        for (const size_t n : {size_t(100), size_t(1500), size_t(1)})
+            targets.emplace_back(DSOPT_DTYPE_F32, random.floats(n));
     }
     void steps(int count) {
         for (int step = 0; step < count; ++step) {
@@ -214,7 +220,7 @@ struct Training {
             for (size_t i = 0; i < targets.size(); ++i) {
                 std::vector<float> g = trainer.weight(i).floats();
                 for (size_t k = 0; k < g.size(); ++k) g[k] = (g[k] - targets[i][k]) * 8 * scale;
-                grads.emplace_back(DSOPT_F16, g);
+                grads.emplace_back(DSOPT_DTYPE_F16, g);
             }
             must(trainer.step(grads));
             log += trainer.report().last_skipped ? 'X' : '.';
@@ -223,14 +229,17 @@ struct Training {
 };
 
 class Resumed : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(, Resumed, testing::Values(DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY), name_of);
+INSTANTIATE_TEST_SUITE_P(, Resumed,
+                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
+                                         DSOPT_ALGORITHM_ADAM_LEGACY),
+                         name_of);
 
 TEST_P(Resumed, RunWithDynamicScalingGoesOnWithTheSameBits) {
     const Folder folder;
     const std::string path = (folder.path / "run.safetensors").string();
     for (const int mode : {0, 1, 2}) {
         dsopt_optimizer_desc desc = empty();
-        desc.compat = mode == 0 ? DSOPT_STANDARD : DSOPT_COMPAT_DEEPSPEED;
+        desc.compat = mode == 0 ? DSOPT_COMPAT_NONE : DSOPT_COMPAT_DEEPSPEED;
         desc.masters = mode == 1 ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
         constexpr int total = 60;
         Training straight(2, GetParam(), desc);

@@ -41,10 +41,13 @@ std::string everything(const Trainer &trainer) { return trainer.text() + hyper_t
 
 /// Two groups with every dtype; the counters differ because the last tensor has a gradient every other time.
 Trainer make_mixed(int32_t algorithm, const dsopt_optimizer_desc &desc = optimizer_desc(0.7)) {
-    Trainer trainer({{500, DSOPT_F32}, {0, DSOPT_F32}, {4097, DSOPT_BF16, DSOPT_BF16}, {33, DSOPT_F16, DSOPT_F16}},
+    Trainer trainer({{500, DSOPT_DTYPE_F32},
+                     {0, DSOPT_DTYPE_F32},
+                     {4097, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16},
+                     {33, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}},
                     desc, context_desc(2));
     trainer.add(make_group(algorithm), 3);
-    trainer.add(make_group(DSOPT_LAMB), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 1);
     return trainer;
 }
 void train(Trainer &trainer, uint64_t first, uint64_t last) {
@@ -64,7 +67,7 @@ TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
         Trainer whole = make_mixed(GetParam()), first = make_mixed(GetParam()), second = make_mixed(GetParam());
         train(whole, 1, 10);
         train(first, 1, 5);
-        check(dsopt_optimizer_set(first.opt.get(), 0, DSOPT_LR, 0.03125));
+        check(dsopt_optimizer_set(first.opt.get(), 0, DSOPT_KEY_LR, 0.03125));
         DSOPT_NEW(dsopt_io, io);
         io.flags = DSOPT_IO_PARAMS;
         std::string data;
@@ -80,8 +83,8 @@ TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
             ASSERT_OK(load(second, data, DSOPT_IO_PARAMS));
         EXPECT_TRUE(same(everything(second), everything(first)));
         EXPECT_EQ(report_of(second.opt.get()).calls, 5);
-        EXPECT_EQ(get(second.opt.get(), 0, DSOPT_LR), 0.03125);
-        check(dsopt_optimizer_set(second.opt.get(), 0, DSOPT_LR, 1e-3));
+        EXPECT_EQ(get(second.opt.get(), 0, DSOPT_KEY_LR), 0.03125);
+        check(dsopt_optimizer_set(second.opt.get(), 0, DSOPT_KEY_LR, 1e-3));
         train(second, 6, 10);
         EXPECT_TRUE(same(everything(second), everything(whole)));
         EXPECT_EQ(steps(second.opt.get()), (std::vector<int32_t>{10, 10, 10, 5}));
@@ -145,8 +148,8 @@ struct Named {
         model([&] {
             std::vector<Shape> shapes;
             for (const std::string &name : names)
-                shapes.push_back(
-                    {10 * (name[0] - 'a' + 1), name[0] % 2 ? DSOPT_F32 : DSOPT_BF16, DSOPT_F32, 0, name[0]});
+                shapes.push_back({10 * (name[0] - 'a' + 1), name[0] % 2 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_BF16,
+                                  DSOPT_DTYPE_F32, 0, name[0]});
             return shapes;
         }()),
         context(make_context()),
@@ -155,7 +158,7 @@ struct Named {
         names(names) {
         auto list = model.registered();
         for (size_t i = 0; i < names.size(); ++i) list[i].name = names[i].c_str();
-        const dsopt_group a = make_group(DSOPT_ADAMW), b = make_group(DSOPT_LAMB);
+        const dsopt_group a = make_group(DSOPT_ALGORITHM_ADAMW), b = make_group(DSOPT_ALGORITHM_LAMB);
         check(dsopt_optimizer_add_group(opt.get(), &a, list.data(), int64_t(first_group)));
         check(dsopt_optimizer_add_group(opt.get(), &b, list.data() + first_group, int64_t(names.size() - first_group)));
     }
@@ -214,10 +217,10 @@ TEST(CheckpointOrder, NamesMayHoldAnything) {
 
 // --------------------------------------------------------------------------------------------------------------- flags
 struct Flags : testing::Test {
-    Flags() : from(make_mixed(DSOPT_ADAMW)), to(make_mixed(DSOPT_ADAMW)) {
-        check(dsopt_optimizer_set(from.opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, 0.5));
-        check(dsopt_optimizer_set(from.opt.get(), 1, DSOPT_BIAS_CORRECTION, 0));
-        check(dsopt_optimizer_set(from.opt.get(), DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 0.25));
+    Flags() : from(make_mixed(DSOPT_ALGORITHM_ADAMW)), to(make_mixed(DSOPT_ALGORITHM_ADAMW)) {
+        check(dsopt_optimizer_set(from.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
+        check(dsopt_optimizer_set(from.opt.get(), 1, DSOPT_KEY_BIAS_CORRECTION, 0));
+        check(dsopt_optimizer_set(from.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.25));
         train(from, 1, 4);
         train(to, 11, 12);
         data = saved(from, DSOPT_IO_PARAMS);
@@ -244,8 +247,8 @@ TEST_F(Flags, NoStateLeavesMomentsAndCounters) {
     EXPECT_EQ(steps(to.opt.get()), (std::vector<int32_t>{2, 2, 2, 1}));
     EXPECT_EQ(report_of(to.opt.get()).calls, 2);
     EXPECT_EQ(exported(to.opt.get(), 2, "master"), exported(from.opt.get(), 2, "master"));
-    EXPECT_EQ(get(to.opt.get(), 0, DSOPT_LR), 0.5);
-    EXPECT_EQ(get(to.opt.get(), 1, DSOPT_BIAS_CORRECTION), 0);
+    EXPECT_EQ(get(to.opt.get(), 0, DSOPT_KEY_LR), 0.5);
+    EXPECT_EQ(get(to.opt.get(), 1, DSOPT_KEY_BIAS_CORRECTION), 0);
     EXPECT_TRUE(same(to.model.text(), params));
 }
 
@@ -267,9 +270,9 @@ TEST_F(Flags, NoMastersWithParamsMakesThemFromTheLoadedOnes) {
 
 TEST_F(Flags, NoHyperKeepsThoseThatAreSet) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_HYPER));
-    EXPECT_EQ(get(to.opt.get(), 0, DSOPT_LR), 1e-3);
-    EXPECT_EQ(get(to.opt.get(), 1, DSOPT_BIAS_CORRECTION), 1);
-    EXPECT_EQ(get(to.opt.get(), DSOPT_ALL_GROUPS, DSOPT_MAX_NORM), 0.7);
+    EXPECT_EQ(get(to.opt.get(), 0, DSOPT_KEY_LR), 1e-3);
+    EXPECT_EQ(get(to.opt.get(), 1, DSOPT_KEY_BIAS_CORRECTION), 1);
+    EXPECT_EQ(get(to.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM), 0.7);
     EXPECT_TRUE(same(state_text(to.opt.get()), state_text(from.opt.get())));
     EXPECT_EQ(report_of(to.opt.get()).calls, 4);
 }
@@ -290,18 +293,19 @@ TEST_F(Flags, ParamsBringsThem) {
 /// Numbers that a short text would lose.
 void set_odd_numbers(const Trainer &trainer) {
     dsopt_optimizer *const opt = trainer.opt.get();
-    check(dsopt_optimizer_set(opt, 0, DSOPT_LR, 1.0 / 3));
-    check(dsopt_optimizer_set(opt, 0, DSOPT_BETA1, 1 - 0x1p-53));
-    check(dsopt_optimizer_set(opt, 0, DSOPT_BETA2, 0.7));
-    check(dsopt_optimizer_set(opt, 0, DSOPT_EPS, 5e-324));
-    check(dsopt_optimizer_set(opt, 0, DSOPT_WEIGHT_DECAY, 1.7976931348623157e308));
-    check(dsopt_optimizer_set(opt, 0, DSOPT_GROUP_MAX_NORM, 1e23)); // between two doubles
-    check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 0.1 + 0.2));
-    check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_CALLS, 9007199254740992.0));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_LR, 1.0 / 3));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_BETA1, 1 - 0x1p-53));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_BETA2, 0.7));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_EPS, 5e-324));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_WEIGHT_DECAY, 1.7976931348623157e308));
+    check(dsopt_optimizer_set(opt, 0, DSOPT_KEY_GROUP_MAX_NORM, 1e23)); // between two doubles
+    check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.1 + 0.2));
+    check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, 9007199254740992.0));
 }
 
 TEST(CheckpointNumbers, ComeBackToTheLastBit) {
-    const Trainer from(shapes_of({3}), make_group(DSOPT_ADAMW)), to(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     set_odd_numbers(from);
     ASSERT_OK(load(to, saved(from)));
     EXPECT_TRUE(same(hyper_text(to.opt.get()), hyper_text(from.opt.get())));
@@ -312,7 +316,8 @@ INSTANTIATE_TEST_SUITE_P(Modes, CheckpointRounding,
                          testing::Values(FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO));
 
 TEST_P(CheckpointRounding, OfTheCallerChangesNoNumber) {
-    const Trainer from(shapes_of({3}), make_group(DSOPT_ADAMW)), to(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     set_odd_numbers(from);
     const std::string data = saved(from);
     Tape in{data}, out;
@@ -335,7 +340,8 @@ struct Comma : std::numpunct<char> {
 };
 
 TEST(CheckpointNumbers, DoNotDependOnTheGlobalLocaleOfStreams) {
-    const Trainer from(shapes_of({3}), make_group(DSOPT_ADAMW)), to(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     set_odd_numbers(from);
     const std::string plain = saved(from);
     const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Comma));
@@ -350,7 +356,8 @@ TEST(CheckpointNumbers, DoNotDependOnTheGlobalLocaleOfStreams) {
 TEST(CheckpointNumbers, DoNotDependOnTheLocale) {
     const char *const set = std::setlocale(LC_ALL, "de_DE.UTF-8");
     if (set == nullptr) GTEST_SKIP() << "no such locale here"; // a bare machine has none; streams are tested above
-    const Trainer from(shapes_of({3}), make_group(DSOPT_ADAMW)), to(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     set_odd_numbers(from);
     const std::string data = saved(from);
     const dsopt_status status = load(to, data);
@@ -361,8 +368,8 @@ TEST(CheckpointNumbers, DoNotDependOnTheLocale) {
 }
 
 TEST(CheckpointLarge, TensorsOfSeveralPieces) {
-    const Trainer from(shapes_of({1500000, 3}), make_group(DSOPT_ADAMW)),
-        to(shapes_of({1500000, 3}), make_group(DSOPT_ADAMW));
+    const Trainer from(shapes_of({1500000, 3}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        to(shapes_of({1500000, 3}), make_group(DSOPT_ALGORITHM_ADAMW));
     from.step(1);
     ASSERT_OK(load(to, saved(from, DSOPT_IO_PARAMS), DSOPT_IO_PARAMS));
     EXPECT_TRUE(same(everything(to), everything(from)));
@@ -372,7 +379,7 @@ TEST(CheckpointLarge, TensorsOfSeveralPieces) {
 TEST(CheckpointCalls, RefusesWhatDoesNotFitTogether) {
     const Folder folder;
     const std::string path = folder / "x";
-    const Trainer trainer(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt.get();
     Tape tape;
     dsopt_io io = tape.io();
@@ -402,19 +409,19 @@ TEST(CheckpointCalls, RefusesWithoutGroupsAndWithoutMemory) {
     dsopt_io io = tape.io();
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "groups"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "groups"));
-    const dsopt_group group = make_group(DSOPT_ADAMW);
-    const dsopt_param param = param_of({nullptr, 5, DSOPT_BF16, 0}, "w");
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+    const dsopt_param param = param_of({nullptr, 5, DSOPT_DTYPE_BF16, 0}, "w");
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE,
                         "'w'|memory")); // the master's starting value
     io.flags = DSOPT_IO_PARAMS;
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "'w'|memory"));
-    const Trainer other(shapes_of({5}, DSOPT_BF16), make_group(DSOPT_ADAMW));
+    const Trainer other(shapes_of({5}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
     EXPECT_TRUE(tape.data.empty());
 }
 
 TEST(CheckpointCalls, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
-    const Trainer trainer = make_mixed(DSOPT_ADAM);
+    const Trainer trainer = make_mixed(DSOPT_ALGORITHM_ADAM);
     trainer.step(1);
     const std::string before = everything(trainer);
     for (int n = 0;; ++n) {
@@ -434,7 +441,7 @@ TEST(CheckpointCalls, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
 
 TEST(CheckpointCalls, WrongPathsAreIoErrorsThatLeaveTheOldFileAlone) {
     const Folder folder;
-    const Trainer trainer(shapes_of({3}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.step(1);
     const std::string before = everything(trainer);
     EXPECT_TRUE(refused(dsopt_optimizer_save(trainer.opt.get(), (folder / "no/such/folder").c_str(), nullptr),

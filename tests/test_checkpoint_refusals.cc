@@ -72,17 +72,19 @@ protected:
         auto list = trainer_.model.registered();
         list[0].dims = kDims;
         list[0].ndim = 2;
-        const dsopt_group a = make_group(DSOPT_ADAMW), b = make_group(DSOPT_LAMB);
+        const dsopt_group a = make_group(DSOPT_ALGORITHM_ADAMW), b = make_group(DSOPT_ALGORITHM_LAMB);
         check(dsopt_optimizer_add_group(trainer_.opt.get(), &a, list.data(), 2));
         check(dsopt_optimizer_add_group(trainer_.opt.get(), &b, list.data() + 2, 1));
         step(1);
         step(2);
         data_ = saved(trainer_.opt.get(), DSOPT_IO_PARAMS);
         step(3);
-        check(dsopt_optimizer_set(trainer_.opt.get(), 0, DSOPT_LR, 0.5));
+        check(dsopt_optimizer_set(trainer_.opt.get(), 0, DSOPT_KEY_LR, 0.5));
         before_ = fingerprint();
     }
-    static std::vector<Shape> shapes() { return {{20, DSOPT_F32}, {6, DSOPT_BF16, DSOPT_BF16}, {3, DSOPT_F32}}; }
+    static std::vector<Shape> shapes() {
+        return {{20, DSOPT_DTYPE_F32}, {6, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}, {3, DSOPT_DTYPE_F32}};
+    }
     void step(uint64_t t) {
         trainer_.model.make_gradients(t);
         dsopt_step step = trainer_.arguments();
@@ -111,7 +113,7 @@ TEST_F(Load, TakesItsOwnFileAndOneThatWasPutTogetherAgain) {
         EXPECT_OK(load(trainer_.opt.get(), data, DSOPT_IO_PARAMS));
         EXPECT_FALSE(same(fingerprint(), before_));
         step(3);
-        check(dsopt_optimizer_set(trainer_.opt.get(), 0, DSOPT_LR, 0.5));
+        check(dsopt_optimizer_set(trainer_.opt.get(), 0, DSOPT_KEY_LR, 0.5));
         EXPECT_TRUE(same(fingerprint(), before_));
     }
 }
@@ -130,17 +132,32 @@ TEST_F(Load, RefusesAnotherOptimizersFile) {
         return list;
     };
     const Other others[] = {
-        {good, {{DSOPT_ADAM, 2}, {DSOPT_LAMB, 1}}, {"p0", "p1", "p2"}, "group 0|adam|adamw"},
-        {good, {{DSOPT_ADAMW, 2}, {DSOPT_ADAM_LEGACY, 1}}, {"p0", "p1", "p2"}, "group 1|adam_legacy|lamb"},
-        {good, {{DSOPT_ADAMW, 3}}, {"p0", "p1", "p2"}, "1 groups|2"},
-        {good, {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 1}, {DSOPT_LAMB, 0}}, {"p0", "p1", "p2"}, "3 groups|2"},
-        {good, {{DSOPT_ADAMW, 1}, {DSOPT_LAMB, 2}}, {"p0", "p1", "p2"}, "'p1'|group 1|group 0"},
-        {good, {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 1}}, {"p0", "other", "p2"}, "'other'"},
-        {good, {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 1}}, {"p1", "p0", "p2"}, "'p0."},
-        {with(0, {21, DSOPT_F32}), {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 1}}, {"p0", "p1", "p2"}, "'p0.exp_avg'|84|80"},
-        {with(1, {6, DSOPT_F32}), {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 1}}, {"p0", "p1", "p2"}, "'p1.master'"},
-        {{good[0], good[1]}, {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 0}}, {"p0", "p1"}, "'p2'"},
-        {{good[0], good[1], good[2], {5}}, {{DSOPT_ADAMW, 2}, {DSOPT_LAMB, 2}}, {"p0", "p1", "p2", "more"}, "'more'"},
+        {good, {{DSOPT_ALGORITHM_ADAM, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "p1", "p2"}, "group 0|adam|adamw"},
+        {good,
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_ADAM_LEGACY, 1}},
+         {"p0", "p1", "p2"},
+         "group 1|adam_legacy|lamb"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 3}}, {"p0", "p1", "p2"}, "1 groups|2"},
+        {good,
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}, {DSOPT_ALGORITHM_LAMB, 0}},
+         {"p0", "p1", "p2"},
+         "3 groups|2"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 1}, {DSOPT_ALGORITHM_LAMB, 2}}, {"p0", "p1", "p2"}, "'p1'|group 1|group 0"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "other", "p2"}, "'other'"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p1", "p0", "p2"}, "'p0."},
+        {with(0, {21, DSOPT_DTYPE_F32}),
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
+         {"p0", "p1", "p2"},
+         "'p0.exp_avg'|84|80"},
+        {with(1, {6, DSOPT_DTYPE_F32}),
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
+         {"p0", "p1", "p2"},
+         "'p1.master'"},
+        {{good[0], good[1]}, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 0}}, {"p0", "p1"}, "'p2'"},
+        {{good[0], good[1], good[2], {5}},
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 2}},
+         {"p0", "p1", "p2", "more"},
+         "'more'"},
     };
     for (const Other &other : others) {
         const Model model(other.shapes);
@@ -161,8 +178,8 @@ TEST_F(Load, RefusesAnotherOptimizersFile) {
 TEST_F(Load, RefusesMomentsOfAnotherDtype) {
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
     desc.compat = DSOPT_COMPAT_DEEPSPEED; // moments in the parameter's dtype
-    const Trainer half(shapes_of({6}, DSOPT_BF16), make_group(DSOPT_ADAMW), desc);
-    const Trainer full(shapes_of({6}, DSOPT_BF16), make_group(DSOPT_ADAMW),
+    const Trainer half(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW), desc);
+    const Trainer full(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW),
                        optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
     EXPECT_TRUE(refused(load(full.opt.get(), saved(half.opt.get())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
     EXPECT_TRUE(refused(load(half.opt.get(), saved(full.opt.get())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
@@ -181,9 +198,9 @@ TEST_F(Load, RefusesMissingTensorsOfEachKind) {
 }
 
 TEST_F(Load, RefusesTensorsOfAnotherDtypeSizeOrShape) {
-    expect_spoiled_refused([](Content &c) { c.tensor("p0.exp_avg").dtype = DSOPT_I32; }, DSOPT_ERR_MISMATCH,
+    expect_spoiled_refused([](Content &c) { c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_MISMATCH,
                            "p0.exp_avg|dtype");
-    expect_spoiled_refused([](Content &c) { c.tensor("optimizer.step").dtype = DSOPT_F32; }, DSOPT_ERR_MISMATCH,
+    expect_spoiled_refused([](Content &c) { c.tensor("optimizer.step").dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_MISMATCH,
                            "optimizer.step|dtype");
     expect_spoiled_refused(
         [](Content &c) {
@@ -405,8 +422,8 @@ TEST_F(Load, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
 
 // A load that fails before the first step must leave no trace: masters still start from the parameters.
 TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
-    const std::vector<Shape> shapes = shapes_of({3000, 5}, DSOPT_BF16, DSOPT_BF16);
-    const Trainer source(shapes, make_group(DSOPT_ADAMW)), plain(shapes, make_group(DSOPT_ADAMW));
+    const std::vector<Shape> shapes = shapes_of({3000, 5}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), plain(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
     source.train(1, 3);
     const std::string good = saved(source.opt.get());
     plain.train(1, 2);
@@ -420,7 +437,7 @@ TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
     version.field("format_version") = "99";
     bad[3] = version.text();
     for (const std::string &data : bad) {
-        const Trainer trainer(shapes, make_group(DSOPT_ADAMW));
+        const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
         EXPECT_NE(load(trainer.opt.get(), data), DSOPT_OK);
         trainer.train(1, 2);
         EXPECT_TRUE(same(trainer.text(), plain.text()));
@@ -428,16 +445,18 @@ TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
 }
 
 TEST(LoadFirst, IntoBoundMastersThatFailsLeavesThemAlone) {
-    const std::vector<Shape> shapes = shapes_of({30}, DSOPT_BF16, DSOPT_BF16);
-    const Trainer source(shapes, make_group(DSOPT_ADAMW)), trainer(shapes, make_group(DSOPT_ADAMW));
+    const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
     source.step(1);
     std::string data = saved(source.opt.get());
     data.back() = char(data.back() ^ 1);
-    const Buffer master(30, DSOPT_F32);
+    const Buffer master(30, DSOPT_DTYPE_F32);
     master.fill(5);
     const std::string before = master.text();
-    const dsopt_tensor list[] = {
-        master.tensor(), {nullptr, 30, DSOPT_F32, 0}, {nullptr, 30, DSOPT_F32, 0}, {nullptr, 1, DSOPT_I32, 0}};
+    const dsopt_tensor list[] = {master.tensor(),
+                                 {nullptr, 30, DSOPT_DTYPE_F32, 0},
+                                 {nullptr, 30, DSOPT_DTYPE_F32, 0},
+                                 {nullptr, 1, DSOPT_DTYPE_I32, 0}};
     ASSERT_OK(dsopt_optimizer_bind(trainer.opt.get(), DSOPT_BIND_STATE, list, 4));
     EXPECT_EQ(load(trainer.opt.get(), data), DSOPT_ERR_CHECKSUM);
     EXPECT_TRUE(same(master.text(), before));

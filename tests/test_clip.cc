@@ -8,7 +8,7 @@ namespace {
 
 /// beta1 is 0, so exp_avg is the gradient as the rule saw it; no decay.
 dsopt_group watching(double max_norm = 0) {
-    dsopt_group group = group_of(DSOPT_ADAM, 1e-2, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
     group.beta1 = 0;
     group.max_norm = max_norm;
     return group;
@@ -27,7 +27,7 @@ std::vector<Array> times(const std::vector<Array> &grads, float factor) {
     for (const Array &grad : grads) {
         std::vector<float> values = grad.floats();
         for (float &value : values) value *= factor;
-        list.emplace_back(DSOPT_F32, values);
+        list.emplace_back(DSOPT_DTYPE_F32, values);
     }
     return list;
 }
@@ -42,18 +42,20 @@ protected:
         return desc;
     }
     std::vector<Array> grads(double size) { // of three dtypes
-        return {Array(DSOPT_F16, random.floats(5000, -size, size)), Array(DSOPT_BF16, random.floats(9, -size, size)),
-                Array(DSOPT_F32, random.floats(4096, -size, size))};
+        return {Array(DSOPT_DTYPE_F16, random.floats(5000, -size, size)),
+                Array(DSOPT_DTYPE_BF16, random.floats(9, -size, size)),
+                Array(DSOPT_DTYPE_F32, random.floats(4096, -size, size))};
     }
     std::vector<Array> weights() {
-        return {Array(DSOPT_F16, random.floats(5000)), Array(DSOPT_BF16, random.floats(9)),
-                Array(DSOPT_F32, random.floats(4096))};
+        return {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, random.floats(9)),
+                Array(DSOPT_DTYPE_F32, random.floats(4096))};
     }
 };
 
 TEST_F(Clip, DividesByNormOverMaxNormAndReportsTheUnscaledNorm) {
     const double scale = 64;
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
         for (const double max_norm : {0.25, 1e6}) {
             const Scaler scaler = make_scaler(ctx, scale);
             desc.scaler = scaler.get();
@@ -80,12 +82,12 @@ TEST_F(Clip, DividesByNormOverMaxNormAndReportsTheUnscaledNorm) {
 
 TEST_F(Clip, LeavesGradientsAloneUpToTheLimit) {
     desc.max_norm = 5.000002;
-    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F32, 2, 1)});
-    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F32, {3, 4})})));
+    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F32, 2, 1)});
+    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F32, {3, 4})})));
     EXPECT_EQ(trainer.report().divisor, 1);
     EXPECT_EQ(trainer.state("exp_avg", 0), (std::vector<float>{3, 4}));
-    must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 2.5)); // from the next step on
-    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F32, {3, 4})})));
+    must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 2.5)); // from the next step on
+    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F32, {3, 4})})));
     expect_near(trainer.report().divisor, (5 + 1e-6) / 2.5);
 }
 
@@ -95,12 +97,12 @@ TEST_F(Clip, GroupsClipByTheirOwnNormAndTheLargerDivisorHolds) {
     for (const double of_all : {0.0, 100.0, 1.0}) {
         desc.max_norm = of_all;
         Trainer trainer(ctx, desc);
-        must(trainer.add_group(watching(0), {{Array(DSOPT_F16, 2, 1)}}));
-        must(trainer.add_group(watching(1), {{Array(DSOPT_F16, 2, 1)}}));
-        must(trainer.add_group(watching(20), {{Array(DSOPT_F16, 2, 1)}}));
+        must(trainer.add_group(watching(0), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
+        must(trainer.add_group(watching(1), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
+        must(trainer.add_group(watching(20), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
         // Norms as given 10, 20, 50: unscaled 5, 10, 25.
-        ASSERT_TRUE(
-            ok(trainer.step({Array(DSOPT_F16, {6, 8}), Array(DSOPT_F16, {12, 16}), Array(DSOPT_F16, {30, 40})})));
+        ASSERT_TRUE(ok(trainer.step(
+            {Array(DSOPT_DTYPE_F16, {6, 8}), Array(DSOPT_DTYPE_F16, {12, 16}), Array(DSOPT_DTYPE_F16, {30, 40})})));
         const double all = of_all > 0 ? std::max(1.0, (std::sqrt(750.0) + 1e-6) / of_all) : 1;
         const double own[] = {1, (10 + 1e-6) / 1, (25 + 1e-6) / 20};
         for (int64_t g = 0; g < 3; ++g) {
@@ -121,8 +123,8 @@ TEST_F(Clip, ByValueCutsUnscaledElementsAfterTheNorm) {
     desc.max_value = 0.75;
     for (const double max_norm : {0.0, 2.0}) {
         desc.max_norm = max_norm;
-        Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F16, 5000, 1)});
-        const Array given(DSOPT_F16, random.floats(5000, -10, 10));
+        Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 5000, 1)});
+        const Array given(DSOPT_DTYPE_F16, random.floats(5000, -10, 10));
         ASSERT_TRUE(ok(trainer.step({given})));
         const float inverse = float(1 / trainer.report().divisor);
         std::vector<float> wanted = given.floats();
@@ -135,7 +137,7 @@ TEST_F(Clip, ByValueCutsUnscaledElementsAfterTheNorm) {
 TEST_F(Clip, ByValueLetsNanThroughAndCutsInfWhereThePolicyApplies) {
     desc.max_value = 2;
     desc.nonfinite = DSOPT_NONFINITE_APPLY;
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_F16, DSOPT_BF16}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(dtype, 5, 1)});
         ASSERT_TRUE(ok(trainer.step({Array(dtype, {kNaN, kInf, -kInf, 3, -1})})));
         EXPECT_TRUE(same_bits(trainer.state("exp_avg", 0), {kNaN, 2, -2, 2, -1})) << dtype_name(dtype);
@@ -147,9 +149,9 @@ TEST_F(Clip, GivenNormsStandInForReadingTheGradients) {
     desc.scaler = scaler.get();
     desc.max_norm = 1;
     Trainer trainer(ctx, desc);
-    must(trainer.add_group(watching(), {{Array(DSOPT_F16, 2, 1)}}));
-    must(trainer.add_group(watching(), {{Array(DSOPT_F16, 2, 1)}}));
-    const std::vector<Array> g = {Array(DSOPT_F16, {6, 8}), Array(DSOPT_F16, {0, 24})};
+    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
+    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
+    const std::vector<Array> g = {Array(DSOPT_DTYPE_F16, {6, 8}), Array(DSOPT_DTYPE_F16, {0, 24})};
     ASSERT_TRUE(ok(trainer.step(g)));
     const dsopt_report computed = trainer.report();
     const std::vector<float> seen = trainer.state("exp_avg", 1);
@@ -167,10 +169,10 @@ TEST_F(Clip, GivenNormThatIsNegativeOrNotFiniteMeansOverflow) {
             const Scaler scaler = make_scaler(ctx, 8);
             desc.scaler = scaler.get();
             desc.nonfinite = policy;
-            Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
+            Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
             const Snapshot before = trainer.snapshot();
             ASSERT_TRUE(
-                ok(trainer.step({Array(DSOPT_F16, {3, 4})}, [&](dsopt_step &step) { step.grad_norms = &norm; })));
+                ok(trainer.step({Array(DSOPT_DTYPE_F16, {3, 4})}, [&](dsopt_step &step) { step.grad_norms = &norm; })));
             const bool skips = policy != DSOPT_NONFINITE_APPLY;
             EXPECT_EQ(trainer.report().last_skipped, skips);
             EXPECT_EQ(info_of(scaler).scale, skips ? 4 : 8);
@@ -181,7 +183,7 @@ TEST_F(Clip, GivenNormThatIsNegativeOrNotFiniteMeansOverflow) {
 TEST_F(Clip, HugeFiniteGradientsHaveAFiniteNorm) {
     // Squares of 1e30 are past fp32: the original took the norm for 1 and let them through.
     desc.max_norm = 1;
-    for (const int32_t dtype : {DSOPT_BF16, DSOPT_F32}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32}) {
         Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(dtype, 100, 1)});
         const Array huge(dtype, 100, 1e30f);
         ASSERT_TRUE(ok(trainer.step({huge})));
@@ -202,8 +204,8 @@ TEST_F(Nonfinite, AutoLooksOnlyWhereGradientsAreReadAnyway) {
             desc.max_norm = reader == 1;
             desc.scaler = reader == 3 ? scaler.get() : nullptr;
             Trainer trainer(ctx, desc, watching(reader == 2),
-                            std::vector<Array>{Array(DSOPT_BF16, 3, 1), Array(DSOPT_F32, 3, 1)});
-            ASSERT_TRUE(ok(trainer.step({Array(DSOPT_BF16, 3, 1), Array(DSOPT_F32, {1, kNaN, kInf})})));
+                            std::vector<Array>{Array(DSOPT_DTYPE_BF16, 3, 1), Array(DSOPT_DTYPE_F32, 3, 1)});
+            ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_BF16, 3, 1), Array(DSOPT_DTYPE_F32, {1, kNaN, kInf})})));
             const dsopt_report report = trainer.report();
             const bool looks = policy == DSOPT_NONFINITE_SKIP || reader != 0;
             const bool skips = policy != DSOPT_NONFINITE_APPLY && looks;
@@ -218,13 +220,13 @@ TEST_F(Nonfinite, AutoLooksOnlyWhereGradientsAreReadAnyway) {
 TEST_F(Nonfinite, ReportNamesTheFirstBadTensorAndItsKind) {
     desc.nonfinite = DSOPT_NONFINITE_SKIP;
     Trainer trainer(ctx, desc);
-    must(trainer.add_group(watching(), {{Array(DSOPT_F16, 3, 1), "a"},
-                                        {Array(DSOPT_F16, 0, 1), "empty"},
-                                        {Array(DSOPT_F32, 9000, 1), "Gewicht ü"},
-                                        {Array(DSOPT_BF16, 3, 1), "c"}}));
+    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 3, 1), "a"},
+                                        {Array(DSOPT_DTYPE_F16, 0, 1), "empty"},
+                                        {Array(DSOPT_DTYPE_F32, 9000, 1), "Gewicht ü"},
+                                        {Array(DSOPT_DTYPE_BF16, 3, 1), "c"}}));
     const auto step = [&](int64_t tensor, std::vector<std::pair<size_t, float>> bad) {
-        std::vector<Array> grads = {Array(DSOPT_F16, 3, 1), Array(DSOPT_F16, 0, 1), Array(DSOPT_F32, 9000, 1),
-                                    Array(DSOPT_BF16, 3, 1)};
+        std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F16, 0, 1),
+                                    Array(DSOPT_DTYPE_F32, 9000, 1), Array(DSOPT_DTYPE_BF16, 3, 1)};
         for (const auto &[place, value] : bad) grads[size_t(tensor)].set(place, value);
         must(trainer.step(grads));
         return trainer.report();
@@ -251,8 +253,8 @@ TEST_F(Nonfinite, ReportNamesTheFirstBadTensorAndItsKind) {
 
 TEST_F(Nonfinite, EveryElementOfALeafMayBeBad) {
     desc.nonfinite = DSOPT_NONFINITE_SKIP;
-    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F16, 10000, 1)});
-    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 10000, kNaN)})));
+    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 10000, 1)});
+    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 10000, kNaN)})));
     EXPECT_EQ(trainer.report().nonfinite, 10000);
     EXPECT_EQ(trainer.report().kind, 2);
 }
@@ -260,10 +262,11 @@ TEST_F(Nonfinite, EveryElementOfALeafMayBeBad) {
 TEST_F(Nonfinite, BadGradScaleSkips) {
     const Scaler scaler = make_scaler(ctx, 8);
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
+    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
     for (const float scale : {0.0f, -1.0f, kInf, kNaN}) {
         const std::string before = trainer.weight().bytes();
-        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 2, 1)}, [&](dsopt_step &step) { step.grad_scale = &scale; })));
+        ASSERT_TRUE(
+            ok(trainer.step({Array(DSOPT_DTYPE_F16, 2, 1)}, [&](dsopt_step &step) { step.grad_scale = &scale; })));
         EXPECT_EQ(trainer.report().last_skipped, 1);
         EXPECT_EQ(trainer.weight().bytes(), before);
     }
@@ -276,8 +279,9 @@ TEST_F(Report, TimesPhasesOnlyWhenAsked) {
     desc.max_norm = 1;
     for (const bool timing : {false, true}) {
         desc.flags = timing ? DSOPT_OPTIMIZER_TIMING : 0;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 50000, 1)});
-        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 50000, 1)})));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                        std::vector<Array>{Array(DSOPT_DTYPE_F16, 50000, 1)});
+        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 50000, 1)})));
         const dsopt_report report = trainer.report();
         for (const int phase :
              {DSOPT_MS_OVERFLOW_CHECK, DSOPT_MS_COMPUTE_NORM, DSOPT_MS_UNSCALE_AND_CLIP, DSOPT_MS_BASIC_STEP}) {
@@ -290,13 +294,13 @@ TEST_F(Report, TimesPhasesOnlyWhenAsked) {
 
 TEST_F(Report, HasTheNormsOfWeightsAndUpdatesOfMasters) {
     desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_LAMB}) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
         Trainer trainer(ctx, desc, group_of(algorithm), weights());
         EXPECT_TRUE(std::isnan(trainer.report().weight_norm));
         std::vector<Array> before, after, change;
         const auto masters = [&] {
             std::vector<Array> list;
-            for (int64_t i = 0; i < 2; ++i) list.emplace_back(DSOPT_F32, trainer.state("master", i));
+            for (int64_t i = 0; i < 2; ++i) list.emplace_back(DSOPT_DTYPE_F32, trainer.state("master", i));
             list.push_back(trainer.weight(2));
             return list;
         };
@@ -308,14 +312,14 @@ TEST_F(Report, HasTheNormsOfWeightsAndUpdatesOfMasters) {
         for (size_t i = 0; i < 3; ++i) {
             std::vector<float> difference = after[i].floats();
             for (size_t k = 0; k < difference.size(); ++k) difference[k] -= before[i][k];
-            change.emplace_back(DSOPT_F32, difference);
+            change.emplace_back(DSOPT_DTYPE_F32, difference);
         }
         expect_near(trainer.report().weight_norm, norm_of(before));
         // LAMB's is taken before the change is rounded into the weight.
-        expect_near(trainer.report().update_norm, norm_of(change), algorithm == DSOPT_LAMB ? 1e-5 : 1e-12);
-        EXPECT_EQ(report[DSOPT_R_WEIGHT_NORM], float(trainer.report().weight_norm));
-        EXPECT_EQ(report[DSOPT_R_UPDATE_NORM], float(trainer.report().update_norm));
-        EXPECT_TRUE(std::isnan(report[DSOPT_R_GRAD_NORM])) << "not computed";
+        expect_near(trainer.report().update_norm, norm_of(change), algorithm == DSOPT_ALGORITHM_LAMB ? 1e-5 : 1e-12);
+        EXPECT_EQ(report[DSOPT_REPORT_WEIGHT_NORM], float(trainer.report().weight_norm));
+        EXPECT_EQ(report[DSOPT_REPORT_UPDATE_NORM], float(trainer.report().update_norm));
+        EXPECT_TRUE(std::isnan(report[DSOPT_REPORT_GRAD_NORM])) << "not computed";
         const int32_t skip = 1;
         must(trainer.step(grads(1), [&](dsopt_step &step) { step.skip = &skip; }));
         EXPECT_TRUE(std::isnan(trainer.report().update_norm));
@@ -326,7 +330,7 @@ TEST_F(Report, OnTheDeviceSaysTheSameAsTheHosts) {
     const Scaler scaler = make_scaler(ctx, 16, 1);
     desc.scaler = scaler.get();
     desc.max_norm = 0.5;
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), weights());
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights());
     for (int step = 0; step < 6; ++step) {
         std::vector<Array> g = grads(16);
         if (step == 2 || step == 3) g[1].set(0, kNaN);
@@ -335,15 +339,15 @@ TEST_F(Report, OnTheDeviceSaysTheSameAsTheHosts) {
         ASSERT_TRUE(ok(trainer.step(g, [&](dsopt_step &s) { s.report = device.data(); })));
         const dsopt_report host = trainer.report();
         std::vector<float> wanted(DSOPT_REPORT_FLOATS, 0.0f);
-        wanted[DSOPT_R_SKIPPED] = float(host.last_skipped);
-        wanted[DSOPT_R_GRAD_NORM] = float(host.grad_norm);
-        wanted[DSOPT_R_WEIGHT_NORM] = wanted[DSOPT_R_UPDATE_NORM] = kNaN;
-        wanted[DSOPT_R_NONFINITE] = float(host.nonfinite);
-        wanted[DSOPT_R_FIRST_BAD] = float(host.first_bad);
-        wanted[DSOPT_R_DIVISOR] = float(host.divisor);
-        wanted[DSOPT_R_SCALE_USED] = float(host.scale_used);
-        wanted[DSOPT_R_SCALE_NEXT] = float(host.loss_scale);
-        wanted[DSOPT_R_SKIPPED_IN_ROW] = float(info_of(scaler).skipped_in_row);
+        wanted[DSOPT_REPORT_SKIPPED] = float(host.last_skipped);
+        wanted[DSOPT_REPORT_GRAD_NORM] = float(host.grad_norm);
+        wanted[DSOPT_REPORT_WEIGHT_NORM] = wanted[DSOPT_REPORT_UPDATE_NORM] = kNaN;
+        wanted[DSOPT_REPORT_NONFINITE] = float(host.nonfinite);
+        wanted[DSOPT_REPORT_FIRST_BAD] = float(host.first_bad);
+        wanted[DSOPT_REPORT_DIVISOR] = float(host.divisor);
+        wanted[DSOPT_REPORT_SCALE_USED] = float(host.scale_used);
+        wanted[DSOPT_REPORT_SCALE_NEXT] = float(host.loss_scale);
+        wanted[DSOPT_REPORT_SKIPPED_IN_ROW] = float(info_of(scaler).skipped_in_row);
         EXPECT_TRUE(same_bits({device.begin(), device.end()}, wanted)) << "step " << step;
         EXPECT_EQ(host.last_skipped, step == 2 || step == 3);
     }
@@ -354,8 +358,8 @@ TEST_F(Report, SkipBudgetStopsTheRunUntilItIsForgiven) {
     const Scaler scaler = make_scaler(ctx, 1024);
     desc.scaler = scaler.get();
     desc.skip_budget = 3;
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-    const std::vector<Array> good = {Array(DSOPT_F16, 2, 1)}, bad = {Array(DSOPT_F16, 2, kInf)};
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+    const std::vector<Array> good = {Array(DSOPT_DTYPE_F16, 2, 1)}, bad = {Array(DSOPT_DTYPE_F16, 2, kInf)};
     for (const auto *g : {&bad, &bad, &good, &bad, &bad, &bad}) ASSERT_TRUE(ok(trainer.step(*g)));
     const Snapshot before = trainer.snapshot();
     for (const auto *g : {&good, &bad}) {
@@ -366,11 +370,11 @@ TEST_F(Report, SkipBudgetStopsTheRunUntilItIsForgiven) {
     }
     EXPECT_TRUE(same(before, trainer.snapshot()));
     EXPECT_EQ(trainer.report().calls, 6);
-    EXPECT_EQ(trainer.get(DSOPT_SKIP_BUDGET), 3);
-    ASSERT_TRUE(ok(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET, 1)));
+    EXPECT_EQ(trainer.get(DSOPT_KEY_SKIP_BUDGET), 3);
+    ASSERT_TRUE(ok(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 1)));
     ASSERT_TRUE(ok(trainer.step(bad)));
     EXPECT_TRUE(fails(trainer.step(good), DSOPT_ERR_SKIPS));
-    ASSERT_TRUE(ok(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET, 0)));
+    ASSERT_TRUE(ok(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 0)));
     for (int i = 0; i < 20; ++i) ASSERT_TRUE(ok(trainer.step(bad)));
     ASSERT_TRUE(ok(trainer.step(good)));
     EXPECT_EQ(trainer.report().skipped_in_row, 0);
@@ -389,7 +393,7 @@ TEST_F(Clip, RefusesLimitsThatAreNoLimits) {
         desc.max_value = value;
         EXPECT_TRUE(fails(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "max_value"));
         Trainer trainer(ctx, empty(), watching(), std::vector<Array>{});
-        for (const int32_t key : {DSOPT_MAX_NORM, DSOPT_MAX_VALUE, DSOPT_GROUP_MAX_NORM})
+        for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_GROUP_MAX_NORM})
             EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, key, value), DSOPT_ERR_ARGUMENT));
     }
     desc = empty();

@@ -128,7 +128,7 @@ TEST_F(LocalComm, LeavingAfterTheLastCallDisturbsNobody) {
 TEST_F(LocalComm, DifferentCallsAreNamed) {
     const std::vector<Comm> comms = group(3);
     run_ranks(3, [&](int rank) {
-        const Array one(DSOPT_F32, 1, 1);
+        const Array one(DSOPT_DTYPE_F32, 1, 1);
         const dsopt_tensor tensor = one.tensor();
         dsopt_norm_result result;
         const int32_t kind = rank == 1 ? DSOPT_NORM_MAX : DSOPT_NORM_L2; // another reduction
@@ -147,8 +147,8 @@ TEST_F(LocalComm, DifferentSizesAreNamed) {
         Trainer trainer(ctx, desc);
         std::vector<Array> grads;
         for (int g = 0; g <= rank; ++g) { // one group, two groups
-            must(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 3, 1)}}));
-            grads.emplace_back(DSOPT_F32, 3, 1.0f);
+            must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 3, 1)}}));
+            grads.emplace_back(DSOPT_DTYPE_F32, 3, 1.0f);
         }
         const Snapshot before = trainer.snapshot();
         EXPECT_TRUE(fails(trainer.step(grads), DSOPT_ERR_COMM, "sizes"));
@@ -172,9 +172,10 @@ TEST_F(LocalComm, CountsCallsAndBytes) {
             EXPECT_EQ(info_of(comm).bytes_sent, 0);
             DSOPT_NEW(dsopt_optimizer_desc, desc);
             desc.data = comm.get();
-            Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+            Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                            std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
             for (int64_t step = 1; step <= 4; ++step) {
-                must(trainer.step({Array(DSOPT_F16, 3, 1)}));
+                must(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)}));
                 // The data ranks agree on one double.
                 EXPECT_EQ(info_of(comm).calls, ranks == 1 ? 0 : step);
                 EXPECT_EQ(info_of(comm).bytes_sent, step * (8 * 2 * (ranks - 1) / ranks));
@@ -189,9 +190,9 @@ TEST_F(LocalComm, LivesAsLongAsAnOptimizerUsesIt) {
     run_ranks(2, [&](int rank) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.data = comms[size_t(rank)].get();
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
         comms[size_t(rank)].reset();
-        for (int step = 0; step < 3; ++step) EXPECT_TRUE(ok(trainer.step({Array(DSOPT_F16, 3, 1)})));
+        for (int step = 0; step < 3; ++step) EXPECT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)})));
     });
 }
 
@@ -230,12 +231,12 @@ struct Fake {
         fake.after_destroy = fake.after_destroy || fake.destroyed != 0;
         ++fake.calls;
         if (fake.fail_with != 0) return fake.fail_with;
-        fake.bytes += count * (dtype == DSOPT_F64 ? 8 : 4);
+        fake.bytes += count * (dtype == DSOPT_DTYPE_F64 ? 8 : 4);
         for (int64_t i = 0; i < count; ++i) {
-            const double factor = op == DSOPT_SUM ? 4 : 1;
-            if (dtype == DSOPT_F64)
+            const double factor = op == DSOPT_OP_SUM ? 4 : 1;
+            if (dtype == DSOPT_DTYPE_F64)
                 static_cast<double *>(recv)[i] = factor * static_cast<const double *>(send)[i];
-            else if (dtype == DSOPT_F32)
+            else if (dtype == DSOPT_DTYPE_F32)
                 static_cast<float *>(recv)[i] = float(factor) * static_cast<const float *>(send)[i];
             else
                 static_cast<int32_t *>(recv)[i] = int32_t(factor) * static_cast<const int32_t *>(send)[i];
@@ -260,7 +261,7 @@ struct Fake {
 
 Comm table_comm(const Context &ctx, const dsopt_comm_table &table) {
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     dsopt_comm *comm = nullptr;
     must(dsopt_comm_create(ctx.get(), &desc, &comm));
@@ -347,10 +348,10 @@ TEST(TableComm, IsDestroyedOnceAndAfterTheOptimizerThatUsesIt) {
         Comm comm = table_comm(ctx, fake.table());
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.data = desc.model = comm.get();
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
         comm.reset();
         EXPECT_EQ(fake.destroyed, 0);
-        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 3, 1)})));
+        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)})));
         EXPECT_GT(fake.calls, 0);
     }
     EXPECT_EQ(fake.destroyed, 1);
@@ -392,37 +393,37 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
         {"self with a time-out", [](Desc &d) { d.timeout_ms = 5; }, DSOPT_ERR_UNSUPPORTED},
         {"self with an id", [](Desc &d) { d.id = id.data(), d.id_bytes = 16; }, DSOPT_ERR_UNSUPPORTED},
         {"self with a table", [](Desc &d) { d.table = &good; }, DSOPT_ERR_UNSUPPORTED},
-        {"local without an id", [](Desc &d) { d.kind = DSOPT_COMM_LOCAL, d.ranks = 1; }, DSOPT_ERR_ARGUMENT},
+        {"local without an id", [](Desc &d) { d.kind = DSOPT_COMM_KIND_LOCAL, d.ranks = 1; }, DSOPT_ERR_ARGUMENT},
         {"local with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.id_bytes = 8; }, DSOPT_ERR_ARGUMENT},
         {"local without ranks", [](Desc &d) { d = local_desc(id, 0, 0); }, DSOPT_ERR_ARGUMENT},
         {"local rank below", [](Desc &d) { d = local_desc(id, -1, 2); }, DSOPT_ERR_ARGUMENT},
         {"local rank above", [](Desc &d) { d = local_desc(id, 2, 2); }, DSOPT_ERR_ARGUMENT},
         {"local time-out", [](Desc &d) { d = local_desc(id, 0, 1, -2); }, DSOPT_ERR_ARGUMENT},
         {"local with a table", [](Desc &d) { d = local_desc(id, 0, 1), d.table = &good; }, DSOPT_ERR_UNSUPPORTED},
-        {"table missing", [](Desc &d) { d.kind = DSOPT_COMM_TABLE; }, DSOPT_ERR_ARGUMENT},
-        {"table with a time-out", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &good, d.timeout_ms = 5; },
+        {"table missing", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE; }, DSOPT_ERR_ARGUMENT},
+        {"table with a time-out", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.timeout_ms = 5; },
          DSOPT_ERR_UNSUPPORTED},
-        {"table with ranks", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &good, d.ranks = 4; },
+        {"table with ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.ranks = 4; },
          DSOPT_ERR_UNSUPPORTED},
-        {"table without ranks", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &ranks; }, DSOPT_ERR_ARGUMENT},
-        {"table rank", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &rank; }, DSOPT_ERR_ARGUMENT},
-        {"table functions", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &functions; }, DSOPT_ERR_ARGUMENT},
-        {"table memory", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &memory; }, DSOPT_ERR_ARGUMENT},
-        {"table reserved", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &reserved; }, DSOPT_ERR_ARGUMENT},
-        {"table with native", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &good, d.native = &fake; },
+        {"table without ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &ranks; }, DSOPT_ERR_ARGUMENT},
+        {"table rank", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &rank; }, DSOPT_ERR_ARGUMENT},
+        {"table functions", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &functions; }, DSOPT_ERR_ARGUMENT},
+        {"table memory", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &memory; }, DSOPT_ERR_ARGUMENT},
+        {"table reserved", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &reserved; }, DSOPT_ERR_ARGUMENT},
+        {"table with native", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.native = &fake; },
          DSOPT_ERR_UNSUPPORTED},
-        {"self that enqueues", [](Desc &d) { d.flags = DSOPT_COMM_ENQUEUE; }, DSOPT_ERR_UNSUPPORTED},
+        {"self that enqueues", [](Desc &d) { d.flags = DSOPT_COMM_FLAG_ENQUEUE; }, DSOPT_ERR_UNSUPPORTED},
         {"table that enqueues",
-         [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &good, d.flags = DSOPT_COMM_ENQUEUE; },
+         [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.flags = DSOPT_COMM_FLAG_ENQUEUE; },
          DSOPT_ERR_UNSUPPORTED},
         {"flags", [](Desc &d) { d.flags = 2; }, DSOPT_ERR_ARGUMENT},
         {"reserved", [](Desc &d) { d.reserved = 1; }, DSOPT_ERR_ARGUMENT},
         {"local with native", [](Desc &d) { d = local_desc(id, 0, 1), d.native = &fake; }, DSOPT_ERR_UNSUPPORTED},
-        {"hccl native with ranks", [](Desc &d) { d.kind = DSOPT_COMM_HCCL, d.ranks = 2, d.native = &fake; },
+        {"hccl native with ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_HCCL, d.ranks = 2, d.native = &fake; },
          DSOPT_ERR_UNSUPPORTED},
-        {"hccl with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.kind = DSOPT_COMM_HCCL; },
+        {"hccl with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.kind = DSOPT_COMM_KIND_HCCL; },
          DSOPT_ERR_ARGUMENT},
-        {"table size", [](Desc &d) { d.kind = DSOPT_COMM_TABLE, d.table = &short_one; }, DSOPT_ERR_VERSION},
+        {"table size", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &short_one; }, DSOPT_ERR_VERSION},
         {"desc size", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
     };
     const Context ctx = make_context(1);
@@ -444,19 +445,19 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
 
 TEST(CommId, HasASizeAndIsNeverTheSame) {
     size_t bytes = 0;
-    ASSERT_TRUE(ok(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, nullptr, &bytes)));
+    ASSERT_TRUE(ok(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, nullptr, &bytes)));
     EXPECT_EQ(bytes, 16u);
     char id[32];
     bytes = 15;
-    EXPECT_TRUE(fails(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, &bytes), DSOPT_ERR_SHAPE, "16"));
+    EXPECT_TRUE(fails(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes), DSOPT_ERR_SHAPE, "16"));
     EXPECT_EQ(bytes, 15u);
     bytes = sizeof id;
-    ASSERT_TRUE(ok(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, &bytes)));
+    ASSERT_TRUE(ok(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes)));
     EXPECT_EQ(bytes, 16u);
     EXPECT_NE(new_id(), new_id());
-    for (const int32_t kind : {int(DSOPT_COMM_SELF), int(DSOPT_COMM_TABLE), 99})
+    for (const int32_t kind : {int(DSOPT_COMM_KIND_SELF), int(DSOPT_COMM_KIND_TABLE), 99})
         EXPECT_TRUE(fails(dsopt_comm_unique_id(kind, id, &bytes), DSOPT_ERR_UNSUPPORTED));
-    EXPECT_TRUE(fails(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id, nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(fails(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, nullptr), DSOPT_ERR_ARGUMENT));
 }
 
 } // namespace

@@ -24,7 +24,7 @@ Numbers grown(const dsopt_comm_info &now, const dsopt_comm_info &then, int kind)
 }
 void expect_sums(const dsopt_comm_info &info) {
     Numbers sum{};
-    for (int kind = 0; kind < DSOPT_COLLECTIVES; ++kind) {
+    for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
         const Numbers n = of(info, kind);
         sum = {sum.calls + n.calls, sum.sent + n.sent, sum.received + n.received};
         if (kind > DSOPT_COLLECTIVE_BARRIER) { EXPECT_EQ(n, (Numbers{0, 0, 0})) << kind; }
@@ -37,7 +37,7 @@ TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
     for (const int ranks : {2, 3, 4})
         with_ranks(ranks, [&](int, const Context &, const Comm &comm) {
             // Two tensors of whole words; a chunk of the second half of the ranks has both.
-            Array a(DSOPT_F32, 9600, 1), b(DSOPT_F32, 14400, -1);
+            Array a(DSOPT_DTYPE_F32, 9600, 1), b(DSOPT_DTYPE_F32, 14400, -1);
             const std::vector<dsopt_tensor> list = {a.tensor(), b.tensor()};
             DSOPT_NEW(dsopt_compressed, args);
             args.tensors = list.data();
@@ -70,8 +70,8 @@ TEST(CommCounts, OfStepsOfOneBitAdamFollowItsSchedule) {
     constexpr int64_t numel = 32768;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{numel}, ranks};
-        Trainer trainer =
-            trainer_of(ctx, comm, group_for(DSOPT_ONEBIT_ADAM, 2), problem.weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights(),
+                                     DSOPT_OPTIMIZER_AVERAGES);
         // Whether to skip is a double; where gradients are local the squares of the group and of all go with it.
         const int64_t agree = 8 * 2 * 3 / 4, norms = 3 * agree;
         const int64_t mean = numel * 4 * 2 * 3 / 4, bits = 3 * (numel / 4 / 8 + 4);
@@ -101,7 +101,7 @@ TEST(PhaseTimes, OfAnExchangeAreThereInStepsThatHaveOneAndWhenAskedFor) {
                     must(trainer.step(problem.wanted(what, rank, call)));
                     const dsopt_report report = trainer.report();
                     for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
-                        EXPECT_EQ(report.ms[phase] > 0, timing != 0 && what == DSOPT_REDUCE_COMPRESSED)
+                        EXPECT_EQ(report.ms[phase] > 0, timing != 0 && what == DSOPT_REDUCTION_COMPRESSED)
                             << name_of(algorithm) << ", phase " << phase << ", call " << call;
                 }
             });
@@ -110,9 +110,10 @@ TEST(PhaseTimes, OfAnExchangeAreThereInStepsThatHaveOneAndWhenAskedFor) {
 TEST(CommCounts, OfAllReducesAreTwiceTheDataLessARanksShare) {
     for (const int ranks : {1, 2, 3, 5})
         with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
-            Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F32, 9, 1)});
+            Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM),
+                            std::vector<Array>{Array(DSOPT_DTYPE_F32, 9, 1)});
             for (int64_t call = 1; call <= 3; ++call) { // one double, whether to skip
-                ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F32, 9, 1)})));
+                ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F32, 9, 1)})));
                 const int64_t bytes = call * (2 * 8 * (ranks - 1) / ranks);
                 EXPECT_EQ(of(info_of(comm), DSOPT_COLLECTIVE_ALL_REDUCE),
                           (ranks == 1 ? kNothing : Numbers{call, bytes, bytes}));
@@ -141,14 +142,14 @@ Comm fake(const Context &ctx, unsigned functions, int result = 0) {
     if (functions & kCast)
         table.broadcast = [](void *self, void *, int64_t, int32_t, void *) { return *static_cast<int *>(self); };
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     dsopt_comm *comm = nullptr;
     must(dsopt_comm_create(ctx.get(), &desc, &comm));
     return Comm(comm);
 }
 dsopt_status compress(const Comm &comm, size_t numel) {
-    Array x(DSOPT_F32, numel, 1);
+    Array x(DSOPT_DTYPE_F32, numel, 1);
     const dsopt_tensor tensor = x.tensor();
     DSOPT_NEW(dsopt_compressed, args);
     args.tensors = &tensor;

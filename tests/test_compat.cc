@@ -25,7 +25,7 @@ dsopt_optimizer_desc bare() { return compat(DSOPT_MASTERS_PER_TENSOR, DSOPT_OPTI
 
 /// beta1 is 0 and there is no decay: exp_avg is the gradient as the rule saw it.
 dsopt_group watching() {
-    dsopt_group group = group_of(DSOPT_ADAM, 1e-2, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
     group.beta1 = 0;
     return group;
 }
@@ -42,36 +42,38 @@ double change_at(const dsopt_group &g, int t) {
 
 TEST(CompatCounter, IsOneAGroupRaisedForEveryDtypePresent) {
     const Context ctx = make_context(1);
-    dsopt_group group = group_of(DSOPT_ADAM, 0.125, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 0.125, 0);
     group.beta1 = 0.5;
     group.beta2 = 0.75;
     group.eps = 0;
     // Halves are counted first, then bf16, then fp32, all at the last tensor with a gradient.
     Trainer trainer(ctx, bare(), group,
-                    std::vector<Array>{Array(DSOPT_F32, 1, 1), Array(DSOPT_F16, 1, 1), Array(DSOPT_BF16, 1, 1),
-                                       Array(DSOPT_F32, 1, 1)});
-    ASSERT_TRUE(
-        ok(trainer.step({Array(DSOPT_F32, 1, 1), Array(DSOPT_F16, 1, 1), Array(DSOPT_BF16, 1, 1), Array::absent(1)})));
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1),
+                                       Array(DSOPT_DTYPE_BF16, 1, 1), Array(DSOPT_DTYPE_F32, 1, 1)});
+    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F32, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1),
+                                 Array(DSOPT_DTYPE_BF16, 1, 1), Array::absent(1)})));
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{0, 0, 3, 0}));
     EXPECT_NEAR(trainer.weight(1)[0], 1 - change_at(group, 1), 1e-3);
     EXPECT_NEAR(trainer.weight(2)[0], 1 - change_at(group, 2), 1e-2);
     EXPECT_NEAR(trainer.weight(0)[0], 1 - change_at(group, 3), 1e-6);
-    ASSERT_TRUE(ok(trainer.step({Array::absent(1), Array(DSOPT_F16, 1, 1), Array::absent(1), Array(DSOPT_F32, 1, 1)})));
+    ASSERT_TRUE(ok(trainer.step(
+        {Array::absent(1), Array(DSOPT_DTYPE_F16, 1, 1), Array::absent(1), Array(DSOPT_DTYPE_F32, 1, 1)})));
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{0, 0, 3, 2})) << "another tensor's counter";
 }
 
 TEST(StandardCounter, IsOneATensor) {
     const Context ctx = make_context(1);
-    dsopt_group group = group_of(DSOPT_ADAM, 0.125, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 0.125, 0);
     group.beta1 = 0.5;
     group.eps = 0;
     dsopt_optimizer_desc desc = standard();
     desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
-    Trainer trainer(ctx, desc, group,
-                    std::vector<Array>{Array(DSOPT_F32, 1, 1), Array(DSOPT_F16, 1, 1), Array(DSOPT_BF16, 1, 1)});
+    Trainer trainer(
+        ctx, desc, group,
+        std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_BF16, 1, 1)});
     for (int step = 0; step < 3; ++step)
-        must(trainer.step({Array(DSOPT_F32, 1, 1), step == 1 ? Array::absent(1) : Array(DSOPT_F16, 1, 1),
-                           step == 0 ? Array(DSOPT_BF16, 1, 1) : Array::absent(1)}));
+        must(trainer.step({Array(DSOPT_DTYPE_F32, 1, 1), step == 1 ? Array::absent(1) : Array(DSOPT_DTYPE_F16, 1, 1),
+                           step == 0 ? Array(DSOPT_DTYPE_BF16, 1, 1) : Array::absent(1)}));
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{3, 2, 1}));
     EXPECT_NEAR(trainer.weight(1)[0], 0.75, 1e-3); // two first and second steps of lr each
     EXPECT_NEAR(trainer.weight(2)[0], 0.875, 1e-2);
@@ -81,16 +83,16 @@ TEST(StandardCounter, IsOneATensor) {
 TEST(CompatOneMinusBeta, IsTakenInFp32) {
     const Context ctx = make_context(1);
     for (const dsopt_optimizer_desc &desc : {flat(), per_tensor(), compat(DSOPT_MASTERS_PER_TENSOR)}) {
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM, 1e-3, 0), one(DSOPT_F16));
-        ASSERT_TRUE(ok(trainer.step(one(DSOPT_F16))));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM, 1e-3, 0), one(DSOPT_DTYPE_F16));
+        ASSERT_TRUE(ok(trainer.step(one(DSOPT_DTYPE_F16))));
         EXPECT_EQ(trainer.first("exp_avg"), 1.0f - 0.9f);
         EXPECT_EQ(trainer.first("exp_avg_sq"), 1.0f - 0.999f);
     }
 }
 TEST(StandardOneMinusBeta, IsTakenInDoubleAndRoundedOnce) {
     const Context ctx = make_context(1);
-    Trainer trainer(ctx, standard(), group_of(DSOPT_ADAM, 1e-3, 0), one(DSOPT_F16));
-    ASSERT_TRUE(ok(trainer.step(one(DSOPT_F16))));
+    Trainer trainer(ctx, standard(), group_of(DSOPT_ALGORITHM_ADAM, 1e-3, 0), one(DSOPT_DTYPE_F16));
+    ASSERT_TRUE(ok(trainer.step(one(DSOPT_DTYPE_F16))));
     EXPECT_EQ(trainer.first("exp_avg"), float(1.0 - 0.9));
     EXPECT_EQ(trainer.first("exp_avg_sq"), float(1.0 - 0.999));
     EXPECT_NE(float(1.0 - 0.9), 1.0f - 0.9f);
@@ -104,12 +106,12 @@ std::vector<double> applied(const dsopt_optimizer_desc &wanted, std::vector<doub
     const Scaler scaler = make_scaler(ctx, 8, 2);
     dsopt_optimizer_desc desc = wanted;
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, watching(), one(DSOPT_F16));
+    Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     std::vector<double> seen;
     const double scales[] = {8, 8, 16, 16, 32, 16, 16, 16, 32};
     for (int call = 0; call < 9; ++call) {
         const float used = *dsopt_scaler_device_scale(scaler.get());
-        must(trainer.step(one(DSOPT_F16, call == 5 ? kInf : used)));
+        must(trainer.step(one(DSOPT_DTYPE_F16, call == 5 ? kInf : used)));
         const dsopt_report report = trainer.report();
         seen.push_back(report.last_skipped ? 0 : double(trainer.first("exp_avg")));
         EXPECT_EQ(report.scale_used, double(used));
@@ -139,40 +141,41 @@ TEST(CompatConstruction, StepsOnceOnZeroGradients) {
     struct {
         int32_t algorithm;
         float master;
-    } const cases[] = {{DSOPT_ADAMW, 0.99f}, {DSOPT_ADAM, 0.9f}};
+    } const cases[] = {{DSOPT_ALGORITHM_ADAMW, 0.99f}, {DSOPT_ALGORITHM_ADAM, 0.9f}};
     for (const dsopt_optimizer_desc &desc : {flat(), per_tensor()})
         for (const auto &test : cases) {
-            Trainer trainer(ctx, desc, group_of(test.algorithm, 0.1, 0.1), one(DSOPT_F16));
+            Trainer trainer(ctx, desc, group_of(test.algorithm, 0.1, 0.1), one(DSOPT_DTYPE_F16));
             EXPECT_EQ(trainer.state().back().tensor.data, nullptr) << "asking for the list is not using it";
             EXPECT_FLOAT_EQ(trainer.first("master"), test.master);
             EXPECT_EQ(trainer.weight()[0], 1) << "the model itself is not touched";
             EXPECT_EQ(trainer.first("step", -1), 1);
             EXPECT_EQ(trainer.report().calls, 0);
-            ASSERT_TRUE(ok(trainer.step(one(DSOPT_F16))));
+            ASSERT_TRUE(ok(trainer.step(one(DSOPT_DTYPE_F16))));
             EXPECT_EQ(trainer.first("step", -1), 2);
         }
-    Trainer lamb(ctx, per_tensor(), group_of(DSOPT_LAMB, 0.1, 0.1), one(DSOPT_F16)); // trust ratio 10, u = 0.1
+    Trainer lamb(ctx, per_tensor(), group_of(DSOPT_ALGORITHM_LAMB, 0.1, 0.1),
+                 one(DSOPT_DTYPE_F16)); // trust ratio 10, u = 0.1
     EXPECT_NEAR(lamb.first("master"), 1 - 0.1 * std::sqrt(1 - 0.999) / (1 - 0.9) * 10 * 0.1, 1e-6);
 }
 TEST(CompatConstruction, IsDoneByTheFirstStepTooAndNotByALoad) {
     const Context ctx = make_context(1);
-    Trainer stepped(ctx, flat(), group_of(DSOPT_ADAMW, 0.1, 0.1), one(DSOPT_F16));
-    Trainer exported(ctx, flat(), group_of(DSOPT_ADAMW, 0.1, 0.1), one(DSOPT_F16));
+    Trainer stepped(ctx, flat(), group_of(DSOPT_ALGORITHM_ADAMW, 0.1, 0.1), one(DSOPT_DTYPE_F16));
+    Trainer exported(ctx, flat(), group_of(DSOPT_ALGORITHM_ADAMW, 0.1, 0.1), one(DSOPT_DTYPE_F16));
     (void)exported.snapshot();
-    must(stepped.step(one(DSOPT_F16)));
-    must(exported.step(one(DSOPT_F16)));
+    must(stepped.step(one(DSOPT_DTYPE_F16)));
+    must(exported.step(one(DSOPT_DTYPE_F16)));
     EXPECT_TRUE(same(stepped.snapshot(), exported.snapshot()));
     File file;
     must(file.save(stepped));
-    Trainer loaded(ctx, flat(), group_of(DSOPT_ADAMW, 0.1, 0.1), one(DSOPT_F16));
+    Trainer loaded(ctx, flat(), group_of(DSOPT_ALGORITHM_ADAMW, 0.1, 0.1), one(DSOPT_DTYPE_F16));
     must(file.load(loaded));
     EXPECT_EQ(loaded.first("master"), stepped.first("master"));
     EXPECT_EQ(loaded.first("step", -1), 2);
 }
 TEST(StandardConstruction, TouchesNothing) {
     const Context ctx = make_context(1);
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB}) {
-        Trainer trainer(ctx, standard(), group_of(algorithm, 0.1, 0.1), one(DSOPT_F16));
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
+        Trainer trainer(ctx, standard(), group_of(algorithm, 0.1, 0.1), one(DSOPT_DTYPE_F16));
         EXPECT_EQ(trainer.first("master"), 1);
         EXPECT_EQ(trainer.first("step", -1), 0);
     }
@@ -200,10 +203,10 @@ TEST(CompatHysteresis, IsRefusedFromACheckpointToo) {
     const Scaler patient = make_scaler(ctx, with), plain = make_scaler(ctx, 64);
     dsopt_optimizer_desc desc = standard();
     desc.scaler = patient.get();
-    Trainer saved(ctx, desc, watching(), one(DSOPT_F16));
+    Trainer saved(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     desc = flat();
     desc.scaler = plain.get();
-    Trainer loaded(ctx, desc, watching(), one(DSOPT_F16));
+    Trainer loaded(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     File file;
     must(file.save(saved));
     EXPECT_TRUE(fails(file.load(loaded), DSOPT_ERR_MISMATCH, "hysteresis"));
@@ -218,9 +221,9 @@ TEST(StandardHysteresis, IsHonoured) {
     const Scaler scaler = make_scaler(ctx, with);
     dsopt_optimizer_desc desc = standard();
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, watching(), one(DSOPT_F16));
+    Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     for (const double scale : {16.0, 8.0, 4.0}) {
-        must(trainer.step(one(DSOPT_F16, kInf)));
+        must(trainer.step(one(DSOPT_DTYPE_F16, kInf)));
         EXPECT_EQ(info_of(scaler).scale, scale);
     }
 }
@@ -232,8 +235,8 @@ double reported(dsopt_optimizer_desc desc) {
     const Scaler scaler = make_scaler(ctx, 16);
     desc.scaler = scaler.get();
     desc.max_norm = 100;
-    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-    must(trainer.step({Array(DSOPT_F16, {48, 64})}));
+    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+    must(trainer.step({Array(DSOPT_DTYPE_F16, {48, 64})}));
     EXPECT_EQ(trainer.report().divisor, 16);
     return trainer.report().grad_norm;
 }
@@ -247,8 +250,8 @@ TEST(StandardNorm, IsReportedUnscaled) { EXPECT_EQ(reported(standard()), 5); }
 double clipped_huge(dsopt_optimizer_desc desc, double *norm) {
     const Context ctx = make_context(1);
     desc.max_norm = 1;
-    Trainer trainer(ctx, desc, watching(), one(DSOPT_BF16));
-    must(trainer.step(one(DSOPT_BF16, 1e30f)));
+    Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_BF16));
+    must(trainer.step(one(DSOPT_DTYPE_BF16, 1e30f)));
     EXPECT_EQ(trainer.report().last_skipped, 0);
     *norm = trainer.report().grad_norm;
     return double(trainer.first("exp_avg"));
@@ -263,14 +266,14 @@ TEST(CompatNorm, ThatOverflowsFp32CountsAsOneAndHugeGradientsPass) {
 TEST(StandardNorm, IsTakenInDoubleAndClipsHugeGradients) {
     double norm = 0;
     EXPECT_NEAR(clipped_huge(standard(), &norm), 1, 1e-6);
-    expect_near(norm, double(rounded(1e30f, DSOPT_BF16)));
+    expect_near(norm, double(rounded(1e30f, DSOPT_DTYPE_BF16)));
 }
 TEST(StandardNorm, ThatIsNotFiniteSkipsTheStep) {
     const Context ctx = make_context(1);
     dsopt_optimizer_desc desc = standard();
     desc.max_norm = 1;
-    Trainer trainer(ctx, desc, watching(), one(DSOPT_BF16));
-    must(trainer.step(one(DSOPT_BF16, kInf)));
+    Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_BF16));
+    must(trainer.step(one(DSOPT_DTYPE_BF16, kInf)));
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(trainer.weight()[0], 1);
 }
@@ -278,8 +281,8 @@ TEST(StandardNorm, ThatIsNotFiniteSkipsTheStep) {
 // ------------------------------------------------------------------------------------- Inf and NaN without a scaler
 TEST(CompatNonfinite, IsReportedAndAppliedByTheFusedWrapper) {
     const Context ctx = make_context(1);
-    Trainer trainer(ctx, flat(), watching(), one(DSOPT_BF16));
-    must(trainer.step(one(DSOPT_BF16, kNaN)));
+    Trainer trainer(ctx, flat(), watching(), one(DSOPT_DTYPE_BF16));
+    must(trainer.step(one(DSOPT_DTYPE_BF16, kNaN)));
     EXPECT_EQ(trainer.report().nonfinite, 1);
     EXPECT_EQ(trainer.report().first_bad, 0);
     EXPECT_EQ(trainer.report().last_skipped, 0);
@@ -287,15 +290,15 @@ TEST(CompatNonfinite, IsReportedAndAppliedByTheFusedWrapper) {
 }
 TEST(CompatNonfinite, SkipsTheStepOfTheUnfusedWrapper) {
     const Context ctx = make_context(1);
-    Trainer trainer(ctx, per_tensor(), watching(), one(DSOPT_BF16));
-    must(trainer.step(one(DSOPT_BF16, kNaN)));
+    Trainer trainer(ctx, per_tensor(), watching(), one(DSOPT_DTYPE_BF16));
+    must(trainer.step(one(DSOPT_DTYPE_BF16, kNaN)));
     EXPECT_EQ(trainer.report().nonfinite, 1);
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(trainer.weight()[0], 1);
 }
 TEST(CompatNonfinite, IsAppliedWithoutAWrapper) {
     const Context ctx = make_context(1);
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_BF16}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         Trainer trainer(ctx, bare(), watching(), one(dtype));
         must(trainer.step(one(dtype, kNaN)));
         EXPECT_EQ(trainer.report().last_skipped, 0);
@@ -307,9 +310,10 @@ TEST(CompatNonfinite, PolicyHoldsWhereItIsSaid) {
     dsopt_optimizer_desc skip = flat(), apply = per_tensor();
     skip.nonfinite = DSOPT_NONFINITE_SKIP;
     apply.nonfinite = DSOPT_NONFINITE_APPLY;
-    Trainer skipping(ctx, skip, watching(), one(DSOPT_BF16)), applying(ctx, apply, watching(), one(DSOPT_BF16));
-    must(skipping.step(one(DSOPT_BF16, kNaN)));
-    must(applying.step(one(DSOPT_BF16, kNaN)));
+    Trainer skipping(ctx, skip, watching(), one(DSOPT_DTYPE_BF16)),
+        applying(ctx, apply, watching(), one(DSOPT_DTYPE_BF16));
+    must(skipping.step(one(DSOPT_DTYPE_BF16, kNaN)));
+    must(applying.step(one(DSOPT_DTYPE_BF16, kNaN)));
     EXPECT_EQ(skipping.report().last_skipped, 1);
     EXPECT_EQ(applying.report().last_skipped, 0);
 }
@@ -317,7 +321,7 @@ TEST(StandardNonfinite, SkipsBf16AndFp32WithThePolicySkip) {
     const Context ctx = make_context(1);
     dsopt_optimizer_desc desc = standard();
     desc.nonfinite = DSOPT_NONFINITE_SKIP;
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_BF16})
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
         for (const float bad : {kNaN, kInf}) {
             Trainer trainer(ctx, desc, watching(), one(dtype));
             must(trainer.step(one(dtype, bad)));
@@ -331,9 +335,9 @@ TEST(CompatGivenNorm, BelowZeroIsAnOverflow) {
     const Scaler scaler = make_scaler(ctx, 16);
     dsopt_optimizer_desc desc = flat();
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, watching(), one(DSOPT_F16));
+    Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     const float norm = -1; // what the original's get_weight_norm gives for a norm that is not finite
-    must(trainer.step(one(DSOPT_F16), [&](dsopt_step &step) { step.grad_norms = &norm; }));
+    must(trainer.step(one(DSOPT_DTYPE_F16), [&](dsopt_step &step) { step.grad_norms = &norm; }));
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(info_of(scaler).scale, 8);
 }
@@ -343,24 +347,24 @@ TEST(CompatGivenNorm, BelowZeroIsAnOverflow) {
 TEST(CompatAbsent, GradientsAreZerosForAWrapper) {
     const Context ctx = make_context(1);
     for (const dsopt_optimizer_desc &desc : {flat(), per_tensor()}) {
-        const auto two = std::vector<Array>{Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 1)};
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM, 0.1, 0), two),
-            zeros(ctx, desc, group_of(DSOPT_ADAM, 0.1, 0), two);
-        must(trainer.step({Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 1)}));
-        must(zeros.step({Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 1)}));
-        must(trainer.step({Array(DSOPT_F16, 1, 1), Array::absent(1)}));
-        must(zeros.step({Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 0)}));
+        const auto two = std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1)};
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM, 0.1, 0), two),
+            zeros(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM, 0.1, 0), two);
+        must(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1)}));
+        must(zeros.step({Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1)}));
+        must(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1), Array::absent(1)}));
+        must(zeros.step({Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 0)}));
         EXPECT_TRUE(same(trainer.snapshot(), zeros.snapshot()));
         EXPECT_EQ(trainer.state("step"), (std::vector<float>{3, 3}));
     }
 }
 TEST(StandardAbsent, GradientsLeaveTheTensorAndItsCounterAlone) {
     const Context ctx = make_context(1);
-    Trainer trainer(ctx, standard(), group_of(DSOPT_ADAM, 0.1, 0.1),
-                    std::vector<Array>{Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 1)});
-    must(trainer.step({Array(DSOPT_F16, 1, 1), Array(DSOPT_F16, 1, 1)}));
+    Trainer trainer(ctx, standard(), group_of(DSOPT_ALGORITHM_ADAM, 0.1, 0.1),
+                    std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1)});
+    must(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1)}));
     const Snapshot before = trainer.snapshot();
-    must(trainer.step({Array(DSOPT_F16, 1, 1), Array::absent(1)}));
+    must(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1), Array::absent(1)}));
     const Snapshot after = trainer.snapshot();
     for (const char *name : {"param 1", "master 1", "exp_avg 1", "exp_avg_sq 1"})
         EXPECT_EQ(before.at(name), after.at(name)) << name;
@@ -379,8 +383,8 @@ std::array<int, 2> skipped_ranks(const dsopt_optimizer_desc &wanted) {
         dsopt_optimizer_desc desc = wanted;
         desc.data = comm.get();
         desc.scaler = scaler.get();
-        Trainer trainer(ctx, desc, watching(), one(DSOPT_F16));
-        must(trainer.step(one(DSOPT_F16, rank == 0 ? kInf : 1)));
+        Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
+        must(trainer.step(one(DSOPT_DTYPE_F16, rank == 0 ? kInf : 1)));
         skipped[size_t(rank)] = trainer.report().last_skipped;
     });
     return skipped;
@@ -402,8 +406,8 @@ dsopt_report with_expert(dsopt_optimizer_desc desc) {
     desc.expert_count = 1;
     desc.max_norm = 1;
     Trainer trainer(ctx, desc, watching(),
-                    {{Array(DSOPT_F16, 2, 1), "dense"}, {Array(DSOPT_F16, {120, 160}), "expert", 0, 1}});
-    must(trainer.step({Array(DSOPT_F16, {3, 4}), Array(DSOPT_F16, {0, 12})}));
+                    {{Array(DSOPT_DTYPE_F16, 2, 1), "dense"}, {Array(DSOPT_DTYPE_F16, {120, 160}), "expert", 0, 1}});
+    must(trainer.step({Array(DSOPT_DTYPE_F16, {3, 4}), Array(DSOPT_DTYPE_F16, {0, 12})}));
     EXPECT_FLOAT_EQ(float(trainer.state("exp_avg", 1)[1]), float(12 / trainer.report().divisor))
         << "clipped like the others";
     return trainer.report();
@@ -435,8 +439,8 @@ void step_with_empty_tensors(dsopt_optimizer_desc desc, int32_t algorithm) {
     Random random(1);
     std::vector<Array> weights, grads;
     for (const size_t size : {0, 3, 0, 0, 5000, 0}) {
-        weights.emplace_back(DSOPT_F16, random.floats(size));
-        grads.emplace_back(DSOPT_F16, random.floats(size));
+        weights.emplace_back(DSOPT_DTYPE_F16, random.floats(size));
+        grads.emplace_back(DSOPT_DTYPE_F16, random.floats(size));
     }
     Trainer with(ctx, desc, group_of(algorithm), weights);
     desc.scaler = nullptr;
@@ -452,11 +456,12 @@ void step_with_empty_tensors(dsopt_optimizer_desc desc, int32_t algorithm) {
     EXPECT_EQ(with.report().grad_norm, without.report().grad_norm);
 }
 TEST(CompatEmptyTensors, AnywhereInTheListChangeNothing) {
-    step_with_empty_tensors(flat(), DSOPT_ADAM);
-    step_with_empty_tensors(per_tensor(), DSOPT_LAMB);
+    step_with_empty_tensors(flat(), DSOPT_ALGORITHM_ADAM);
+    step_with_empty_tensors(per_tensor(), DSOPT_ALGORITHM_LAMB);
 }
 TEST(StandardEmptyTensors, AnywhereInTheListChangeNothing) {
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
         step_with_empty_tensors(standard(), algorithm);
 }
 
@@ -464,12 +469,13 @@ TEST(CompatMoments, HaveTheParametersDtypeWithoutAWrapper) {
     const Context ctx = make_context(1);
     for (const bool original : {true, false}) {
         dsopt_optimizer_desc desc = bare();
-        desc.compat = original ? DSOPT_COMPAT_DEEPSPEED : DSOPT_STANDARD;
+        desc.compat = original ? DSOPT_COMPAT_DEEPSPEED : DSOPT_COMPAT_NONE;
         Trainer trainer(ctx, desc, watching(),
-                        std::vector<Array>{Array(DSOPT_F16, 1, 1), Array(DSOPT_BF16, 1, 1), Array(DSOPT_F32, 1, 1)});
+                        std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1), Array(DSOPT_DTYPE_BF16, 1, 1),
+                                           Array(DSOPT_DTYPE_F32, 1, 1)});
         for (const dsopt_state_info &entry : trainer.state()) {
             if (entry.param < 0) continue;
-            EXPECT_EQ(entry.tensor.dtype, original ? trainer.weight(size_t(entry.param)).dtype() : DSOPT_F32);
+            EXPECT_EQ(entry.tensor.dtype, original ? trainer.weight(size_t(entry.param)).dtype() : DSOPT_DTYPE_F32);
         }
     }
 }

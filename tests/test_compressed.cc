@@ -266,7 +266,7 @@ TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
         std::array<dsopt_tensor, 2> list{};
         for (size_t t = 0; t < 2; ++t) {
             for (size_t i = 0; i < numel[t]; ++i) memory[at[t] + i] = float((i * 7 + t) % 19) - 9;
-            list[t] = {&memory[at[t]], int64_t(numel[t]), DSOPT_F32, 0};
+            list[t] = {&memory[at[t]], int64_t(numel[t]), DSOPT_DTYPE_F32, 0};
         }
         DSOPT_NEW(dsopt_compressed, arguments);
         arguments.tensors = list.data();
@@ -404,7 +404,7 @@ TEST(Compressed, SignsOfGpt2TakeOneBitAnElementEachWay) {
     for (const int64_t n : sizes) total += n;
     EXPECT_EQ(total, 124439808);
     std::vector<dsopt_tensor> list;
-    for (const int64_t n : sizes) list.push_back({nullptr, n, DSOPT_F32, 0});
+    for (const int64_t n : sizes) list.push_back({nullptr, n, DSOPT_DTYPE_F32, 0});
     const CommId id = new_id();
     run_ranks(ranks, [&](int rank) {
         const Context ctx = make_context(1);

@@ -37,7 +37,8 @@ protected:
 };
 
 TEST_F(Refusal, DtypesOtherThanF32) {
-    for (const int32_t dtype : std::initializer_list<int32_t>{DSOPT_F16, DSOPT_BF16, DSOPT_F64, DSOPT_I32, 0, 99}) {
+    for (const int32_t dtype :
+         std::initializer_list<int32_t>{DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F64, DSOPT_DTYPE_I32, 0, 99}) {
         side.list[2].dtype = dtype;
         expect(DSOPT_ERR_DTYPE, "'2'");
     }
@@ -48,7 +49,7 @@ TEST_F(Refusal, NegativeSizesAndCounts) {
     side.list[2].numel = int64_t(1) << 57;
     side.list[2].data = nullptr;
     expect(DSOPT_ERR_SHAPE, "");
-    side.list[2] = {side.values[2].data(), 9, DSOPT_F32, 0};
+    side.list[2] = {side.values[2].data(), 9, DSOPT_DTYPE_F32, 0};
     side.args.count = -1;
     expect(DSOPT_ERR_ARGUMENT, "count");
 }
@@ -132,7 +133,7 @@ struct Broken { // a table whose collectives can fail
             return static_cast<Broken *>(at)->all_gather;
         };
         DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_TABLE;
+        desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         dsopt_comm *comm = nullptr;
         must(dsopt_comm_create(ctx.get(), &desc, &comm));

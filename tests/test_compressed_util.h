@@ -20,12 +20,12 @@ private:
 /// One rank's side: a list and what is kept from call to call.
 class Side {
 public:
-    Side(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_STANDARD) : comm_(comm) {
+    Side(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_COMPAT_NONE) : comm_(comm) {
         args.size = sizeof args;
         args.compat = compat;
         for (const int64_t n : sizes) values.emplace_back(size_t(n));
         for (auto &tensor : values)
-            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_F32, 0});
+            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_DTYPE_F32, 0});
         args.tensors = list.data();
         args.count = int64_t(list.size());
         must(dsopt_compressed_sizes(comm.get(), &args, &workers, &servers, &bytes));

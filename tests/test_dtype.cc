@@ -8,16 +8,16 @@ using namespace test;
 
 namespace {
 
-constexpr int32_t kHalves[] = {DSOPT_F16, DSOPT_BF16};
+constexpr int32_t kHalves[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 
 float to_float(uint16_t bits, int32_t dtype) {
-    return dtype == DSOPT_F16 ? dsopt::f16_to_f32(bits) : dsopt::bf16_to_f32(bits);
+    return dtype == DSOPT_DTYPE_F16 ? dsopt::f16_to_f32(bits) : dsopt::bf16_to_f32(bits);
 }
 uint16_t to_half(float value, int32_t dtype) {
-    return dtype == DSOPT_F16 ? dsopt::f32_to_f16(value) : dsopt::f32_to_bf16(value);
+    return dtype == DSOPT_DTYPE_F16 ? dsopt::f32_to_f16(value) : dsopt::f32_to_bf16(value);
 }
-int fraction_bits(int32_t dtype) { return dtype == DSOPT_F16 ? 10 : 7; }
-bool is_nan(uint16_t bits, int32_t dtype) { return (bits & 0x7fff) > (dtype == DSOPT_F16 ? 0x7c00 : 0x7f80); }
+int fraction_bits(int32_t dtype) { return dtype == DSOPT_DTYPE_F16 ? 10 : 7; }
+bool is_nan(uint16_t bits, int32_t dtype) { return (bits & 0x7fff) > (dtype == DSOPT_DTYPE_F16 ? 0x7c00 : 0x7f80); }
 uint16_t quiet(uint16_t bits, int32_t dtype) {
     return uint16_t(bits | (is_nan(bits, dtype) ? 1 << (fraction_bits(dtype) - 1) : 0));
 }
@@ -28,11 +28,12 @@ struct Isa {
 };
 
 TEST(Dtype, SizesOfAllAndOfNone) {
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_F16, DSOPT_BF16, DSOPT_I32, DSOPT_U8, DSOPT_I64, DSOPT_F64})
+    for (const int32_t dtype :
+         {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_U8, DSOPT_I64, DSOPT_DTYPE_F64})
         EXPECT_EQ(dsopt::dtype_size(dtype), size_of(dtype));
     for (const int32_t dtype : {0, -1, 8, INT32_MAX, INT32_MIN}) EXPECT_EQ(dsopt::dtype_size(dtype), 0u);
     for (int32_t dtype = -1; dtype < 10; ++dtype)
-        EXPECT_EQ(dsopt::is_float_dtype(dtype), dtype >= DSOPT_F32 && dtype <= DSOPT_BF16);
+        EXPECT_EQ(dsopt::is_float_dtype(dtype), dtype >= DSOPT_DTYPE_F32 && dtype <= DSOPT_DTYPE_BF16);
 }
 
 TEST(Dtype, EveryHalfBecomesItsFloat) {
@@ -44,7 +45,7 @@ TEST(Dtype, EveryHalfBecomesItsFloat) {
                 // Sign and payload at the upper end; f16 becomes quiet on the way, bf16 is only shifted.
                 const uint32_t payload = (bits & ((1u << fraction_bits(dtype)) - 1)) << (23 - fraction_bits(dtype));
                 ASSERT_EQ(got, (uint32_t(bits) & 0x8000u) << 16 | 0x7f800000u | payload |
-                                   (dtype == DSOPT_F16 ? 0x400000u : 0u))
+                                   (dtype == DSOPT_DTYPE_F16 ? 0x400000u : 0u))
                     << i;
             } else {
                 ASSERT_EQ(got, bits_of(widened(bits, dtype))) << i;
@@ -119,7 +120,7 @@ INSTANTIATE_TEST_SUITE_P(Isas, Vectorised, testing::Values("generic", "avx2", "a
 TEST_P(Vectorised, OutputsOfAnyFloatAreTheScalarOnes) {
     for (const int32_t dtype : kHalves)
         for (const int64_t numel : {int64_t(1), int64_t(7), int64_t(8), int64_t(1023), int64_t(300007)}) {
-            const Trainer trainer({{numel, DSOPT_F32, DSOPT_F32, 4}}, make_group(DSOPT_ADAMW));
+            const Trainer trainer({{numel, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32, 4}}, make_group(DSOPT_ALGORITHM_ADAMW));
             uint32_t *const bits = trainer.model.params[0].as<uint32_t>();
             Random random(uint64_t(numel) + 1);
             for (int64_t i = 0; i < numel; ++i) {
@@ -140,11 +141,11 @@ TEST_P(Vectorised, OutputsOfAnyFloatAreTheScalarOnes) {
 TEST_P(Vectorised, OutputsAndMastersOfEveryHalfAreTheScalarOnes) {
     for (const int32_t dtype : kHalves)
         for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
-            const Trainer trainer(shapes_of({65536}, dtype), make_group(DSOPT_ADAMW), optimizer_desc(0, flags),
-                                  context_desc(2));
+            const Trainer trainer(shapes_of({65536}, dtype), make_group(DSOPT_ALGORITHM_ADAMW),
+                                  optimizer_desc(0, flags), context_desc(2));
             for (uint32_t i = 0; i < 65536; ++i) trainer.model.params[0].as<uint16_t>()[i] = uint16_t(i);
             std::vector<Buffer> outs;
-            outs.emplace_back(65536, DSOPT_F32);
+            outs.emplace_back(65536, DSOPT_DTYPE_F32);
             convert(trainer, outs);
             // Masters are made by arithmetic, which makes a signalling NaN quiet; its payload stays.
             const auto wanted = [&](uint32_t i) {
@@ -159,7 +160,7 @@ TEST_P(Vectorised, OutputsAndMastersOfEveryHalfAreTheScalarOnes) {
 }
 
 TEST_P(Vectorised, ParametersBesideAnyMasterAreTheScalarOnes) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.lr = 0; // the master stays what it is
     for (const int32_t dtype : kHalves) {
         const Trainer trainer(shapes_of({100003}, dtype), group, optimizer_desc(), context_desc(2));
@@ -175,10 +176,10 @@ TEST_P(Vectorised, ParametersBesideAnyMasterAreTheScalarOnes) {
 }
 
 TEST_P(Vectorised, GradientsOfEveryHalfAreReadAsTheirFloats) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.beta1 = 0; // the first moment is the gradient
     for (const int32_t dtype : kHalves) {
-        const Trainer trainer(shapes_of({65536}, DSOPT_F32, dtype), group);
+        const Trainer trainer(shapes_of({65536}, DSOPT_DTYPE_F32, dtype), group);
         for (uint32_t i = 0; i < 65536; ++i) trainer.model.grads[0].as<uint16_t>()[i] = uint16_t(i);
         trainer.step(trainer.arguments());
         const std::vector<float> m = exported(trainer.opt.get(), 0, "exp_avg");

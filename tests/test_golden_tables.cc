@@ -64,27 +64,27 @@ TEST(GoldenTables, TestDataAreThoseOfTheSpecification) {
 }
 
 TEST(GoldenTables, AdamW) {
-    expect_rows(DSOPT_ADAMW, 0,
+    expect_rows(DSOPT_ALGORITHM_ADAMW, 0,
                 {{-0.42745626, -0.072493747, 0.32246876, -0.32246873, 0.052493751},
                  {-0.41870287, -0.082033023, 0.33186483, -0.33075029, 0.051488049},
                  {-0.41416931, -0.081676498, 0.33953515, -0.3393991, 0.052395657}});
 }
 
 TEST(GoldenTables, AdamWithL2Decay) {
-    expect_rows(DSOPT_ADAM, 0,
+    expect_rows(DSOPT_ALGORITHM_ADAM, 0,
                 {{-0.42750001, -0.072499998, 0.32249999, -0.32249999, 0.052500002},
                  {-0.41862854, -0.082037784, 0.33188635, -0.33051822, 0.051445264},
                  {-0.41346496, -0.081605628, 0.33939454, -0.33905664, 0.052294265}});
 }
 
 TEST(GoldenTables, AdamWWithoutBiasCorrection) {
-    expect_rows(DSOPT_ADAMW, DSOPT_GROUP_NO_BIAS_CORRECTION,
+    expect_rows(DSOPT_ALGORITHM_ADAMW, DSOPT_GROUP_NO_BIAS_CORRECTION,
                 {{-0.40583339, -0.094116479, 0.34409165, -0.34409046, 0.030870847},
                  {-0.36877605, -0.13467602, 0.38412392, -0.37938631, 0.026616232}});
 }
 
 TEST(GoldenTables, MomentsOfAdamWAndLamb) {
-    for (const int32_t algorithm : {DSOPT_ADAMW, DSOPT_LAMB}) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         Golden golden(algorithm, 0);
         golden.step(1);
         expect_near(golden.state("exp_avg"), {-0.0070312517, 0.0039062509, -0.010156252, 0.00078125019, 0.011718753},
@@ -106,7 +106,7 @@ struct LambRow {
 };
 
 void expect_lamb(uint32_t flags, const std::vector<LambRow> &rows) {
-    Golden golden(DSOPT_LAMB, flags);
+    Golden golden(DSOPT_ALGORITHM_LAMB, flags);
     for (size_t t = 0; t < rows.size(); ++t) {
         const LambRow &row = rows[t];
         golden.step(int64_t(t + 1));
@@ -150,20 +150,23 @@ TEST(GoldenTables, LambWithEpsInsideTheRoot) {
 // Quirk of the original: with three dtypes in a group each counts in the state of the last parameter that has a
 // gradient, so the correction of the second dtype is that of step 2. Standard mode counts each parameter by itself.
 TEST(GoldenTables, CompatCounterIsOnePerDtypeOnTheLastTensor) {
-    const std::vector<Shape> shapes = {
-        {4, DSOPT_F32, DSOPT_F32}, {4, DSOPT_F16, DSOPT_F16}, {4, DSOPT_BF16, DSOPT_BF16}};
+    const std::vector<Shape> shapes = {{4, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32},
+                                       {4, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16},
+                                       {4, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}};
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
-    const Trainer compat(shapes, make_group(DSOPT_ADAMW), desc);
+    const Trainer compat(shapes, make_group(DSOPT_ALGORITHM_ADAMW), desc);
     compat.step(1);
     EXPECT_EQ(steps(compat.opt.get()), (std::vector<int32_t>{0, 0, 3}));
-    EXPECT_EQ(state_info(compat.opt.get(), state_index(compat.opt.get(), 1, "exp_avg")).tensor.dtype, DSOPT_F16);
-    EXPECT_EQ(state_info(compat.opt.get(), state_index(compat.opt.get(), 2, "exp_avg_sq")).tensor.dtype, DSOPT_BF16);
+    EXPECT_EQ(state_info(compat.opt.get(), state_index(compat.opt.get(), 1, "exp_avg")).tensor.dtype, DSOPT_DTYPE_F16);
+    EXPECT_EQ(state_info(compat.opt.get(), state_index(compat.opt.get(), 2, "exp_avg_sq")).tensor.dtype,
+              DSOPT_DTYPE_BF16);
 
-    const Trainer standard(shapes, make_group(DSOPT_ADAMW), optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
+    const Trainer standard(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
     standard.step(1);
     EXPECT_EQ(steps(standard.opt.get()), (std::vector<int32_t>{1, 1, 1}));
-    EXPECT_EQ(state_info(standard.opt.get(), state_index(standard.opt.get(), 1, "exp_avg")).tensor.dtype, DSOPT_F32);
+    EXPECT_EQ(state_info(standard.opt.get(), state_index(standard.opt.get(), 1, "exp_avg")).tensor.dtype,
+              DSOPT_DTYPE_F32);
     // f16 is the first dtype that counts, so it has step 1 in both; fp32 is the third.
     EXPECT_EQ(exported(standard.opt.get(), 0, "exp_avg").size(), 4u);
     EXPECT_NE(compat.model.params[0].text(), standard.model.params[0].text());

@@ -14,15 +14,15 @@ struct Key {
     const char *name;
     double value; // another than the default
 };
-constexpr Key kKeys[] = {{DSOPT_LR, &dsopt_group::lr, "lr", 0.125},
-                         {DSOPT_BETA1, &dsopt_group::beta1, "beta1", 0.75},
-                         {DSOPT_BETA2, &dsopt_group::beta2, "beta2", 0.9375},
-                         {DSOPT_EPS, &dsopt_group::eps, "eps", 1e-3},
-                         {DSOPT_WEIGHT_DECAY, &dsopt_group::weight_decay, "weight_decay", 0.3},
-                         {DSOPT_GROUP_MAX_NORM, &dsopt_group::max_norm, "max_norm", 0.01},
-                         {DSOPT_MIN_TRUST, &dsopt_group::min_trust, "min_trust", 1.5},
-                         {DSOPT_MAX_TRUST, &dsopt_group::max_trust, "max_trust", 0.02}};
-bool is_trust(int32_t key) { return key == DSOPT_MIN_TRUST || key == DSOPT_MAX_TRUST; }
+constexpr Key kKeys[] = {{DSOPT_KEY_LR, &dsopt_group::lr, "lr", 0.125},
+                         {DSOPT_KEY_BETA1, &dsopt_group::beta1, "beta1", 0.75},
+                         {DSOPT_KEY_BETA2, &dsopt_group::beta2, "beta2", 0.9375},
+                         {DSOPT_KEY_EPS, &dsopt_group::eps, "eps", 1e-3},
+                         {DSOPT_KEY_WEIGHT_DECAY, &dsopt_group::weight_decay, "weight_decay", 0.3},
+                         {DSOPT_KEY_GROUP_MAX_NORM, &dsopt_group::max_norm, "max_norm", 0.01},
+                         {DSOPT_KEY_MIN_TRUST, &dsopt_group::min_trust, "min_trust", 1.5},
+                         {DSOPT_KEY_MAX_TRUST, &dsopt_group::max_trust, "max_trust", 0.02}};
+bool is_trust(int32_t key) { return key == DSOPT_KEY_MIN_TRUST || key == DSOPT_KEY_MAX_TRUST; }
 
 TEST(GroupInit, GivesTheDocumentedDefaults) {
     for (const int32_t algorithm : kAlgorithms) {
@@ -38,8 +38,8 @@ TEST(GroupInit, GivesTheDocumentedDefaults) {
         EXPECT_EQ(group.eps, 1e-8);
         EXPECT_EQ(group.weight_decay, 0);
         EXPECT_EQ(group.max_norm, 0);
-        EXPECT_EQ(group.min_trust, algorithm == DSOPT_LAMB ? 0.01 : 0);
-        EXPECT_EQ(group.max_trust, algorithm == DSOPT_LAMB ? 10 : 0);
+        EXPECT_EQ(group.min_trust, algorithm == DSOPT_ALGORITHM_LAMB ? 0.01 : 0);
+        EXPECT_EQ(group.max_trust, algorithm == DSOPT_ALGORITHM_LAMB ? 10 : 0);
     }
 }
 
@@ -52,14 +52,15 @@ TEST(GroupInit, RefusesUnknownAlgorithmsAndWritesNothing) {
                             "algorithm|" + std::to_string(algorithm)));
         EXPECT_EQ(0, std::memcmp(&group, &before, sizeof group));
     }
-    EXPECT_TRUE(refused(dsopt_group_init(nullptr, sizeof(dsopt_group), DSOPT_ADAM), DSOPT_ERR_ARGUMENT, "group"));
+    EXPECT_TRUE(
+        refused(dsopt_group_init(nullptr, sizeof(dsopt_group), DSOPT_ALGORITHM_ADAM), DSOPT_ERR_ARGUMENT, "group"));
 }
 
 class Hyper : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, Hyper, testing::ValuesIn(kAlgorithms), algorithm_name);
 
 TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
-    const bool lamb = GetParam() == DSOPT_LAMB;
+    const bool lamb = GetParam() == DSOPT_ALGORITHM_LAMB;
     for (const Key &key : kKeys) {
         if (is_trust(key.key) && !lamb) continue;
         const Trainer changed(shapes_of({400}), make_group(GetParam())),
@@ -89,15 +90,15 @@ TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
 }
 
 TEST_P(Hyper, SwitchesReadBackAndCount) {
-    const bool inside = GetParam() == DSOPT_LAMB || GetParam() == DSOPT_ADAM_LEGACY;
-    for (const auto &[key, flag] : {std::pair{DSOPT_BIAS_CORRECTION, DSOPT_GROUP_NO_BIAS_CORRECTION},
-                                    {DSOPT_EPS_INSIDE_SQRT, DSOPT_GROUP_EPS_INSIDE_SQRT}}) {
+    const bool inside = GetParam() == DSOPT_ALGORITHM_LAMB || GetParam() == DSOPT_ALGORITHM_ADAM_LEGACY;
+    for (const auto &[key, flag] : {std::pair{DSOPT_KEY_BIAS_CORRECTION, DSOPT_GROUP_NO_BIAS_CORRECTION},
+                                    {DSOPT_KEY_EPS_INSIDE_SQRT, DSOPT_GROUP_EPS_INSIDE_SQRT}}) {
         dsopt_group group = make_group(GetParam());
         group.eps = 1e-3;
         const Trainer changed(shapes_of({400}), group);
-        const double normal = key == DSOPT_BIAS_CORRECTION ? 1 : 0;
+        const double normal = key == DSOPT_KEY_BIAS_CORRECTION ? 1 : 0;
         EXPECT_EQ(get(changed.opt.get(), 0, key), normal);
-        if (key == DSOPT_EPS_INSIDE_SQRT && !inside) {
+        if (key == DSOPT_KEY_EPS_INSIDE_SQRT && !inside) {
             EXPECT_TRUE(
                 refused(dsopt_optimizer_set(changed.opt.get(), 0, key, 1), DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt"));
             continue;
@@ -125,10 +126,10 @@ TEST_P(Hyper, RefusesValuesOutOfRangeAndKeepsTheOldOnes) {
     const std::string before = hyper_text(opt) + trainer.text();
     for (const Key &key : kKeys) {
         std::vector<double> bad = {-1, -1e-300, kInf, -kInf, NAN};
-        if (key.key == DSOPT_BETA1 || key.key == DSOPT_BETA2) bad.insert(bad.end(), {1, 1.0000000001, 2});
-        if (key.key == DSOPT_MIN_TRUST) bad.push_back(10.1);
-        if (key.key == DSOPT_MAX_TRUST) bad.push_back(0.009);
-        const bool has = !is_trust(key.key) || GetParam() == DSOPT_LAMB;
+        if (key.key == DSOPT_KEY_BETA1 || key.key == DSOPT_KEY_BETA2) bad.insert(bad.end(), {1, 1.0000000001, 2});
+        if (key.key == DSOPT_KEY_MIN_TRUST) bad.push_back(10.1);
+        if (key.key == DSOPT_KEY_MAX_TRUST) bad.push_back(0.009);
+        const bool has = !is_trust(key.key) || GetParam() == DSOPT_ALGORITHM_LAMB;
         for (const double value : bad)
             for (const int32_t group : {0, int32_t(DSOPT_ALL_GROUPS)}) {
                 const char *const word =
@@ -146,28 +147,28 @@ TEST_P(Hyper, RefusesValuesOutOfRangeAndKeepsTheOldOnes) {
 
 TEST_P(Hyper, BordersOfTheRangesAreAccepted) {
     const Trainer trainer(shapes_of({5}), make_group(GetParam()));
-    for (const auto &[key, value] : std::vector<std::pair<int32_t, double>>{{DSOPT_LR, 0},
-                                                                            {DSOPT_LR, 1e300},
-                                                                            {DSOPT_BETA1, 0},
-                                                                            {DSOPT_BETA1, 1 - 0x1p-53},
-                                                                            {DSOPT_BETA2, 0},
-                                                                            {DSOPT_EPS, 0},
-                                                                            {DSOPT_WEIGHT_DECAY, 0},
-                                                                            {DSOPT_GROUP_MAX_NORM, 0}}) {
+    for (const auto &[key, value] : std::vector<std::pair<int32_t, double>>{{DSOPT_KEY_LR, 0},
+                                                                            {DSOPT_KEY_LR, 1e300},
+                                                                            {DSOPT_KEY_BETA1, 0},
+                                                                            {DSOPT_KEY_BETA1, 1 - 0x1p-53},
+                                                                            {DSOPT_KEY_BETA2, 0},
+                                                                            {DSOPT_KEY_EPS, 0},
+                                                                            {DSOPT_KEY_WEIGHT_DECAY, 0},
+                                                                            {DSOPT_KEY_GROUP_MAX_NORM, 0}}) {
         EXPECT_OK(dsopt_optimizer_set(trainer.opt.get(), 0, key, value));
         EXPECT_EQ(get(trainer.opt.get(), 0, key), value);
     }
 }
 
 TEST(HyperKeys, WrongGroupsAndKeysAreRefused) {
-    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt.get();
     const std::string before = hyper_text(opt);
     double value = -7;
     for (const int32_t group : {-2, 1, INT32_MAX, INT32_MIN}) {
-        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, group, DSOPT_LR, 1), DSOPT_ERR_ARGUMENT,
+        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, group, DSOPT_KEY_LR, 1), DSOPT_ERR_ARGUMENT,
                             "group|" + std::to_string(group)));
-        EXPECT_TRUE(refused(dsopt_optimizer_get(opt, group, DSOPT_LR, &value), DSOPT_ERR_ARGUMENT,
+        EXPECT_TRUE(refused(dsopt_optimizer_get(opt, group, DSOPT_KEY_LR, &value), DSOPT_ERR_ARGUMENT,
                             "group|" + std::to_string(group)));
     }
     for (const int32_t key : {INT32_MIN, -1, 0, 31, 100000, INT32_MAX}) {
@@ -175,13 +176,14 @@ TEST(HyperKeys, WrongGroupsAndKeysAreRefused) {
         EXPECT_TRUE(
             refused(dsopt_optimizer_get(opt, 0, key, &value), DSOPT_ERR_ARGUMENT, "key|" + std::to_string(key)));
     }
-    for (const int32_t key : {DSOPT_MAX_NORM, DSOPT_MAX_VALUE, DSOPT_SKIP_BUDGET, DSOPT_CALLS}) {
+    for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_SKIP_BUDGET, DSOPT_KEY_CALLS}) {
         EXPECT_TRUE(refused(dsopt_optimizer_set(opt, 0, key, 1), DSOPT_ERR_ARGUMENT, "DSOPT_ALL_GROUPS"));
         EXPECT_TRUE(refused(dsopt_optimizer_get(opt, 0, key, &value), DSOPT_ERR_ARGUMENT, "DSOPT_ALL_GROUPS"));
     }
-    EXPECT_TRUE(refused(dsopt_optimizer_set(opt, 0, DSOPT_ALGORITHM, DSOPT_ADAM), DSOPT_ERR_UNSUPPORTED, "algorithm"));
-    EXPECT_EQ(get(opt, 0, DSOPT_ALGORITHM), DSOPT_ADAMW);
-    EXPECT_TRUE(refused(dsopt_optimizer_get(opt, 0, DSOPT_LR, nullptr), DSOPT_ERR_ARGUMENT, "value"));
+    EXPECT_TRUE(refused(dsopt_optimizer_set(opt, 0, DSOPT_KEY_ALGORITHM, DSOPT_ALGORITHM_ADAM), DSOPT_ERR_UNSUPPORTED,
+                        "algorithm"));
+    EXPECT_EQ(get(opt, 0, DSOPT_KEY_ALGORITHM), DSOPT_ALGORITHM_ADAMW);
+    EXPECT_TRUE(refused(dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, nullptr), DSOPT_ERR_ARGUMENT, "value"));
     EXPECT_EQ(value, -7);
     EXPECT_TRUE(same(hyper_text(opt), before));
 }
@@ -190,10 +192,11 @@ TEST(HyperKeys, WithoutGroupsThereIsNothingToReadOrSet) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     double value = -7;
-    EXPECT_TRUE(refused(dsopt_optimizer_get(opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, &value), DSOPT_ERR_STATE, "groups"));
+    EXPECT_TRUE(
+        refused(dsopt_optimizer_get(opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, &value), DSOPT_ERR_STATE, "groups"));
     EXPECT_EQ(value, -7);
     // A call without any effect must not say that it worked.
-    EXPECT_NE(dsopt_optimizer_set(opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, 0.5), DSOPT_OK);
+    EXPECT_NE(dsopt_optimizer_set(opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5), DSOPT_OK);
     EXPECT_NE(dsopt_optimizer_set(opt.get(), DSOPT_ALL_GROUPS, 12345, NAN), DSOPT_OK);
     int64_t groups = -7, params = -7;
     EXPECT_OK(dsopt_optimizer_count(opt.get(), &groups, &params));
@@ -203,58 +206,59 @@ TEST(HyperKeys, WithoutGroupsThereIsNothingToReadOrSet) {
 }
 
 TEST(HyperKeys, OfTheOptimizer) {
-    const Trainer trainer(shapes_of({50}), make_group(DSOPT_ADAMW), optimizer_desc(2.5));
+    const Trainer trainer(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(2.5));
     dsopt_optimizer *const opt = trainer.opt.get();
-    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM), 2.5);
-    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 0));
+    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM), 2.5);
+    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0));
     trainer.step(1);
     EXPECT_TRUE(std::isnan(report_of(opt).grad_norm)); // clipping is off
-    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, 1e-3));
+    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 1e-3));
     trainer.step(2);
     EXPECT_GT(report_of(opt).divisor, 100);
     for (const double value : {-1.0, kInf, double(NAN)})
-        EXPECT_TRUE(
-            refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM, value), DSOPT_ERR_ARGUMENT, "max_norm"));
-    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_NORM), 1e-3);
+        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, value), DSOPT_ERR_ARGUMENT,
+                            "max_norm"));
+    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM), 1e-3);
 
-    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_VALUE, 0.75));
+    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_VALUE, 0.75));
     for (const double value : {-1.0, kInf, double(NAN)})
-        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_VALUE, value), DSOPT_ERR_ARGUMENT,
+        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_VALUE, value), DSOPT_ERR_ARGUMENT,
                             "max_value"));
-    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_VALUE), 0.75);
-    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET, 3));
+    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_VALUE), 0.75);
+    ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 3));
     for (const double value : {-1.0, 0.5, 2147483648.0, kInf, double(NAN)})
-        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET, value), DSOPT_ERR_ARGUMENT,
-                            "budget"));
-    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET), 3);
+        EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, value),
+                            DSOPT_ERR_ARGUMENT, "budget"));
+    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET), 3);
 
-    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_CALLS), 2);
+    EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS), 2);
     for (const double value : {0.0, 7.0, 9007199254740992.0}) {
-        ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_CALLS, value));
-        EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_CALLS), value);
+        ASSERT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, value));
+        EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS), value);
         EXPECT_EQ(report_of(opt).calls, int64_t(value));
     }
     for (const double value : {-1.0, 0.5, 9007199254740994.0, 1e30, kInf, double(NAN)})
         EXPECT_TRUE(
-            refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_CALLS, value), DSOPT_ERR_ARGUMENT, "calls"));
+            refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, value), DSOPT_ERR_ARGUMENT, "calls"));
     EXPECT_EQ(steps(opt), std::vector<int32_t>{2}); // another counter
 }
 
 TEST(HyperKeys, AllGroupsOrNone) {
     Trainer trainer(shapes_of({5, 5, 5}), optimizer_desc());
-    for (const int32_t algorithm : {DSOPT_LAMB, DSOPT_ADAM_LEGACY, DSOPT_ADAMW}) trainer.add(make_group(algorithm), 1);
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_ADAMW})
+        trainer.add(make_group(algorithm), 1);
     dsopt_optimizer *const opt = trainer.opt.get();
-    EXPECT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_LR, 0.25));
-    for (int32_t group = 0; group < 3; ++group) EXPECT_EQ(get(opt, group, DSOPT_LR), 0.25);
-    EXPECT_OK(dsopt_optimizer_set(opt, 1, DSOPT_LR, 0.5));
-    EXPECT_EQ(get(opt, 0, DSOPT_LR), 0.25);
-    EXPECT_EQ(get(opt, 1, DSOPT_LR), 0.5);
+    EXPECT_OK(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
+    for (int32_t group = 0; group < 3; ++group) EXPECT_EQ(get(opt, group, DSOPT_KEY_LR), 0.25);
+    EXPECT_OK(dsopt_optimizer_set(opt, 1, DSOPT_KEY_LR, 0.5));
+    EXPECT_EQ(get(opt, 0, DSOPT_KEY_LR), 0.25);
+    EXPECT_EQ(get(opt, 1, DSOPT_KEY_LR), 0.5);
     // The last group cannot have these, so no group gets them.
     const std::string before = hyper_text(opt);
-    EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_EPS_INSIDE_SQRT, 1), DSOPT_ERR_UNSUPPORTED,
+    EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_EPS_INSIDE_SQRT, 1), DSOPT_ERR_UNSUPPORTED,
                         "eps_inside_sqrt"));
     EXPECT_TRUE(
-        refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_MAX_TRUST, 5), DSOPT_ERR_UNSUPPORTED, "trust"));
+        refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_TRUST, 5), DSOPT_ERR_UNSUPPORTED, "trust"));
     EXPECT_TRUE(same(hyper_text(opt), before));
 }
 
@@ -263,9 +267,9 @@ class GroupsLater : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, GroupsLater, testing::ValuesIn(kAlgorithms), algorithm_name);
 
 TEST_P(GroupsLater, KeepStateAndCountersAndStartTheirOwn) {
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_BF16}) {
-        Trainer trainer(shapes_of({300, 5000, 20}, dtype, DSOPT_F32), optimizer_desc(), context_desc(2));
-        trainer.add(make_group(DSOPT_ADAMW), 1);
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
+        Trainer trainer(shapes_of({300, 5000, 20}, dtype, DSOPT_DTYPE_F32), optimizer_desc(), context_desc(2));
+        trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
         trainer.train(1, 2);
         const std::vector<float> m = exported(trainer.opt.get(), 0, "exp_avg");
         trainer.add(make_group(GetParam()), 2);
@@ -275,8 +279,8 @@ TEST_P(GroupsLater, KeepStateAndCountersAndStartTheirOwn) {
         EXPECT_EQ(steps(trainer.opt.get()), (std::vector<int32_t>{5, 3, 3}));
         EXPECT_EQ(report_of(trainer.opt.get()).calls, 5);
         for (size_t i = 0; i < 3; ++i) {
-            const Shape shape{trainer.model.params[i].numel(), dtype, DSOPT_F32, 0, int64_t(i)};
-            const Trainer alone({shape}, make_group(i == 0 ? int32_t(DSOPT_ADAMW) : GetParam()));
+            const Shape shape{trainer.model.params[i].numel(), dtype, DSOPT_DTYPE_F32, 0, int64_t(i)};
+            const Trainer alone({shape}, make_group(i == 0 ? int32_t(DSOPT_ALGORITHM_ADAMW) : GetParam()));
             alone.train(i == 0 ? 1 : 3, 5);
             EXPECT_TRUE(same(alone.model.text(), trainer.model.params[i].text())) << i;
         }
@@ -288,12 +292,12 @@ TEST_P(GroupsLater, ChangeTheOrderOfNothingThatWasThere) {
     trainer.add(make_group(GetParam()), 1);
     const int64_t before = state_count(trainer.opt.get());
     trainer.step(1);
-    trainer.add(make_group(DSOPT_LAMB), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 1);
     int64_t groups = 0, params = 0;
     check(dsopt_optimizer_count(trainer.opt.get(), &groups, &params));
     EXPECT_EQ(groups, 2);
     EXPECT_EQ(params, 2);
-    EXPECT_EQ(state_count(trainer.opt.get()), before + 2 + (GetParam() != DSOPT_LAMB));
+    EXPECT_EQ(state_count(trainer.opt.get()), before + 2 + (GetParam() != DSOPT_ALGORITHM_LAMB));
     EXPECT_EQ(exported(trainer.opt.get(), -1, "trust_ratio")[1], 0);
     std::vector<std::string> names;
     for (int64_t i = 0; i < state_count(trainer.opt.get()); ++i)
@@ -305,13 +309,13 @@ TEST_P(GroupsLater, ChangeTheOrderOfNothingThatWasThere) {
 
 TEST(GroupsLaterBound, CountersOfTheCallerAreTakenOverUntilBoundAnew) {
     Trainer trainer(shapes_of({30, 40}), optimizer_desc());
-    trainer.add(make_group(DSOPT_ADAMW), 1);
-    Buffer m(30, DSOPT_F32), v(30, DSOPT_F32), step(1, DSOPT_I32);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+    Buffer m(30, DSOPT_DTYPE_F32), v(30, DSOPT_DTYPE_F32), step(1, DSOPT_DTYPE_I32);
     const std::vector<dsopt_tensor> bound = {m.tensor(), v.tensor(), step.tensor()};
     ASSERT_OK(dsopt_optimizer_bind(trainer.opt.get(), DSOPT_BIND_STATE, bound.data(), 3));
     trainer.train(1, 3);
     EXPECT_EQ(step.as<int32_t>()[0], 3);
-    trainer.add(make_group(DSOPT_ADAMW), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     trainer.train(4, 4);
     EXPECT_EQ(steps(trainer.opt.get()), (std::vector<int32_t>{4, 1}));
     EXPECT_EQ(step.as<int32_t>()[0], 3); // too short for two parameters: left behind
@@ -320,11 +324,11 @@ TEST(GroupsLaterBound, CountersOfTheCallerAreTakenOverUntilBoundAnew) {
 
 TEST(GroupsLaterRefused, LeaveTheOptimizerAsItWas) {
     Trainer trainer(shapes_of({30, 40}), optimizer_desc(1.0));
-    trainer.add(make_group(DSOPT_ADAMW), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     trainer.step(1);
     const std::string before = trainer.text() + hyper_text(trainer.opt.get());
     const int64_t count = state_count(trainer.opt.get());
-    const dsopt_group group = make_group(DSOPT_LAMB);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
     auto list = trainer.model.registered(1, 2);
     list.push_back(list[0]); // the same memory twice
     EXPECT_TRUE(

@@ -7,7 +7,8 @@ using namespace dsopt_test;
 
 namespace {
 
-constexpr int32_t kAlgorithms[] = {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY};
+constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
+                                   DSOPT_ALGORITHM_ADAM_LEGACY};
 const std::vector<size_t> kSizes = {1, 37, 0, 4097};
 
 std::vector<Array> arrays(Random &random, int32_t dtype, double low, double high) {
@@ -36,7 +37,8 @@ std::string name_of(const testing::TestParamInfo<std::tuple<int32_t, int32_t>> &
     return algorithm_name(std::get<0>(info.param)) + "_" + dtype_name(std::get<1>(info.param));
 }
 INSTANTIATE_TEST_SUITE_P(, MixedStep,
-                         testing::Combine(testing::ValuesIn(kAlgorithms), testing::Values(DSOPT_F16, DSOPT_BF16)),
+                         testing::Combine(testing::ValuesIn(kAlgorithms),
+                                          testing::Values(DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16)),
                          name_of);
 
 TEST_P(MixedStep, MasterIsTheFp32OptimizersWeightAndTheParameterItsNearest) {
@@ -48,11 +50,11 @@ TEST_P(MixedStep, MasterIsTheFp32OptimizersWeightAndTheParameterItsNearest) {
     Random random(7);
     const std::vector<Array> start = arrays(random, dtype(), -1, 1);
     Trainer mixed(ctx, desc, group_of(algorithm()), start);
-    Trainer reference(ctx, plain, group_of(algorithm()), converted(start, DSOPT_F32));
+    Trainer reference(ctx, plain, group_of(algorithm()), converted(start, DSOPT_DTYPE_F32));
     for (int step = 1; step <= 8; ++step) {
         std::vector<Array> grads = arrays(random, dtype(), -200, 200);
         ASSERT_TRUE(ok(mixed.step(grads)));
-        ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_F32, float(1.0 / double(scale))))));
+        ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_DTYPE_F32, float(1.0 / double(scale))))));
         for (size_t i = 0; i < kSizes.size(); ++i) {
             const auto p = int64_t(i);
             const std::vector<float> master = mixed.state("master", p);
@@ -69,13 +71,13 @@ TEST_P(MixedStep, GradientsMayHaveAnyDtype) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(8);
     const std::vector<Array> start = arrays(random, dtype(), -1, 1);
-    for (const int32_t grad_dtype : {DSOPT_F32, DSOPT_F16, DSOPT_BF16}) {
+    for (const int32_t grad_dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         Trainer mixed(ctx, desc, group_of(algorithm()), start);
-        Trainer reference(ctx, desc, group_of(algorithm()), converted(start, DSOPT_F32));
+        Trainer reference(ctx, desc, group_of(algorithm()), converted(start, DSOPT_DTYPE_F32));
         for (int step = 0; step < 3; ++step) {
             std::vector<Array> grads = arrays(random, grad_dtype, -1, 1);
             ASSERT_TRUE(ok(mixed.step(grads)));
-            ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_F32))));
+            ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_DTYPE_F32))));
         }
         for (size_t i = 0; i < kSizes.size(); ++i)
             EXPECT_TRUE(same_bits(mixed.state("master", int64_t(i)), reference.weight(i).floats()))
@@ -94,7 +96,7 @@ TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
         for (const size_t place : {size_t(0), size_t(1023), size_t(4096)}) {
             must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_VALUE, 64, nullptr));
             const Snapshot before = trainer.snapshot();
-            std::vector<Array> grads = arrays(random, dtype(), -1, 1), outs = arrays(random, DSOPT_F32, 5, 6);
+            std::vector<Array> grads = arrays(random, dtype(), -1, 1), outs = arrays(random, DSOPT_DTYPE_F32, 5, 6);
             grads[3].set(place, bad);
             const std::vector<dsopt_tensor> out = list_of(outs);
             std::array<float, DSOPT_REPORT_FLOATS> report{};
@@ -112,12 +114,12 @@ TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
                 EXPECT_EQ(grads[i].bytes(), Array(dtype(), kSizes[i], 0).bytes());
                 EXPECT_TRUE(same_bits(outs[i].floats(), trainer.state("master", int64_t(i))));
             }
-            EXPECT_EQ(report[DSOPT_R_SKIPPED], 1);
-            EXPECT_EQ(report[DSOPT_R_NONFINITE], 1);
-            EXPECT_EQ(report[DSOPT_R_FIRST_BAD], 3);
-            EXPECT_EQ(report[DSOPT_R_DIVISOR], 0);
-            EXPECT_EQ(report[DSOPT_R_SCALE_USED], 64);
-            EXPECT_EQ(report[DSOPT_R_SCALE_NEXT], 32);
+            EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
+            EXPECT_EQ(report[DSOPT_REPORT_NONFINITE], 1);
+            EXPECT_EQ(report[DSOPT_REPORT_FIRST_BAD], 3);
+            EXPECT_EQ(report[DSOPT_REPORT_DIVISOR], 0);
+            EXPECT_EQ(report[DSOPT_REPORT_SCALE_USED], 64);
+            EXPECT_EQ(report[DSOPT_REPORT_SCALE_NEXT], 32);
             EXPECT_EQ(info_of(scaler).scale, 32);
         }
     EXPECT_EQ(trainer.report().calls, 11);
@@ -135,7 +137,7 @@ TEST_P(MixedStep, LearningRateFromTheDeviceIsTheOneSetOnTheHost) {
         const std::vector<Array> grads = arrays(random, dtype(), -1, 1);
         const float lr = 0.25f / float(1 << step);
         ASSERT_TRUE(ok(device.step(grads, [&](dsopt_step &s) { s.lr = &lr; })));
-        ASSERT_TRUE(ok(dsopt_optimizer_set(host.opt(), DSOPT_ALL_GROUPS, DSOPT_LR, double(lr))));
+        ASSERT_TRUE(ok(dsopt_optimizer_set(host.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, double(lr))));
         ASSERT_TRUE(ok(host.step(grads)));
         ASSERT_TRUE(same(device.snapshot(), host.snapshot())) << "step " << step;
     }
@@ -195,21 +197,21 @@ TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
 TEST(MixedOutput, GetsTheMasterRoundedToItsDtypeAndOutOnlyLeavesTheParameter) {
     const Context ctx = make_context();
     Random random(12);
-    const std::vector<Array> start = arrays(random, DSOPT_F16, -1, 1);
-    for (const int32_t out_dtype : {DSOPT_F32, DSOPT_F16, DSOPT_BF16})
+    const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, -1, 1);
+    for (const int32_t out_dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
         for (const bool only : {false, true}) {
             DSOPT_NEW(dsopt_optimizer_desc, desc);
-            Trainer trainer(ctx, desc, group_of(DSOPT_ADAMW), start);
+            Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start);
             std::vector<Array> outs = arrays(random, out_dtype, 5, 6);
             const std::vector<dsopt_tensor> out = list_of(outs);
-            ASSERT_TRUE(ok(trainer.step(arrays(random, DSOPT_F16, -1, 1), [&](dsopt_step &step) {
+            ASSERT_TRUE(ok(trainer.step(arrays(random, DSOPT_DTYPE_F16, -1, 1), [&](dsopt_step &step) {
                 step.out = out.data();
                 step.flags = only ? DSOPT_STEP_OUT_ONLY : 0;
             })));
             for (size_t i = 0; i < kSizes.size(); ++i) {
                 const std::vector<float> master = trainer.state("master", int64_t(i));
                 EXPECT_EQ(outs[i].bytes(), Array(out_dtype, master).bytes());
-                EXPECT_EQ(trainer.weight(i).bytes(), only ? start[i].bytes() : Array(DSOPT_F16, master).bytes());
+                EXPECT_EQ(trainer.weight(i).bytes(), only ? start[i].bytes() : Array(DSOPT_DTYPE_F16, master).bytes());
             }
         }
 }
@@ -217,10 +219,10 @@ TEST(MixedOutput, GetsTheMasterRoundedToItsDtypeAndOutOnlyLeavesTheParameter) {
 TEST(MixedOutput, DeltaIsRefusedWithAMaster) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_BF16, 4, 1)});
-    Array outs(DSOPT_F32, 4, 0);
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_BF16, 4, 1)});
+    Array outs(DSOPT_DTYPE_F32, 4, 0);
     const dsopt_tensor out = outs.tensor();
-    EXPECT_TRUE(fails(trainer.step({Array(DSOPT_BF16, 4, 1)},
+    EXPECT_TRUE(fails(trainer.step({Array(DSOPT_DTYPE_BF16, 4, 1)},
                                    [&](dsopt_step &step) {
                                        step.out = &out;
                                        step.flags = DSOPT_STEP_DELTA;
@@ -232,10 +234,10 @@ TEST(MixedSkip, FlagOfTheCallerSkipsLikeAnOverflow) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(13);
-    Trainer trainer(ctx, desc, group_of(DSOPT_LAMB), arrays(random, DSOPT_BF16, -1, 1));
-    must(trainer.step(arrays(random, DSOPT_BF16, -1, 1)));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), arrays(random, DSOPT_DTYPE_BF16, -1, 1));
+    must(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1)));
     const Snapshot before = trainer.snapshot();
-    std::vector<Array> grads = arrays(random, DSOPT_BF16, -1, 1);
+    std::vector<Array> grads = arrays(random, DSOPT_DTYPE_BF16, -1, 1);
     const int32_t yes = 17, no = 0;
     ASSERT_TRUE(ok(trainer.step(grads, [&](dsopt_step &step) {
         step.skip = &yes;
@@ -243,8 +245,8 @@ TEST(MixedSkip, FlagOfTheCallerSkipsLikeAnOverflow) {
     })));
     EXPECT_TRUE(same(before, trainer.snapshot()));
     EXPECT_EQ(trainer.report().last_skipped, 1);
-    EXPECT_EQ(grads[1].bytes(), Array(DSOPT_BF16, 37, 0).bytes());
-    ASSERT_TRUE(ok(trainer.step(arrays(random, DSOPT_BF16, -1, 1), [&](dsopt_step &step) { step.skip = &no; })));
+    EXPECT_EQ(grads[1].bytes(), Array(DSOPT_DTYPE_BF16, 37, 0).bytes());
+    ASSERT_TRUE(ok(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1), [&](dsopt_step &step) { step.skip = &no; })));
     EXPECT_FALSE(same(before, trainer.snapshot()));
 }
 
@@ -255,12 +257,13 @@ TEST(MixedScale, GradScaleAndLossScaleBothDivide) {
     DSOPT_NEW(dsopt_optimizer_desc, plain);
     desc.scaler = scaler.get();
     Random random(14);
-    const std::vector<Array> start = arrays(random, DSOPT_F16, -1, 1);
-    Trainer mixed(ctx, desc, group_of(DSOPT_ADAM), start), reference(ctx, plain, group_of(DSOPT_ADAM), start);
+    const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, -1, 1);
+    Trainer mixed(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+        reference(ctx, plain, group_of(DSOPT_ALGORITHM_ADAM), start);
     const float batches = 3;
-    std::vector<Array> grads = arrays(random, DSOPT_F16, -9, 9);
+    std::vector<Array> grads = arrays(random, DSOPT_DTYPE_F16, -9, 9);
     ASSERT_TRUE(ok(mixed.step(grads, [&](dsopt_step &step) { step.grad_scale = &batches; })));
-    ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_F32, float(1.0 / 384)))));
+    ASSERT_TRUE(ok(reference.step(converted(grads, DSOPT_DTYPE_F32, float(1.0 / 384)))));
     EXPECT_TRUE(same_bits(mixed.state("exp_avg_sq", 3), reference.state("exp_avg_sq", 3)));
     EXPECT_EQ(mixed.report().divisor, 384);
     EXPECT_EQ(mixed.report().scale_used, 128);
@@ -271,12 +274,12 @@ TEST(MixedScale, OverrideIsUsedForUnscalingToo) {
     const Scaler scaler = make_scaler(ctx, 8, 1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();
-    dsopt_group group = group_of(DSOPT_ADAM, 1e-2, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
     group.beta1 = 0; // exp_avg is the gradient as the rule saw it
-    Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_F16, 1, 1)});
+    Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1)});
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_OVERRIDE, 2, nullptr));
     for (int step = 0; step < 3; ++step) {
-        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 1, 1 * *dsopt_scaler_device_scale(scaler.get()))})));
+        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1 * *dsopt_scaler_device_scale(scaler.get()))})));
         EXPECT_EQ(trainer.first("exp_avg"), 1);
         EXPECT_EQ(trainer.report().scale_used, 2);
         EXPECT_EQ(trainer.report().loss_scale, 2);
@@ -284,7 +287,7 @@ TEST(MixedScale, OverrideIsUsedForUnscalingToo) {
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
     for (const float scale : {8.0f, 8.0f, 16.0f}) { // the machine goes on where it paused
         ASSERT_EQ(*dsopt_scaler_device_scale(scaler.get()), scale);
-        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, 1, scale)})));
+        ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, 1, scale)})));
         EXPECT_EQ(trainer.first("exp_avg"), 1);
     }
 }
@@ -294,10 +297,10 @@ TEST(MixedScale, StaticScaleSkipsOverflowsAllTheSame) {
     const Scaler scaler = make_scaler(ctx, 128, 0, DSOPT_SCALER_STATIC);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-    must(trainer.step({Array(DSOPT_F16, 2, 128)}));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+    must(trainer.step({Array(DSOPT_DTYPE_F16, 2, 128)}));
     const std::string before = trainer.weight().bytes();
-    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_F16, {128, kInf})})));
+    ASSERT_TRUE(ok(trainer.step({Array(DSOPT_DTYPE_F16, {128, kInf})})));
     EXPECT_EQ(trainer.weight().bytes(), before);
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(trainer.report().loss_scale, 128);
@@ -315,9 +318,9 @@ TEST(Masters, FlatOnesOfAGroupLieWithoutGaps) {
         for (Array &weight : weights) list.push_back({std::move(weight), prefix + std::to_string(list.size())});
         return list;
     };
-    must(trainer.add_group(group_of(DSOPT_ADAM), params(arrays(random, DSOPT_F16, -1, 1), "a")));
-    must(trainer.add_group(group_of(DSOPT_LAMB), params(arrays(random, DSOPT_BF16, -1, 1), "b")));
-    std::vector<Array> grads = arrays(random, DSOPT_F16, -1, 1), more = arrays(random, DSOPT_F16, -1, 1);
+    must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), params(arrays(random, DSOPT_DTYPE_F16, -1, 1), "a")));
+    must(trainer.add_group(group_of(DSOPT_ALGORITHM_LAMB), params(arrays(random, DSOPT_DTYPE_BF16, -1, 1), "b")));
+    std::vector<Array> grads = arrays(random, DSOPT_DTYPE_F16, -1, 1), more = arrays(random, DSOPT_DTYPE_F16, -1, 1);
     grads.insert(grads.end(), more.begin(), more.end());
     ASSERT_TRUE(ok(trainer.step(grads)));
     for (const int64_t first : {0, 4}) {
@@ -337,9 +340,10 @@ TEST(Masters, OfTheCallerAreUsedWhereTheyAreBound) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(16);
-    const std::vector<Array> start = arrays(random, DSOPT_F16, -1, 1);
-    Trainer bound(ctx, desc, group_of(DSOPT_ADAMW), start), own(ctx, desc, group_of(DSOPT_ADAMW), start);
-    std::vector<Array> masters = converted(start, DSOPT_F32);
+    const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, -1, 1);
+    Trainer bound(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start),
+        own(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start);
+    std::vector<Array> masters = converted(start, DSOPT_DTYPE_F32);
     std::vector<dsopt_tensor> list;
     for (const dsopt_state_info &entry : bound.state()) {
         list.push_back(entry.tensor);
@@ -347,7 +351,7 @@ TEST(Masters, OfTheCallerAreUsedWhereTheyAreBound) {
     }
     ASSERT_TRUE(ok(dsopt_optimizer_bind(bound.opt(), DSOPT_BIND_STATE, list.data(), int64_t(list.size()))));
     for (int step = 0; step < 3; ++step) {
-        const std::vector<Array> grads = arrays(random, DSOPT_F16, -1, 1);
+        const std::vector<Array> grads = arrays(random, DSOPT_DTYPE_F16, -1, 1);
         ASSERT_TRUE(ok(bound.step(grads)));
         ASSERT_TRUE(ok(own.step(grads)));
     }
@@ -360,8 +364,8 @@ TEST(Masters, AreMadeFromTheParametersByReset) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(17);
-    Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), arrays(random, DSOPT_BF16, -1, 1));
-    for (int step = 0; step < 3; ++step) must(trainer.step(arrays(random, DSOPT_BF16, -1, 1)));
+    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(random, DSOPT_DTYPE_BF16, -1, 1));
+    for (int step = 0; step < 3; ++step) must(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1)));
     const Snapshot before = trainer.snapshot();
     for (size_t i = 0; i < kSizes.size(); ++i)
         for (size_t k = 0; k < kSizes[i]; ++k) trainer.weight(i).set(k, float(k % 7));
@@ -379,15 +383,15 @@ TEST(Masters, ComeFromTheFileUnlessNoMastersIsSaid) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(18);
-    Trainer saved(ctx, desc, group_of(DSOPT_ADAMW), arrays(random, DSOPT_F16, -1, 1));
-    for (int step = 0; step < 3; ++step) must(saved.step(arrays(random, DSOPT_F16, -1, 1)));
+    Trainer saved(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), arrays(random, DSOPT_DTYPE_F16, -1, 1));
+    for (int step = 0; step < 3; ++step) must(saved.step(arrays(random, DSOPT_DTYPE_F16, -1, 1)));
     const Snapshot wanted = saved.snapshot();
     File file;
     ASSERT_TRUE(ok(file.save(saved, DSOPT_IO_PARAMS)));
-    const std::vector<Array> other = arrays(random, DSOPT_F16, -1, 1);
+    const std::vector<Array> other = arrays(random, DSOPT_DTYPE_F16, -1, 1);
     for (const uint32_t flags : {0, int(DSOPT_IO_NO_MASTERS), int(DSOPT_IO_NO_STATE), int(DSOPT_IO_PARAMS),
                                  DSOPT_IO_PARAMS | DSOPT_IO_NO_MASTERS}) {
-        Trainer loaded(ctx, desc, group_of(DSOPT_ADAMW), other);
+        Trainer loaded(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), other);
         ASSERT_TRUE(ok(file.load(loaded, flags)));
         const Snapshot got = loaded.snapshot();
         for (size_t i = 0; i < kSizes.size(); ++i) {
@@ -408,12 +412,13 @@ TEST(Masters, StartFromTheParametersAfterALoadThatFailed) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(19);
-    const std::vector<Array> start = arrays(random, DSOPT_F16, 1, 2);
-    Trainer saved(ctx, desc, group_of(DSOPT_ADAM), arrays(random, DSOPT_F16, -1, 1));
+    const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, 1, 2);
+    Trainer saved(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(random, DSOPT_DTYPE_F16, -1, 1));
     File file;
     ASSERT_TRUE(ok(file.save(saved)));
     file.data.back() = char(file.data.back() ^ 1);
-    Trainer fresh(ctx, desc, group_of(DSOPT_ADAM), start), untouched(ctx, desc, group_of(DSOPT_ADAM), start);
+    Trainer fresh(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+        untouched(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start);
     ASSERT_TRUE(fails(file.load(fresh), DSOPT_ERR_CHECKSUM));
     EXPECT_TRUE(same(fresh.snapshot(), untouched.snapshot()));
 }
@@ -424,10 +429,10 @@ TEST(Masters, AreNotThereWithNoMasterAndTheParameterIsRoundedEveryStep) {
     DSOPT_NEW(dsopt_optimizer_desc, plain);
     desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
     Random random(20);
-    for (const int32_t dtype : {DSOPT_F16, DSOPT_BF16}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         const std::vector<Array> start = arrays(random, dtype, -1, 1);
-        Trainer half(ctx, desc, group_of(DSOPT_ADAM), start),
-            reference(ctx, plain, group_of(DSOPT_ADAM), converted(start, DSOPT_F32));
+        Trainer half(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+            reference(ctx, plain, group_of(DSOPT_ALGORITHM_ADAM), converted(start, DSOPT_DTYPE_F32));
         for (const dsopt_state_info &entry : half.state()) EXPECT_STRNE(entry.name, "master");
         for (int step = 0; step < 4; ++step) {
             const std::vector<Array> grads = arrays(random, dtype, -1, 1);

@@ -106,15 +106,15 @@ inline float decode(uint16_t bits, int exponent_bits, int fraction_bits) {
     if (field == (1 << exponent_bits) - 1) value = fraction != 0 ? double(kNaN) : double(kInf);
     return float(bits & 0x8000u ? -value : value);
 }
-inline size_t size_of(int32_t dtype) { return dtype == DSOPT_F32 || dtype == DSOPT_I32 ? 4 : 2; }
+inline size_t size_of(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_I32 ? 4 : 2; }
 /// What storing `x` as `dtype` leaves of it.
 inline float rounded(float x, int32_t dtype) {
-    if (dtype == DSOPT_F16) return decode(encode(x, 5, 10), 5, 10);
-    if (dtype == DSOPT_BF16) return decode(encode(x, 8, 7), 8, 7);
+    if (dtype == DSOPT_DTYPE_F16) return decode(encode(x, 5, 10), 5, 10);
+    if (dtype == DSOPT_DTYPE_BF16) return decode(encode(x, 8, 7), 8, 7);
     return x;
 }
 inline const char *dtype_name(int32_t dtype) {
-    return dtype == DSOPT_F32 ? "F32" : dtype == DSOPT_F16 ? "F16" : "BF16";
+    return dtype == DSOPT_DTYPE_F32 ? "F32" : dtype == DSOPT_DTYPE_F16 ? "F16" : "BF16";
 }
 
 /// A tensor with its memory.
@@ -127,29 +127,29 @@ public:
     }
     Array(int32_t dtype, size_t numel, float value) : Array(dtype, std::vector<float>(numel, value)) {}
     /// A place in a gradient list for "no gradient this time".
-    static Array absent(size_t numel, int32_t dtype = DSOPT_F32) {
+    static Array absent(size_t numel, int32_t dtype = DSOPT_DTYPE_F32) {
         Array array(dtype, numel, 0);
         array.absent_ = true;
         return array;
     }
 
     void set(size_t i, float value) {
-        if (dtype_ == DSOPT_F32)
+        if (dtype_ == DSOPT_DTYPE_F32)
             std::memcpy(&raw_[i * 4], &value, 4);
         else {
-            const uint16_t bits = dtype_ == DSOPT_F16 ? encode(value, 5, 10) : encode(value, 8, 7);
+            const uint16_t bits = dtype_ == DSOPT_DTYPE_F16 ? encode(value, 5, 10) : encode(value, 8, 7);
             std::memcpy(&raw_[i * 2], &bits, 2);
         }
     }
     float operator[](size_t i) const {
-        if (dtype_ == DSOPT_F32) {
+        if (dtype_ == DSOPT_DTYPE_F32) {
             float value;
             std::memcpy(&value, &raw_[i * 4], 4);
             return value;
         }
         uint16_t bits;
         std::memcpy(&bits, &raw_[i * 2], 2);
-        return dtype_ == DSOPT_F16 ? decode(bits, 5, 10) : decode(bits, 8, 7);
+        return dtype_ == DSOPT_DTYPE_F16 ? decode(bits, 5, 10) : decode(bits, 8, 7);
     }
     size_t size() const { return size_t(numel_); }
     int32_t dtype() const { return dtype_; }
@@ -164,7 +164,7 @@ public:
 
 private:
     mutable std::vector<unsigned char> raw_;
-    int32_t dtype_ = DSOPT_F32;
+    int32_t dtype_ = DSOPT_DTYPE_F32;
     int64_t numel_ = 0;
     bool absent_ = false;
 };
@@ -207,10 +207,10 @@ inline dsopt_group group_of(int32_t algorithm, double lr = 1e-2, double weight_d
 }
 
 inline std::string algorithm_name(int32_t algorithm) {
-    return algorithm == DSOPT_ADAM    ? "Adam"
-           : algorithm == DSOPT_ADAMW ? "AdamW"
-           : algorithm == DSOPT_LAMB  ? "Lamb"
-                                      : "AdamLegacy";
+    return algorithm == DSOPT_ALGORITHM_ADAM    ? "Adam"
+           : algorithm == DSOPT_ALGORITHM_ADAMW ? "AdamW"
+           : algorithm == DSOPT_ALGORITHM_LAMB  ? "Lamb"
+                                                : "AdamLegacy";
 }
 
 struct Param {
@@ -308,10 +308,10 @@ public:
         for (size_t i = 0; i < list.size(); ++i) {
             if (list[i].param != param || std::strcmp(list[i].name, name) != 0) continue;
             const auto numel = size_t(list[i].tensor.numel);
-            Array values(list[i].tensor.dtype == DSOPT_I32 ? DSOPT_F32 : list[i].tensor.dtype, numel, 0);
+            Array values(list[i].tensor.dtype == DSOPT_DTYPE_I32 ? DSOPT_DTYPE_F32 : list[i].tensor.dtype, numel, 0);
             must(dsopt_optimizer_export(opt(), int64_t(i), values.tensor().data, numel * size_of(values.dtype())));
             std::vector<float> floats = values.floats();
-            if (list[i].tensor.dtype == DSOPT_I32)
+            if (list[i].tensor.dtype == DSOPT_DTYPE_I32)
                 for (float &value : floats) {
                     int32_t integer;
                     std::memcpy(&integer, &value, 4);
@@ -411,12 +411,12 @@ using CommId = std::array<char, 16>;
 inline CommId new_id() {
     CommId id;
     size_t bytes = id.size();
-    must(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id.data(), &bytes));
+    must(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &bytes));
     return id;
 }
 inline dsopt_comm_desc local_desc(const CommId &id, int rank, int ranks, int timeout_ms = 60000) {
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_LOCAL;
+    desc.kind = DSOPT_COMM_KIND_LOCAL;
     desc.rank = rank;
     desc.ranks = ranks;
     desc.timeout_ms = timeout_ms;
@@ -448,7 +448,7 @@ inline void run_ranks(int ranks, const std::function<void(int)> &body) {
 }
 /// One meeting of all ranks: the norm of one element.
 inline dsopt_status meet(const Context &ctx, const Comm &comm, float value = 1, dsopt_norm_result *result = nullptr) {
-    Array one(DSOPT_F32, 1, value);
+    Array one(DSOPT_DTYPE_F32, 1, value);
     const dsopt_tensor tensor = one.tensor();
     dsopt_norm_result local;
     return dsopt_tensors_norm(ctx.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(), result != nullptr ? result : &local,

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kFreeze = 5;
 constexpr uint32_t kBits = DSOPT_OPTIMIZER_MOMENTUM_BITS;
 
-dsopt_group group_here() { return group_for(DSOPT_ONEBIT_ADAM, kFreeze); }
+dsopt_group group_here() { return group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, kFreeze); }
 
 /// Gradients of a call; rows of the first tensor are never used.
 std::vector<Array> gradients(const Problem &problem, const Trainer &trainer, int rank, int64_t call) {
@@ -138,7 +138,7 @@ TEST(MomentumBits, MakeRoomForAGroupThatComesLater) {
         for (const uint32_t flags : {kBits, 0u}) {
             Trainer trainer = trainer_of(ctx, comm, group_here(), problem.weights(), flags);
             for (int64_t call = 1; call <= 8; ++call) take(trainer, problem, rank, call);
-            Array weight(DSOPT_F32, size_t(70), 0.5f);
+            Array weight(DSOPT_DTYPE_F32, size_t(70), 0.5f);
             dsopt_param param{};
             param.tensor = weight.tensor();
             param.name = "late";
@@ -147,7 +147,7 @@ TEST(MomentumBits, MakeRoomForAGroupThatComesLater) {
             must(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
             for (int64_t call = 9; call <= 12; ++call) {
                 std::vector<Array> grads = gradients(problem, trainer, rank, call);
-                grads.emplace_back(DSOPT_F32, size_t(70), 0.1f);
+                grads.emplace_back(DSOPT_DTYPE_F32, size_t(70), 0.1f);
                 const std::vector<dsopt_tensor> list = list_of(grads);
                 DSOPT_NEW(dsopt_step, step);
                 step.grads = list.data();
@@ -169,7 +169,7 @@ TEST(MomentumBits, AreRefusedWhereNothingWouldUseThem) {
         dsopt_optimizer *opt = nullptr;
         dsopt_status status = dsopt_optimizer_create(ctx.get(), &desc, &opt);
         if (status == DSOPT_OK) {
-            Array weight(DSOPT_F32, size_t(8), 1);
+            Array weight(DSOPT_DTYPE_F32, size_t(8), 1);
             dsopt_param param{};
             param.tensor = weight.tensor();
             param.flags = param_flags;
@@ -181,12 +181,12 @@ TEST(MomentumBits, AreRefusedWhereNothingWouldUseThem) {
         dsopt_optimizer_destroy(opt);
         return status;
     };
-    EXPECT_EQ(made(DSOPT_ONEBIT_ADAM, DSOPT_STANDARD, 0), DSOPT_OK);
-    EXPECT_EQ(made(DSOPT_ONEBIT_ADAM, DSOPT_COMPAT_DEEPSPEED, 0), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(made(DSOPT_ONEBIT_ADAM, DSOPT_STANDARD, DSOPT_PARAM_MASKED), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(made(DSOPT_ZERO_ONE_ADAM, DSOPT_STANDARD, 0), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(made(DSOPT_ONEBIT_LAMB, DSOPT_STANDARD, 0), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(made(DSOPT_ADAMW, DSOPT_STANDARD, 0), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE, 0), DSOPT_OK);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_DEEPSPEED, 0), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE, DSOPT_PARAM_MASKED), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(made(DSOPT_ALGORITHM_ADAMW, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
 }
 
 } // namespace

@@ -6,7 +6,7 @@ using namespace dsopt_test;
 
 namespace {
 
-constexpr int32_t kDtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
+constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 constexpr const char *kIsas[] = {"generic", "avx2", "avx512"};
 
 /// Sizes around vectors, tiles, leaves and parts.
@@ -75,7 +75,7 @@ TEST(Norm, KeepsItsOrderInEveryTail) {
         for (size_t size = 1; size < 140; ++size) {
             std::vector<float> values(size);
             for (float &value : values) value = float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12)));
-            const std::vector<Array> list = {Array(DSOPT_F32, values)};
+            const std::vector<Array> list = {Array(DSOPT_DTYPE_F32, values)};
             ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(ordered_squares(list))) << isa << ", " << size;
         }
     }
@@ -84,8 +84,8 @@ TEST(Norm, KeepsItsOrderInEveryTail) {
 TEST(Norm, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
     Random random(11);
     std::vector<Array> list = mixed_list(random);
-    list.emplace_back(DSOPT_BF16, random.floats(700001)); // enough for every thread to have a part
-    list.emplace_back(DSOPT_F16, random.floats(500000));
+    list.emplace_back(DSOPT_DTYPE_BF16, random.floats(700001)); // enough for every thread to have a part
+    list.emplace_back(DSOPT_DTYPE_F16, random.floats(500000));
     const dsopt_norm_result wanted = norm_of(make_context(1, "generic"), list, DSOPT_NORM_L2, 2);
     const dsopt_norm_result most = norm_of(make_context(1, "generic"), list, DSOPT_NORM_MAX, 2);
     for (const char *isa : kIsas)
@@ -130,7 +130,7 @@ TEST(Norm, CountsInfAndNanAndNamesTheFirstTensor) {
 
 TEST(Norm, CoefficientClipsAndIsOneWithoutALimit) {
     const Context ctx = make_context();
-    const std::vector<Array> list = {Array(DSOPT_F32, {3, 0}), Array(DSOPT_F16, {0, -4})};
+    const std::vector<Array> list = {Array(DSOPT_DTYPE_F32, {3, 0}), Array(DSOPT_DTYPE_F16, {0, -4})};
     EXPECT_EQ(norm_of(ctx, list).norm, 5);
     EXPECT_EQ(norm_of(ctx, list, DSOPT_NORM_L2, 0).coefficient, 1);
     EXPECT_EQ(norm_of(ctx, list, DSOPT_NORM_L2, 5.1).coefficient, 1);
@@ -142,8 +142,8 @@ TEST(Norm, CoefficientClipsAndIsOneWithoutALimit) {
 
 TEST(Norm, PassesOverEntriesWithoutData) {
     const Context ctx = make_context();
-    const std::vector<Array> list = {Array::absent(100000), Array(DSOPT_F32, {3, 4}), Array::absent(5, DSOPT_BF16),
-                                     Array(DSOPT_F16, {kNaN})};
+    const std::vector<Array> list = {Array::absent(100000), Array(DSOPT_DTYPE_F32, {3, 4}),
+                                     Array::absent(5, DSOPT_DTYPE_BF16), Array(DSOPT_DTYPE_F16, {kNaN})};
     EXPECT_EQ(norm_of(ctx, {list.begin(), list.begin() + 3}).norm, 5);
     EXPECT_EQ(norm_of(ctx, list).first_bad, 3);
 }
@@ -151,10 +151,10 @@ TEST(Norm, PassesOverEntriesWithoutData) {
 TEST(Norm, NeitherOverflowsNorUnderflowsWhereTheElementsDoNot) {
     const Context ctx = make_context();
     const float big = std::numeric_limits<float>::max(), tiny = std::numeric_limits<float>::denorm_min();
-    EXPECT_NEAR(norm_of(ctx, {Array(DSOPT_F32, 10000, big)}).norm / double(big), 100, 1e-12);
-    EXPECT_NEAR(norm_of(ctx, {Array(DSOPT_F32, 10000, tiny)}).norm / double(tiny), 100, 1e-12);
-    EXPECT_DOUBLE_EQ(norm_of(ctx, {Array(DSOPT_F16, 4, 0x1p-24f)}).norm, 0x1p-23);
-    EXPECT_EQ(norm_of(ctx, {Array(DSOPT_F32, 10000, tiny)}, DSOPT_NORM_MAX).norm, double(tiny));
+    EXPECT_NEAR(norm_of(ctx, {Array(DSOPT_DTYPE_F32, 10000, big)}).norm / double(big), 100, 1e-12);
+    EXPECT_NEAR(norm_of(ctx, {Array(DSOPT_DTYPE_F32, 10000, tiny)}).norm / double(tiny), 100, 1e-12);
+    EXPECT_DOUBLE_EQ(norm_of(ctx, {Array(DSOPT_DTYPE_F16, 4, 0x1p-24f)}).norm, 0x1p-23);
+    EXPECT_EQ(norm_of(ctx, {Array(DSOPT_DTYPE_F32, 10000, tiny)}, DSOPT_NORM_MAX).norm, double(tiny));
 }
 
 TEST(Norm, OverACommAddsUpRanksAndKeepsFirstBadLocal) {
@@ -164,8 +164,8 @@ TEST(Norm, OverACommAddsUpRanksAndKeepsFirstBadLocal) {
         std::vector<Array> all;
         Random random(12);
         for (int rank = 0; rank < ranks; ++rank) {
-            parts.push_back(
-                {Array(DSOPT_F16, random.floats(size_t(rank) * 3000)), Array(DSOPT_F32, random.floats(100))});
+            parts.push_back({Array(DSOPT_DTYPE_F16, random.floats(size_t(rank) * 3000)),
+                             Array(DSOPT_DTYPE_F32, random.floats(100))});
             all.insert(all.end(), parts.back().begin(), parts.back().end());
         }
         const double wanted = exact_norm(all);
@@ -200,14 +200,14 @@ TEST(Norm, OverACommAddsUpRanksAndKeepsFirstBadLocal) {
 
 TEST(Norm, RefusesBadListsAndLeavesTheResult) {
     const Context ctx = make_context();
-    Array array(DSOPT_F32, 4, 1);
+    Array array(DSOPT_DTYPE_F32, 4, 1);
     const dsopt_tensor good = array.tensor();
     dsopt_norm_result result{.norm = 77, .coefficient = 7, .reserved = 0, .nonfinite = 7, .first_bad = 7};
     const auto call = [&](const dsopt_tensor *list, int64_t count, int32_t kind = DSOPT_NORM_L2, double max_norm = 0) {
         return dsopt_tensors_norm(ctx.get(), list, count, kind, max_norm, nullptr, &result, nullptr);
     };
     dsopt_tensor bad[2] = {good, good};
-    bad[1].dtype = DSOPT_I32;
+    bad[1].dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(fails(call(bad, 2), DSOPT_ERR_DTYPE, "'1'"));
     bad[1] = good;
     bad[1].numel = -1;
@@ -284,8 +284,10 @@ TEST(Axpby, WorksInPlaceAndOnWholeLists) {
 
 TEST(Axpby, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
     Random random(16);
-    const std::vector<Array> x = {Array(DSOPT_F32, random.floats(300001)), Array(DSOPT_F16, random.floats(70000))};
-    const std::vector<Array> y = {Array(DSOPT_BF16, random.floats(300001)), Array(DSOPT_F32, random.floats(70000))};
+    const std::vector<Array> x = {Array(DSOPT_DTYPE_F32, random.floats(300001)),
+                                  Array(DSOPT_DTYPE_F16, random.floats(70000))};
+    const std::vector<Array> y = {Array(DSOPT_DTYPE_BF16, random.floats(300001)),
+                                  Array(DSOPT_DTYPE_F32, random.floats(70000))};
     const float a = 0.7f;
     std::string wanted;
     for (const char *isa : kIsas)
@@ -303,8 +305,9 @@ TEST(Axpby, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
 
 TEST(Axpby, PassesOverEntriesWithoutDataOnEitherSide) {
     const Context ctx = make_context();
-    const std::vector<Array> x = {Array::absent(2), Array(DSOPT_F32, 2, 1), Array(DSOPT_F32, 2, 5)};
-    const std::vector<Array> y = {Array(DSOPT_F16, 2, 7), Array::absent(2, DSOPT_F16), Array(DSOPT_F16, 2, 7)};
+    const std::vector<Array> x = {Array::absent(2), Array(DSOPT_DTYPE_F32, 2, 1), Array(DSOPT_DTYPE_F32, 2, 5)};
+    const std::vector<Array> y = {Array(DSOPT_DTYPE_F16, 2, 7), Array::absent(2, DSOPT_DTYPE_F16),
+                                  Array(DSOPT_DTYPE_F16, 2, 7)};
     const std::vector<dsopt_tensor> from = list_of(x), to = list_of(y);
     ASSERT_TRUE(ok(dsopt_tensors_axpby(ctx.get(), nullptr, from.data(), 1, to.data(), 3, nullptr)));
     EXPECT_EQ(y[0][0], 7);
@@ -314,14 +317,14 @@ TEST(Axpby, PassesOverEntriesWithoutDataOnEitherSide) {
 
 TEST(Axpby, RefusesListsThatDoNotFit) {
     const Context ctx = make_context();
-    const Array a(DSOPT_F32, 4, 1), b(DSOPT_F32, 3, 1);
+    const Array a(DSOPT_DTYPE_F32, 4, 1), b(DSOPT_DTYPE_F32, 3, 1);
     const dsopt_tensor x = a.tensor(), y = b.tensor();
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, &x, 0, &y, 1, nullptr), DSOPT_ERR_SHAPE));
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, nullptr, 0, &y, 1, nullptr), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, &x, 0, nullptr, 1, nullptr), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, &x, 0, &x, -1, nullptr), DSOPT_ERR_ARGUMENT));
     dsopt_tensor integers = x;
-    integers.dtype = DSOPT_I32;
+    integers.dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, &integers, 0, &x, 1, nullptr), DSOPT_ERR_DTYPE));
     EXPECT_TRUE(fails(dsopt_tensors_axpby(ctx.get(), nullptr, &x, 0, &integers, 1, nullptr), DSOPT_ERR_DTYPE));
     EXPECT_TRUE(same_bits(a.floats(), {1, 1, 1, 1}));
@@ -349,7 +352,7 @@ TEST(Clamp, CutsEveryElementAndKeepsNan) {
 
 TEST(Clamp, RefusesLimitsThatAreNotPositive) {
     const Context ctx = make_context();
-    const Array x(DSOPT_F32, 3, 9);
+    const Array x(DSOPT_DTYPE_F32, 3, 9);
     const dsopt_tensor tensor = x.tensor();
     for (const double limit : {0.0, -1.0, double(kNaN)})
         EXPECT_TRUE(fails(dsopt_tensors_clamp(ctx.get(), &tensor, 1, limit, nullptr), DSOPT_ERR_ARGUMENT, "limit"));

@@ -45,7 +45,8 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
             }
         }
     }
-    EXPECT_EQ(apart, algorithm == DSOPT_ZERO_ONE_ADAM && ranks > 1) << "between exchanges each rank goes its own way";
+    EXPECT_EQ(apart, algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && ranks > 1)
+        << "between exchanges each rank goes its own way";
     for (const auto &[name, bytes] : all[0].back())
         if (name.rfind("param", 0) == 0)
             for (size_t i = 0; i + 4 <= bytes.size(); i += 4) {
@@ -58,16 +59,17 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
 // ---------------------------------------------------------------------------------------------------------- schedule
 TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLamb) {
     constexpr int64_t freeze = 7;
-    const bool lamb = algorithm == DSOPT_ONEBIT_LAMB;
-    dsopt_group group = group_for(algorithm, freeze), plain = group_of(lamb ? DSOPT_LAMB : DSOPT_ADAMW, 1e-2, 0.01);
-    group.var_interval_steps = algorithm == DSOPT_ZERO_ONE_ADAM ? 100 : 0;
+    const bool lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+    dsopt_group group = group_for(algorithm, freeze),
+                plain = group_of(lamb ? DSOPT_ALGORITHM_LAMB : DSOPT_ALGORITHM_ADAMW, 1e-2, 0.01);
+    group.var_interval_steps = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 100 : 0;
     plain.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer = trainer_of(ctx, comm, group, problem.weights()),
                 other = trainer_of(ctx, comm, plain, problem.weights());
         for (int64_t call = 1; call <= freeze; ++call) {
             const std::string before = trainer.weight(0).bytes();
-            ASSERT_EQ(reduction(trainer), DSOPT_REDUCE_FULL) << call;
+            ASSERT_EQ(reduction(trainer), DSOPT_REDUCTION_FULL) << call;
             ASSERT_TRUE(ok(trainer.step(problem.mean(call))));
             ASSERT_TRUE(ok(other.step(problem.mean(call))));
             ASSERT_NE(trainer.weight(0).bytes(), before) << "the first call trains";
@@ -77,7 +79,7 @@ TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLam
                     ASSERT_TRUE(same_bits(trainer.state(name, int64_t(t)), other.state(name, int64_t(t)))) << call;
             }
         }
-        EXPECT_NE(reduction(trainer), DSOPT_REDUCE_FULL);
+        EXPECT_NE(reduction(trainer), DSOPT_REDUCTION_FULL);
         for (int64_t call = freeze + 1; call <= freeze + 9; ++call)
             ASSERT_TRUE(ok(trainer.step(problem.own(rank, call))));
         for (size_t t = 0; t < problem.sizes.size(); ++t)
@@ -90,9 +92,9 @@ TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
     constexpr int64_t calls = 40;
     // 0/1 Adam: that of the original with the same numbers, whose first call is step 2 and whose last variance step
     // may be number freeze_step + 1: F F F 1 F 1 F 1 1 1 F 1 1 1 F 1 1 1 1 1, 1 1 1 1 1 - 1 - - - 1 - - - 1 - - - 1
-    const std::string wanted = algorithm == DSOPT_ZERO_ONE_ADAM ? "FF1F1F1F111F111F1111"
-                                                                  "1111-1-1---1---1---1"
-                                                                : std::string(20, 'F') + std::string(20, '1');
+    const std::string wanted = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "FF1F1F1F111F111F1111"
+                                                                            "1111-1-1---1---1---1"
+                                                                          : std::string(20, 'F') + std::string(20, '1');
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 20), problem.weights());
         EXPECT_EQ(schedule(trainer, calls), wanted);
@@ -184,7 +186,7 @@ TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
             ASSERT_TRUE(ok(file.save(first, DSOPT_IO_PARAMS)));
             Trainer second = trainer_of(ctx, comm, group_for(algorithm, 99, 0.5, 0), problem.weights());
             ASSERT_TRUE(ok(file.load(second, DSOPT_IO_PARAMS)));
-            EXPECT_EQ(second.get(DSOPT_FREEZE_STEP), 12);
+            EXPECT_EQ(second.get(DSOPT_KEY_FREEZE_STEP), 12);
             EXPECT_EQ(reduction(second), reduction(first));
             EXPECT_EQ(schedule(second, calls), schedule(first, calls));
             go(first, middle + 1, calls);
@@ -227,7 +229,7 @@ TEST_P(Family, ExportedErrorsAreWhatIsOwedAndCanBeImported) {
 TEST(OneBitErrors, AreTheMomentumLessWhatWasSent) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{100, 40}, 2};
-        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ONEBIT_ADAM, 2), problem.weights());
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights());
         for (int64_t call : {1, 2}) must(trainer.step(problem.mean(call)));
         for (const float value : trainer.state("worker_error")) EXPECT_EQ(value, 0);
         std::vector<std::vector<float>> m = {trainer.state("exp_avg", 0), trainer.state("exp_avg", 1)};
@@ -267,21 +269,22 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
     double loss = 0;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         dsopt_group group = group_of(algorithm, 0, 0);
-        if (algorithm == DSOPT_ADAMW || algorithm == DSOPT_LAMB)
+        if (algorithm == DSOPT_ALGORITHM_ADAMW || algorithm == DSOPT_ALGORITHM_LAMB)
             group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
         else
             group = group_for(algorithm, std::max<int64_t>(calls / 5, 1), 0, 0);
-        if (algorithm == DSOPT_ZERO_ONE_ADAM) {
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
             group.var_interval_steps = 16;
             group.local_interval_steps = calls / 4 + 1;
         }
-        Trainer trainer = trainer_of(ctx, comm, group, {Array(DSOPT_F32, numel, 0)});
+        Trainer trainer = trainer_of(ctx, comm, group, {Array(DSOPT_DTYPE_F32, numel, 0)});
         for (int64_t call = 1; call <= calls; ++call) {
             const double at = double(call) / double(calls);
-            must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_LR,
-                                     (algorithm == DSOPT_ONEBIT_LAMB || algorithm == DSOPT_LAMB ? 0.1 : 0.03) *
-                                         std::min(10 * at, 1 - at)));
-            const bool full = reduction(trainer) == DSOPT_REDUCE_FULL;
+            must(dsopt_optimizer_set(
+                trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR,
+                (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB || algorithm == DSOPT_ALGORITHM_LAMB ? 0.1 : 0.03) *
+                    std::min(10 * at, 1 - at)));
+            const bool full = reduction(trainer) == DSOPT_REDUCTION_FULL;
             std::vector<float> grad(numel);
             for (int other = 0; other < ranks; ++other) {
                 Random noise(uint64_t(call * 100 + other));
@@ -293,7 +296,7 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
                         grad[i] = own;
                 }
             }
-            must(trainer.step({Array(DSOPT_F32, grad)}));
+            must(trainer.step({Array(DSOPT_DTYPE_F32, grad)}));
         }
         if (rank != 0) return;
         for (size_t i = 0; i < numel; ++i)
@@ -305,11 +308,12 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
 TEST(OneBitTraining, ReachesNearlyTheLossOfFullPrecision) {
     constexpr int64_t calls = 2000;
     for (const int ranks : {2, 4}) {
-        const double begin = train(DSOPT_ADAMW, ranks, 0), adam = train(DSOPT_ADAMW, ranks, calls),
-                     lamb = train(DSOPT_LAMB, ranks, calls);
+        const double begin = train(DSOPT_ALGORITHM_ADAMW, ranks, 0), adam = train(DSOPT_ALGORITHM_ADAMW, ranks, calls),
+                     lamb = train(DSOPT_ALGORITHM_LAMB, ranks, calls);
         ASSERT_LT(std::max(adam, lamb), 0.006 * begin);
         for (const int32_t algorithm : kFamily) {
-            const double full = algorithm == DSOPT_ONEBIT_LAMB ? lamb : adam, loss = train(algorithm, ranks, calls);
+            const double full = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? lamb : adam,
+                         loss = train(algorithm, ranks, calls);
             EXPECT_LT(loss - full, 0.002 * begin)
                 << name_of(algorithm) << ", " << ranks << " ranks: " << loss << ", in full precision " << full;
         }
@@ -363,12 +367,14 @@ TEST(OneBitMask, HoldsMomentaAtZeroAndWeightsWhereTheyAre) {
                     for (size_t i = 100; i < 200; ++i) grads[0].set(i, 1e-3f);
                 const std::vector<float> before = trainer.weight(0).floats();
                 ASSERT_TRUE(ok(trainer.step(grads)));
-                if (what != DSOPT_REDUCE_COMPRESSED || call <= 4) continue;
+                if (what != DSOPT_REDUCTION_COMPRESSED || call <= 4) continue;
                 const std::vector<float> m = trainer.state("exp_avg", 0);
                 for (size_t i = 100; i < 200; ++i) {
                     ASSERT_EQ(m[i], 0) << name_of(algorithm) << ", call " << call;
                     ASSERT_EQ(trainer.state("mask", 0)[i], 0);
-                    if (algorithm != DSOPT_ZERO_ONE_ADAM) { ASSERT_EQ(trainer.weight(0)[i], before[i]) << call; }
+                    if (algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
+                        ASSERT_EQ(trainer.weight(0)[i], before[i]) << call;
+                    }
                 }
                 EXPECT_NE(m[0], 0);
                 EXPECT_NE(trainer.state("exp_avg", 1)[0], 0);
@@ -384,15 +390,15 @@ TEST(OneBitGroups, ThatDoNotFreezeAreThoseOfAdamWithAveragedGradients) {
             dsopt_optimizer_desc desc = desc_of(engine_averages ? DSOPT_OPTIMIZER_AVERAGES : 0);
             desc.data = comm.get();
             const std::vector<Array> weights = problem.weights();
-            dsopt_group frozen = group_for(DSOPT_ONEBIT_ADAM, 5), lively = frozen,
-                        plain = group_of(DSOPT_ADAMW, 1e-2, 0.01);
+            dsopt_group frozen = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5), lively = frozen,
+                        plain = group_of(DSOPT_ALGORITHM_ADAMW, 1e-2, 0.01);
             lively.flags |= DSOPT_GROUP_NON_FREEZE;
             plain.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
             Trainer trainer(ctx, desc), other(ctx, desc_of(), plain, {{weights[1], "w"}});
             must(trainer.add_group(frozen, {{weights[0], "a"}}));
             must(trainer.add_group(lively, {{weights[1], "b"}}));
             for (int64_t call = 1; call <= 20; ++call) {
-                const int32_t what = engine_averages ? DSOPT_REDUCE_LOCAL : reduction(trainer);
+                const int32_t what = engine_averages ? DSOPT_REDUCTION_LOCAL : reduction(trainer);
                 ASSERT_TRUE(ok(trainer.step(problem.wanted(what, rank, call))));
                 ASSERT_TRUE(ok(other.step({problem.mean(call)[1]})));
                 ASSERT_TRUE(same_bits(trainer.weight(1).floats(), other.weight(0).floats())) << call;
@@ -407,11 +413,12 @@ TEST(OneBitGroups, MayStandBesideAdamWhichComesFirst) {
         const std::vector<Array> weights = problem.weights();
         dsopt_optimizer_desc desc = desc_of();
         desc.data = comm.get();
-        Trainer trainer(ctx, desc), other(ctx, desc_of(), group_of(DSOPT_ADAMW, 2e-2, 0.1), {{weights[0], "w"}});
-        must(trainer.add_group(group_of(DSOPT_ADAMW, 2e-2, 0.1), {{weights[0], "a"}}));
-        must(trainer.add_group(group_for(DSOPT_ONEBIT_ADAM, 5), {{weights[1], "b"}}));
+        Trainer trainer(ctx, desc),
+            other(ctx, desc_of(), group_of(DSOPT_ALGORITHM_ADAMW, 2e-2, 0.1), {{weights[0], "w"}});
+        must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAMW, 2e-2, 0.1), {{weights[0], "a"}}));
+        must(trainer.add_group(group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5), {{weights[1], "b"}}));
         EXPECT_EQ(schedule(trainer, 8), "FFFFF111");
-        must(dsopt_optimizer_set(trainer.opt(), 1, DSOPT_LR, 5e-3));
+        must(dsopt_optimizer_set(trainer.opt(), 1, DSOPT_KEY_LR, 5e-3));
         EXPECT_EQ(schedule(trainer, 8), "FFFFF111") << "setting something else leaves freeze_step alone";
         for (int64_t call = 1; call <= 12; ++call) {
             EXPECT_EQ(reduction(trainer), reduction(trainer, call));
@@ -419,34 +426,34 @@ TEST(OneBitGroups, MayStandBesideAdamWhichComesFirst) {
             ASSERT_TRUE(ok(other.step({problem.mean(call)[0]})));
             ASSERT_TRUE(same_bits(trainer.weight(0).floats(), other.weight(0).floats())) << call;
         }
-        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_FREEZE_STEP, 3));
+        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, 3));
         EXPECT_EQ(schedule(trainer, 8), "FFF11111");
         double value = 0;
-        must(dsopt_optimizer_get(trainer.opt(), 1, DSOPT_FREEZE_STEP, &value));
+        must(dsopt_optimizer_get(trainer.opt(), 1, DSOPT_KEY_FREEZE_STEP, &value));
         EXPECT_EQ(value, 3);
-        EXPECT_TRUE(fails(dsopt_optimizer_get(trainer.opt(), 0, DSOPT_FREEZE_STEP, &value), DSOPT_ERR_UNSUPPORTED));
+        EXPECT_TRUE(fails(dsopt_optimizer_get(trainer.opt(), 0, DSOPT_KEY_FREEZE_STEP, &value), DSOPT_ERR_UNSUPPORTED));
     });
 }
 
 TEST(OneBitGroups, FreezeStepIsReadAndSetForAllAtOnce) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
-        Trainer trainer(ctx, desc_of(), group_for(algorithm, 7), std::vector<Array>{Array(DSOPT_F32, 3, 1)});
-        must(trainer.add_group(group_for(algorithm, 7, 1), {{Array(DSOPT_F32, 3, 1), "q"}}));
-        EXPECT_EQ(trainer.get(DSOPT_FREEZE_STEP), 7);
-        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_FREEZE_STEP, 3), DSOPT_ERR_ARGUMENT));
+        Trainer trainer(ctx, desc_of(), group_for(algorithm, 7), std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
+        must(trainer.add_group(group_for(algorithm, 7, 1), {{Array(DSOPT_DTYPE_F32, 3, 1), "q"}}));
+        EXPECT_EQ(trainer.get(DSOPT_KEY_FREEZE_STEP), 7);
+        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_KEY_FREEZE_STEP, 3), DSOPT_ERR_ARGUMENT));
         for (const double bad : {0.0, -1.0, 2.5, double(kNaN), double(kInf), 2147483647.0})
-            EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_FREEZE_STEP, bad),
+            EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, bad),
                               DSOPT_ERR_ARGUMENT, "freeze_step"));
-        EXPECT_EQ(trainer.get(DSOPT_FREEZE_STEP), 7);
-        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_FREEZE_STEP, 3));
+        EXPECT_EQ(trainer.get(DSOPT_KEY_FREEZE_STEP), 7);
+        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, 3));
         double value = 0;
-        must(dsopt_optimizer_get(trainer.opt(), 1, DSOPT_FREEZE_STEP, &value));
+        must(dsopt_optimizer_get(trainer.opt(), 1, DSOPT_KEY_FREEZE_STEP, &value));
         EXPECT_EQ(value, 3);
         EXPECT_EQ(schedule(trainer, 5).substr(3),
-                  algorithm == DSOPT_ZERO_ONE_ADAM ? "11" : "11"); // one rank has the same schedule
-        Trainer adam(ctx, desc_of(), group_of(DSOPT_ADAMW), std::vector<Array>{Array(DSOPT_F32, 3, 1)});
-        EXPECT_TRUE(fails(dsopt_optimizer_set(adam.opt(), DSOPT_ALL_GROUPS, DSOPT_FREEZE_STEP, 3),
+                  algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "11" : "11"); // one rank has the same schedule
+        Trainer adam(ctx, desc_of(), group_of(DSOPT_ALGORITHM_ADAMW), std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
+        EXPECT_TRUE(fails(dsopt_optimizer_set(adam.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, 3),
                           DSOPT_ERR_UNSUPPORTED, "freeze_step"));
     }
 }
@@ -456,7 +463,7 @@ TEST(OneBitGroups, WithoutTheFamilyEveryCallIsFull) {
     Trainer trainer(ctx, desc_of());
     int32_t value = 9;
     EXPECT_TRUE(fails(dsopt_optimizer_next_reduction(trainer.opt(), 0, &value), DSOPT_ERR_STATE));
-    must(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 3, 1), "w"}}));
+    must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 3, 1), "w"}}));
     EXPECT_EQ(schedule(trainer, 5), "FFFFF");
     EXPECT_TRUE(fails(dsopt_optimizer_next_reduction(trainer.opt(), -1, &value), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(fails(dsopt_optimizer_next_reduction(trainer.opt(), 1, nullptr), DSOPT_ERR_ARGUMENT));
@@ -508,7 +515,7 @@ TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
     std::array<std::vector<double>, 3> scales;
     std::array<std::vector<std::string>, 3> weights;
     Problem halves = problem;
-    halves.dtype = DSOPT_F16;
+    halves.dtype = DSOPT_DTYPE_F16;
     halves.size = 8;
     std::string text;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -532,7 +539,7 @@ TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
             scales[size_t(rank)].push_back(trainer.report().divisor);
             const std::vector<float> master = trainer.state("master", 4);
             for (size_t i = 0; i < master.size(); ++i) {
-                ASSERT_EQ(trainer.weight(4)[i], rounded(master[i], DSOPT_F16)) << call << ", " << i;
+                ASSERT_EQ(trainer.weight(4)[i], rounded(master[i], DSOPT_DTYPE_F16)) << call << ", " << i;
                 ASSERT_LE(std::fabs(master[i]), 10);
             }
             if (mine[size_t(call - 1)] != '-' && !bad) weights[size_t(rank)].push_back(trainer.weight(4).bytes());
@@ -551,11 +558,11 @@ TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks)
         std::array<std::vector<std::string>, 2> weights;
         with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
             const Problem problem = problem_of(ranks);
-            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ZERO_ONE_ADAM, 4), problem.weights());
+            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 4), problem.weights());
             const std::string text = schedule(trainer, 40);
             for (int64_t call = 1; call <= 40; ++call) {
                 const bool still = (call > 16 && call <= 24) || call == 30; // whole windows, and a part of one
-                must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_LR, still ? 0 : 1e-2));
+                must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, still ? 0 : 1e-2));
                 const std::string before = trainer.weight(0).bytes();
                 ASSERT_TRUE(ok(trainer.step(problem.wanted(reduction(trainer), rank, call))));
                 // What is still owed from earlier windows comes all the same.
@@ -574,16 +581,17 @@ TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks)
 
 TEST(ZeroOneAdam, WeightsCannotStayAsTheyAreWithoutAMaster) {
     const Context ctx = make_context(1);
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_F16}) {
-        Trainer trainer(ctx, desc_of(), group_for(DSOPT_ZERO_ONE_ADAM, 4), std::vector<Array>{Array(dtype, 5, 1)});
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
+        Trainer trainer(ctx, desc_of(), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 4),
+                        std::vector<Array>{Array(dtype, 5, 1)});
         const Array out(dtype, 5, 77);
         const dsopt_tensor to = out.tensor();
         for (const uint32_t flags : {DSOPT_STEP_OUT_ONLY, DSOPT_STEP_DELTA}) {
-            const dsopt_status status = trainer.step({Array(DSOPT_F32, 5, 1)}, [&](dsopt_step &step) {
+            const dsopt_status status = trainer.step({Array(DSOPT_DTYPE_F32, 5, 1)}, [&](dsopt_step &step) {
                 step.out = &to;
                 step.flags = flags;
             });
-            if (dtype == DSOPT_F16 && flags == DSOPT_STEP_OUT_ONLY) {
+            if (dtype == DSOPT_DTYPE_F16 && flags == DSOPT_STEP_OUT_ONLY) {
                 EXPECT_TRUE(ok(status));
                 EXPECT_NE(out[0], 77);
             } else {
@@ -604,7 +612,8 @@ TEST(OneBitRefusal, OfGroups) {
         std::function<void(dsopt_group &)> change;
     };
     for (const int32_t algorithm : kFamily) {
-        const bool zero_one = algorithm == DSOPT_ZERO_ONE_ADAM, lamb = algorithm == DSOPT_ONEBIT_LAMB;
+        const bool zero_one = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                   lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
         std::vector<Case> cases = {
             {"bias correction", DSOPT_ERR_UNSUPPORTED, "bias correction", [](dsopt_group &g) { g.flags = 0; }},
             {"eps inside", DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt",
@@ -635,24 +644,25 @@ TEST(OneBitRefusal, OfGroups) {
         real("trust_min_change", &dsopt_group::trust_min_change, {5, -0.1, double(kNaN)});
         real("trust_max_change", &dsopt_group::trust_max_change, {-1, double(kInf), double(kNaN)});
         real("max_trust", &dsopt_group::max_trust, {-1, double(kInf)});
-        if (algorithm != DSOPT_ONEBIT_ADAM)
+        if (algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
             cases.push_back({"non_freeze", DSOPT_ERR_UNSUPPORTED, "non_freeze",
                              [](dsopt_group &g) { g.flags |= DSOPT_GROUP_NON_FREEZE; }});
         for (const Case &c : cases) {
             Trainer trainer(ctx, desc_of());
             dsopt_group group = group_for(algorithm, 5);
             c.change(group);
-            EXPECT_TRUE(fails(trainer.add_group(group, {{Array(DSOPT_F32, 2, 1), "w"}}), c.wanted, c.text))
+            EXPECT_TRUE(fails(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}), c.wanted, c.text))
                 << name_of(algorithm) << ": " << c.what;
             int64_t groups = -1;
             must(dsopt_optimizer_count(trainer.opt(), &groups, nullptr));
             EXPECT_EQ(groups, 0);
         }
-        Trainer trainer(ctx, desc_of(), group_for(algorithm, 5), std::vector<Array>{Array(DSOPT_F32, 2, 1)});
-        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_BIAS_CORRECTION, 1), DSOPT_ERR_UNSUPPORTED));
-        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_EPS_INSIDE_SQRT, 1), DSOPT_ERR_UNSUPPORTED));
+        Trainer trainer(ctx, desc_of(), group_for(algorithm, 5), std::vector<Array>{Array(DSOPT_DTYPE_F32, 2, 1)});
+        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_KEY_BIAS_CORRECTION, 1), DSOPT_ERR_UNSUPPORTED));
+        EXPECT_TRUE(fails(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_KEY_EPS_INSIDE_SQRT, 1), DSOPT_ERR_UNSUPPORTED));
     }
-    for (const int32_t other : {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY}) {
+    for (const int32_t other :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY}) {
         const std::function<void(dsopt_group &)> changes[] = {[](dsopt_group &g) { g.freeze_step = 1; },
                                                               [](dsopt_group &g) { g.var_interval_steps = 1; },
                                                               [](dsopt_group &g) { g.local_interval_steps = 1; },
@@ -665,10 +675,10 @@ TEST(OneBitRefusal, OfGroups) {
             Trainer trainer(ctx, desc_of());
             dsopt_group group = group_of(other);
             change(group);
-            EXPECT_TRUE(fails(trainer.add_group(group, {{Array(DSOPT_F32, 2, 1), "w"}}), DSOPT_ERR_UNSUPPORTED));
+            EXPECT_TRUE(fails(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}), DSOPT_ERR_UNSUPPORTED));
         }
         Trainer trainer(ctx, desc_of());
-        EXPECT_TRUE(fails(trainer.add_group(group_of(other), {{Array(DSOPT_F32, 2, 1), "w", DSOPT_PARAM_MASKED}}),
+        EXPECT_TRUE(fails(trainer.add_group(group_of(other), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", DSOPT_PARAM_MASKED}}),
                           DSOPT_ERR_UNSUPPORTED, "'w'"));
     }
 }
@@ -676,16 +686,16 @@ TEST(OneBitRefusal, OfGroups) {
 TEST(OneBitRefusal, OfGroupsThatDoNotFitTogether) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
-        Trainer trainer(ctx, desc_of(), group_for(algorithm, 5), std::vector<Array>{Array(DSOPT_F32, 2, 1)});
+        Trainer trainer(ctx, desc_of(), group_for(algorithm, 5), std::vector<Array>{Array(DSOPT_DTYPE_F32, 2, 1)});
         const auto add = [&](const dsopt_group &group) {
-            return trainer.add_group(group, {{Array(DSOPT_F32, 2, 1), "other"}});
+            return trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 2, 1), "other"}});
         };
         EXPECT_TRUE(fails(add(group_for(algorithm, 6)), DSOPT_ERR_ARGUMENT, "freeze_step"));
         for (const int32_t second : kFamily)
             if (second != algorithm) {
                 EXPECT_TRUE(fails(add(group_for(second, 5)), DSOPT_ERR_UNSUPPORTED, "one algorithm"));
             }
-        if (algorithm == DSOPT_ZERO_ONE_ADAM)
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             for (int64_t dsopt_group::*field : {&dsopt_group::var_interval_steps, &dsopt_group::local_interval_steps,
                                                 &dsopt_group::max_local_interval}) {
                 dsopt_group group = group_for(algorithm, 5);
@@ -699,18 +709,18 @@ TEST(OneBitRefusal, OfGroupsThatDoNotFitTogether) {
 TEST(OneBitRefusal, OfOptions) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
-        for (const int32_t dtype : {DSOPT_F16, DSOPT_BF16}) {
+        for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
             Trainer trainer(ctx, desc_of(DSOPT_OPTIMIZER_NO_MASTER));
             EXPECT_TRUE(fails(trainer.add_group(group_for(algorithm, 5), {{Array(dtype, 2, 1), "w"}}),
                               DSOPT_ERR_UNSUPPORTED, "'w'"));
         }
         Trainer norms(ctx, desc_of(DSOPT_OPTIMIZER_REPORT_NORMS));
-        EXPECT_TRUE(fails(norms.add_group(group_for(algorithm, 5), {{Array(DSOPT_F32, 2, 1), "w"}}),
+        EXPECT_TRUE(fails(norms.add_group(group_for(algorithm, 5), {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}),
                           DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS"));
     }
     Trainer averages(ctx, desc_of(DSOPT_OPTIMIZER_AVERAGES));
-    EXPECT_TRUE(fails(averages.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w"}}), DSOPT_ERR_UNSUPPORTED,
-                      "AVERAGES"));
+    EXPECT_TRUE(fails(averages.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}),
+                      DSOPT_ERR_UNSUPPORTED, "AVERAGES"));
 }
 
 TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
@@ -728,11 +738,11 @@ TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
             comm.reset();
             return;
         }
-        ASSERT_EQ(reduction(*trainer), DSOPT_REDUCE_COMPRESSED);
+        ASSERT_EQ(reduction(*trainer), DSOPT_REDUCTION_COMPRESSED);
         const std::string before = trainer->weight(4).bytes();
         EXPECT_TRUE(fails(trainer->step(problem.own(rank, 4)), DSOPT_ERR_COMM));
         EXPECT_TRUE(fails(trainer->step(problem.own(rank, 4)), DSOPT_ERR_COMM)) << "sticky";
-        if (algorithm != DSOPT_ZERO_ONE_ADAM) { EXPECT_EQ(trainer->weight(4).bytes(), before); }
+        if (algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) { EXPECT_EQ(trainer->weight(4).bytes(), before); }
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
     });
 }
@@ -744,12 +754,12 @@ TEST(OneBitGroups, GoOnWithFrozenParametersWhenAGroupComesLater) {
             Trainer trainer(ctx, desc_with(comm));
             // The same on all ranks, so that nobody has to average.
             const auto gradient = [](int64_t call) {
-                return Array(DSOPT_F32, Random(uint64_t(call)).floats(100, 0.5, 1));
+                return Array(DSOPT_DTYPE_F32, Random(uint64_t(call)).floats(100, 0.5, 1));
             };
-            must(trainer.add_group(group_for(algorithm, 4, 1e-2, 0), {{Array(DSOPT_F32, 100, 1), "a"}}));
+            must(trainer.add_group(group_for(algorithm, 4, 1e-2, 0), {{Array(DSOPT_DTYPE_F32, 100, 1), "a"}}));
             for (int64_t call = 1; call <= 8; ++call) must(trainer.step({gradient(call)}));
             const std::vector<float> before = trainer.weight(0).floats();
-            must(trainer.add_group(group_of(DSOPT_ADAM, 1e-2, 0), {{Array(DSOPT_F32, 100, 1), "b"}}));
+            must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0), {{Array(DSOPT_DTYPE_F32, 100, 1), "b"}}));
             for (int64_t call = 9; call <= 16; ++call) must(trainer.step({gradient(call), gradient(-call)}));
             for (size_t i = 0; i < 100; ++i) {
                 ASSERT_LT(trainer.weight(0).floats()[i], before[i] - 1e-3) << i;
@@ -763,15 +773,15 @@ TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
     for (const int ranks : {1, 2})
         with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
             for (const int32_t algorithm : kFamily)
-                for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+                for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
                     Trainer trainer(ctx, desc_with(comm, compat));
                     const dsopt_group group = group_for(algorithm, 4);
-                    must(trainer.add_group(group, {{Array(DSOPT_F32, 10, 1), "a"}}));
-                    for (int call = 0; call < 3; ++call) must(trainer.step({Array(DSOPT_F32, 10, 0.5f)}));
-                    must(trainer.add_group(group, {{Array(DSOPT_F32, 10, 1), "b"}}));
-                    const std::vector<Array> grads(2, Array(DSOPT_F32, 10, 0.5f));
+                    must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 10, 1), "a"}}));
+                    for (int call = 0; call < 3; ++call) must(trainer.step({Array(DSOPT_DTYPE_F32, 10, 0.5f)}));
+                    must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 10, 1), "b"}}));
+                    const std::vector<Array> grads(2, Array(DSOPT_DTYPE_F32, 10, 0.5f));
                     for (int call = 0; call < 5; ++call) must(trainer.step(grads));
-                    Array late(DSOPT_F32, 10, 1);
+                    Array late(DSOPT_DTYPE_F32, 10, 1);
                     dsopt_param param{};
                     param.tensor = late.tensor();
                     param.name = "c";
@@ -785,7 +795,7 @@ TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
 TEST(OneBitGroups, MayHaveNoParameters) {
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
         for (const int32_t algorithm : kFamily)
-            for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+            for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
                 Trainer trainer(ctx, desc_with(comm, compat));
                 ASSERT_TRUE(ok(trainer.add_group(group_for(algorithm, 2), std::vector<Param>{})));
                 for (int call = 0; call < 5; ++call) ASSERT_TRUE(ok(trainer.step(std::vector<Array>{})));

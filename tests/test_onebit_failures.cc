@@ -80,7 +80,9 @@ void stop_at(int32_t algorithm, int64_t piece, bool hangs) {
         const dsopt_status status = trainer.step(kCall);
         // Behind its last collective a rank holds nobody up any more: the step is taken, and the next one is lost.
         EXPECT_TRUE(status == DSOPT_OK || status == lost) << what << ": " << dsopt_last_error();
-        if (status != DSOPT_OK && algorithm != DSOPT_ZERO_ONE_ADAM) { EXPECT_EQ(trainer.bytes(false), before) << what; }
+        if (status != DSOPT_OK && algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
+            EXPECT_EQ(trainer.bytes(false), before) << what;
+        }
         if (rank != 0 || status != DSOPT_OK) { EXPECT_TRUE(fails(trainer.step(kCall + 1), lost)) << what; }
         EXPECT_LT(Clock::now() - begin, kBound) << what << ", rank " << rank;
         EXPECT_EQ(info_of(comm).status, rank == 0 && status == DSOPT_OK ? info_of(comm).status : lost) << what;

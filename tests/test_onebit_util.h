@@ -5,16 +5,17 @@
 
 namespace dsopt_test {
 
-inline constexpr int32_t kFamily[] = {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB};
+inline constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                      DSOPT_ALGORITHM_ONEBIT_LAMB};
 inline const char *name_of(int32_t algorithm) {
-    return algorithm == DSOPT_ONEBIT_ADAM     ? "OneBitAdam"
-           : algorithm == DSOPT_ZERO_ONE_ADAM ? "ZeroOneAdam"
-                                              : "OneBitLamb";
+    return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM     ? "OneBitAdam"
+           : algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "ZeroOneAdam"
+                                                        : "OneBitLamb";
 }
 inline dsopt_group group_for(int32_t algorithm, int64_t freeze_step, double lr = 1e-2, double weight_decay = 0.01) {
     dsopt_group group = group_of(algorithm, lr, weight_decay);
     group.freeze_step = freeze_step;
-    if (algorithm == DSOPT_ZERO_ONE_ADAM) {
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         group.var_interval_steps = 2;
         group.local_interval_steps = 4;
         group.max_local_interval = 4;
@@ -26,7 +27,7 @@ inline dsopt_optimizer_desc desc_of(uint32_t flags = 0) {
     desc.flags = flags;
     return desc;
 }
-inline dsopt_optimizer_desc desc_with(const Comm &comm, int32_t compat = DSOPT_STANDARD, uint32_t flags = 0) {
+inline dsopt_optimizer_desc desc_with(const Comm &comm, int32_t compat = DSOPT_COMPAT_NONE, uint32_t flags = 0) {
     dsopt_optimizer_desc desc = desc_of(flags);
     desc.data = comm.get();
     desc.compat = compat;
@@ -38,7 +39,7 @@ inline int32_t reduction(const Trainer &trainer, int64_t call = 0) {
     return value;
 }
 inline char letter(int32_t reduction) {
-    return reduction == DSOPT_REDUCE_FULL ? 'F' : reduction == DSOPT_REDUCE_COMPRESSED ? '1' : '-';
+    return reduction == DSOPT_REDUCTION_FULL ? 'F' : reduction == DSOPT_REDUCTION_COMPRESSED ? '1' : '-';
 }
 inline std::string schedule(const Trainer &trainer, int64_t calls) {
     std::string text;
@@ -51,7 +52,7 @@ struct Problem {
     std::vector<size_t> sizes;
     int ranks;
     double size = 1; // of the gradients
-    int32_t dtype = DSOPT_F32;
+    int32_t dtype = DSOPT_DTYPE_F32;
 
     std::vector<Array> weights() const {
         Random random(5);
@@ -80,12 +81,12 @@ struct Problem {
         std::vector<Array> result;
         for (auto &sum : sums) {
             for (float &value : sum) value *= 1.0f / float(ranks);
-            result.emplace_back(DSOPT_F32, sum);
+            result.emplace_back(DSOPT_DTYPE_F32, sum);
         }
         return result;
     }
     std::vector<Array> wanted(int32_t reduction, int rank, int64_t call) const {
-        return reduction == DSOPT_REDUCE_FULL ? mean(call) : own(rank, call);
+        return reduction == DSOPT_REDUCTION_FULL ? mean(call) : own(rank, call);
     }
 };
 inline const Problem kProblem{{700, 1, 33, 0, 5000, 4096}, 1};

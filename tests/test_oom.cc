@@ -46,7 +46,7 @@ struct Tape {
 class Training {
 public:
     Training(Failure news, Failure hooks) :
-        model_({{40, DSOPT_BF16}, {70}, {20, DSOPT_F16, DSOPT_F16}, {0}, {30, DSOPT_F16}, {9}}),
+        model_({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}, {30, DSOPT_DTYPE_F16}, {9}}),
         lasting_(news.lasting || hooks.lasting) {
         hook_.failure = hooks;
         NewWatch::calls = 0;
@@ -80,8 +80,8 @@ public:
         hook_.attach(desc);
         desc.parallel_for = run_in_order;
         const dsopt_optimizer_desc optimizer = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS);
-        const dsopt_group first = make_group(DSOPT_ADAMW), second = make_group(DSOPT_LAMB),
-                          third = make_group(DSOPT_ADAM);
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_LAMB),
+                          third = make_group(DSOPT_ALGORITHM_ADAM);
         const auto list = model_.registered();
         const auto grads = Model::list_of(model_.grads);
         std::vector<char> host(400);
@@ -105,7 +105,7 @@ public:
             call("optimizer_export", [&] { return dsopt_optimizer_export(opt_, i, host.data(), bytes); });
             call("optimizer_import", [&] { return dsopt_optimizer_import(opt_, i, host.data(), bytes); });
         }
-        call("optimizer_set", [&] { return dsopt_optimizer_set(opt_, 0, DSOPT_LR, 0.125); });
+        call("optimizer_set", [&] { return dsopt_optimizer_set(opt_, 0, DSOPT_KEY_LR, 0.125); });
         io.flags = DSOPT_IO_PARAMS;
         call("optimizer_save", [&] {
             tape.size = 0;
@@ -136,7 +136,7 @@ public:
     std::string resume(Tape &tape) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
-        const dsopt_group first = make_group(DSOPT_ADAMW), second = make_group(DSOPT_LAMB);
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_LAMB);
         const auto list = model_.registered();
         const dsopt_io io = tape.io();
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
@@ -173,7 +173,7 @@ public:
 private:
     std::string train_briefly(const dsopt_context_desc &desc, const dsopt_optimizer_desc &optimizer,
                               const std::function<void()> &accumulate) {
-        const dsopt_group first = make_group(DSOPT_ADAMW), second = make_group(DSOPT_ADAMW);
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_ADAMW);
         const auto list = model_.registered();
         const auto grads = Model::list_of(model_.grads);
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
@@ -263,9 +263,9 @@ TEST_P(OutOfMemory, AtAnyAllocationEndsInTheSameBits) {
     const auto [name, scenario, hooks, lasting] = GetParam();
     const auto tape = std::make_unique<Tape>(), saved = std::make_unique<Tape>();
     { // what `resume` reads, with the two groups that it has
-        Trainer two({{40, DSOPT_BF16}, {70}, {20, DSOPT_F16, DSOPT_F16}, {0}}, optimizer_desc());
-        two.add(make_group(DSOPT_ADAMW), 2);
-        two.add(make_group(DSOPT_LAMB), 2);
+        Trainer two({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}}, optimizer_desc());
+        two.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
+        two.add(make_group(DSOPT_ALGORITHM_LAMB), 2);
         two.train(5, 6);
         saved->size = 0;
         const dsopt_io io = saved->io();
@@ -323,16 +323,16 @@ INSTANTIATE_TEST_SUITE_P(Failures, OutOfMemory, testing::ValuesIn(plans()), plan
 // Masters are copies of the parameters of the first step that works, not of one that failed: weights may be loaded in
 // between.
 TEST(OutOfMemoryMasters, StartFromTheParametersOfTheStepThatWorks) {
-    const std::vector<Shape> shapes = shapes_of({300, 40}, DSOPT_BF16, DSOPT_BF16);
+    const std::vector<Shape> shapes = shapes_of({300, 40}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const auto load_weights = [](const Trainer &trainer) {
         for (size_t i = 0; i < 2; ++i) trainer.model.params[i].fill(77 + i);
     };
-    const Trainer plain(shapes, make_group(DSOPT_ADAMW));
+    const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
     load_weights(plain);
     plain.step(1);
     const std::string wanted = plain.text();
     for (int64_t n = 0;; ++n) {
-        const Trainer trainer(shapes, make_group(DSOPT_ADAMW));
+        const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
         trainer.model.make_gradients(1);
         const dsopt_step step = trainer.arguments();
         NewWatch::calls = 0;
@@ -362,7 +362,7 @@ TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
         return std::string(std::istreambuf_iterator<char>(file), {});
     };
     {
-        const Trainer trainer(shapes_of({20, 3}, DSOPT_BF16), make_group(DSOPT_LAMB));
+        const Trainer trainer(shapes_of({20, 3}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB));
         trainer.step(1);
         check(dsopt_optimizer_save(trainer.opt.get(), path.c_str(), nullptr));
         const std::string old = slurp();

@@ -7,12 +7,12 @@ using namespace dsopt_test;
 namespace {
 
 dsopt_optimizer_desc checked(const Comm &comm, uint32_t flags = 0) {
-    return desc_with(comm, DSOPT_STANDARD, flags | DSOPT_OPTIMIZER_CHECK_RANKS);
+    return desc_with(comm, DSOPT_COMPAT_NONE, flags | DSOPT_OPTIMIZER_CHECK_RANKS);
 }
 const std::vector<size_t> kSizes = {40, 700, 33};
 std::vector<Array> arrays(float value) {
     std::vector<Array> list;
-    for (const size_t n : kSizes) list.emplace_back(DSOPT_F32, n, value);
+    for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F32, n, value);
     return list;
 }
 
@@ -32,86 +32,87 @@ TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
     const auto add = [](Trainer &trainer, const std::vector<Param> &params, const dsopt_group &group) {
         must(trainer.add_group(group, params));
     };
-    const dsopt_group group = group_for(DSOPT_ONEBIT_ADAM, 5);
+    const dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5);
     const auto usual = [&](Trainer &trainer, bool) { add(trainer, named(arrays(1)), group); };
-    const Odd odds[] = {{"one more parameter", "from 3 to 4 parameters",
-                         [&](Trainer &trainer, bool odd) {
-                             std::vector<Param> params = named(arrays(1));
-                             if (odd) params.push_back({Array(DSOPT_F32, 5, 1), "more"});
-                             add(trainer, params, group);
-                         },
-                         [](Trainer &, std::vector<Array> &grads, bool odd) {
-                             if (odd) grads.emplace_back(DSOPT_F32, 5, 0.5f);
-                         }},
-                        {"a size", "parameter 1 is 'layer1'",
-                         [&](Trainer &trainer, bool odd) {
-                             std::vector<Param> params = named(arrays(1));
-                             if (odd) params[1].weight = Array(DSOPT_F32, 701, 1);
-                             add(trainer, params, group);
-                         },
-                         [](Trainer &, std::vector<Array> &grads, bool odd) {
-                             if (odd) grads[1] = Array(DSOPT_F32, 701, 0.5f);
-                         }},
-                        {"a dtype", "parameter 2 is 'layer2'",
-                         [&](Trainer &trainer, bool odd) {
-                             std::vector<Param> params = named(arrays(1));
-                             if (odd) params[2].weight = Array(DSOPT_BF16, 33, 1);
-                             add(trainer, params, group);
-                         }},
-                        {"a name", "parameter 0 is",
-                         [&](Trainer &trainer, bool odd) {
-                             std::vector<Param> params = named(arrays(1));
-                             if (odd) params[0].name = "another";
-                             add(trainer, params, group);
-                         }},
-                        {"the order", "parameter 1 is",
-                         [&](Trainer &trainer, bool odd) {
-                             std::vector<Param> params = named(arrays(1));
-                             params[2].weight = Array(DSOPT_F32, 700, 1);
-                             if (odd) std::swap(params[1].name, params[2].name);
-                             add(trainer, params, group);
-                         },
-                         [](Trainer &, std::vector<Array> &grads, bool) { grads[2] = Array(DSOPT_F32, 700, 0.5f); }},
-                        {"the cut into groups", "parameter 1 is 'layer1'",
-                         [&](Trainer &trainer, bool odd) {
-                             const std::vector<Param> params = named(arrays(1));
-                             add(trainer, {params.begin(), params.begin() + (odd ? 1 : 2)}, group);
-                             add(trainer, {params.begin() + (odd ? 1 : 2), params.end()}, group);
-                         }},
-                        {"non_freeze", "parameter 0 is 'layer0'",
-                         [&](Trainer &trainer, bool odd) {
-                             dsopt_group other = group;
-                             if (odd) other.flags |= DSOPT_GROUP_NON_FREEZE;
-                             add(trainer, named(arrays(1)), other);
-                         }},
-                        {"the algorithm", "parameter 0 is 'layer0'",
-                         [&](Trainer &trainer, bool odd) {
-                             add(trainer, named(arrays(1)), odd ? group_of(DSOPT_ADAMW) : group_of(DSOPT_ADAM));
-                         }},
-                        {"the number of calls", "2 to 7 are behind them", usual,
-                         [](Trainer &trainer, std::vector<Array> &, bool odd) {
-                             must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_CALLS, odd ? 7 : 2));
-                         }},
-                        {"the schedule", "different steps of the schedule: 0 to 9", usual,
-                         [](Trainer &trainer, std::vector<Array> &, bool odd) {
-                             const std::vector<dsopt_state_info> list = trainer.state();
-                             const int32_t words[8] = {9};
-                             for (size_t i = 0; i < list.size() && odd; ++i)
-                                 if (std::strcmp(list[i].name, "schedule") == 0)
-                                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
-                         }},
-                        {"the stage", "'full precision' and 'one bit an element'", usual,
-                         [](Trainer &trainer, std::vector<Array> &, bool odd) {
-                             const std::vector<dsopt_state_info> list = trainer.state();
-                             const int32_t words[8] = {9, odd};
-                             for (size_t i = 0; i < list.size(); ++i)
-                                 if (std::strcmp(list[i].name, "schedule") == 0)
-                                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
-                         }},
-                        {"an absent gradient", "the gradient of 'layer1' is", usual,
-                         [](Trainer &, std::vector<Array> &grads, bool odd) {
-                             if (odd) grads[1] = Array::absent(700);
-                         }}};
+    const Odd odds[] = {
+        {"one more parameter", "from 3 to 4 parameters",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params.push_back({Array(DSOPT_DTYPE_F32, 5, 1), "more"});
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads.emplace_back(DSOPT_DTYPE_F32, 5, 0.5f);
+         }},
+        {"a size", "parameter 1 is 'layer1'",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[1].weight = Array(DSOPT_DTYPE_F32, 701, 1);
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads[1] = Array(DSOPT_DTYPE_F32, 701, 0.5f);
+         }},
+        {"a dtype", "parameter 2 is 'layer2'",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[2].weight = Array(DSOPT_DTYPE_BF16, 33, 1);
+             add(trainer, params, group);
+         }},
+        {"a name", "parameter 0 is",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[0].name = "another";
+             add(trainer, params, group);
+         }},
+        {"the order", "parameter 1 is",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             params[2].weight = Array(DSOPT_DTYPE_F32, 700, 1);
+             if (odd) std::swap(params[1].name, params[2].name);
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool) { grads[2] = Array(DSOPT_DTYPE_F32, 700, 0.5f); }},
+        {"the cut into groups", "parameter 1 is 'layer1'",
+         [&](Trainer &trainer, bool odd) {
+             const std::vector<Param> params = named(arrays(1));
+             add(trainer, {params.begin(), params.begin() + (odd ? 1 : 2)}, group);
+             add(trainer, {params.begin() + (odd ? 1 : 2), params.end()}, group);
+         }},
+        {"non_freeze", "parameter 0 is 'layer0'",
+         [&](Trainer &trainer, bool odd) {
+             dsopt_group other = group;
+             if (odd) other.flags |= DSOPT_GROUP_NON_FREEZE;
+             add(trainer, named(arrays(1)), other);
+         }},
+        {"the algorithm", "parameter 0 is 'layer0'",
+         [&](Trainer &trainer, bool odd) {
+             add(trainer, named(arrays(1)), odd ? group_of(DSOPT_ALGORITHM_ADAMW) : group_of(DSOPT_ALGORITHM_ADAM));
+         }},
+        {"the number of calls", "2 to 7 are behind them", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, odd ? 7 : 2));
+         }},
+        {"the schedule", "different steps of the schedule: 0 to 9", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             const std::vector<dsopt_state_info> list = trainer.state();
+             const int32_t words[8] = {9};
+             for (size_t i = 0; i < list.size() && odd; ++i)
+                 if (std::strcmp(list[i].name, "schedule") == 0)
+                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
+         }},
+        {"the stage", "'full precision' and 'one bit an element'", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             const std::vector<dsopt_state_info> list = trainer.state();
+             const int32_t words[8] = {9, odd};
+             for (size_t i = 0; i < list.size(); ++i)
+                 if (std::strcmp(list[i].name, "schedule") == 0)
+                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
+         }},
+        {"an absent gradient", "the gradient of 'layer1' is", usual,
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads[1] = Array::absent(700);
+         }}};
     for (const int ranks : {2, 3})
         for (const Odd &odd : odds)
             for (int which = 0; which < ranks; ++which) {
@@ -136,10 +137,10 @@ TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
 TEST(CheckRanks, LetsRanksGoOnOnceTheyAgreeAgain) {
     std::array<Snapshot, 2> all;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ONEBIT_ADAM, 2), named(arrays(1)));
+        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
         for (int64_t call = 1; call <= 8; ++call) {
             std::vector<Array> grads = arrays(float(call));
-            const bool full = reduction(trainer) == DSOPT_REDUCE_FULL;
+            const bool full = reduction(trainer) == DSOPT_REDUCTION_FULL;
             if (rank == 1) grads[0] = Array::absent(40);
             if (full) { EXPECT_TRUE(fails(trainer.step(grads), DSOPT_ERR_MISMATCH, "'layer0'")); }
             if (full) grads = arrays(float(call));
@@ -163,7 +164,7 @@ TEST(CheckRanks, TellsTheOthersWhenOneRankRefusesItsArguments) {
                             {DSOPT_ERR_SHAPE, [](dsopt_step &step) { step.state_count = 3; }}};
     for (const Wrong &wrong : wrongs)
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
-            Trainer trainer(ctx, checked(comm), group_for(DSOPT_ONEBIT_LAMB, 2), named(arrays(1)));
+            Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 2), named(arrays(1)));
             must(trainer.step(arrays(1)));
             const Snapshot before = trainer.snapshot();
             const dsopt_status status =
@@ -180,7 +181,7 @@ TEST(CheckRanks, TellsTheOthersWhenOneRankRefusesItsArguments) {
 
 TEST(CheckRanks, ComparesInApplyToo) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ONEBIT_ADAM, 2), named(arrays(1)));
+        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
         (void)trainer.snapshot(); // allocates
         std::vector<dsopt_tensor> state;
         for (const dsopt_state_info &info : trainer.state()) state.push_back(info.tensor);
@@ -212,10 +213,11 @@ TEST(CheckRanks, ComparesInApplyToo) {
 }
 
 TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
-    for (const int32_t algorithm : {DSOPT_ADAMW, DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB})
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                    DSOPT_ALGORITHM_ONEBIT_LAMB})
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
             const Problem problem = problem_of(3);
-            const bool onebit = algorithm != DSOPT_ADAMW;
+            const bool onebit = algorithm != DSOPT_ALGORITHM_ADAMW;
             const dsopt_group group = onebit ? group_for(algorithm, 6) : group_of(algorithm);
             Trainer plain(ctx, desc_with(comm), group, problem.weights()),
                 with(ctx, checked(comm), group, problem.weights());
@@ -252,14 +254,14 @@ TEST(Lists, OfThe1BitFamilyAreComparedBeforeTheFirstStepAndAfterAGroupCame) {
 
             Trainer together(ctx, desc_with(comm), group_for(algorithm, 4), problem_of(3).weights());
             ASSERT_TRUE(ok(together.step(problem_of(3).mean(1))));
-            Array weight(DSOPT_F32, size_t(rank == 2 ? 40 : 41), 0.5f);
+            Array weight(DSOPT_DTYPE_F32, size_t(rank == 2 ? 40 : 41), 0.5f);
             dsopt_param param{};
             param.tensor = weight.tensor();
             param.name = "late";
             const dsopt_group group = group_for(algorithm, 4);
             must(dsopt_optimizer_add_group(together.opt(), &group, &param, 1));
             std::vector<Array> grads = problem_of(3).mean(2);
-            grads.emplace_back(DSOPT_F32, weight.size(), 0.1f);
+            grads.emplace_back(DSOPT_DTYPE_F32, weight.size(), 0.1f);
             const std::vector<dsopt_tensor> list = list_of(grads);
             DSOPT_NEW(dsopt_step, step);
             step.grads = list.data();
@@ -287,16 +289,17 @@ TEST(CheckRanks, TakesAbsentGradientsAsTheStepDoes) {
         dsopt_optimizer_desc desc = checked(comm);
         desc.experts = experts;
         desc.expert_count = 1;
-        Trainer trainer(
-            ctx, desc, group_of(DSOPT_ADAM),
-            {{Array(DSOPT_F32, 9, 1), "dense"}, {Array(DSOPT_F32, 7, 1), "expert" + std::to_string(rank), 0, 1}});
-        EXPECT_TRUE(ok(trainer.step({Array(DSOPT_F32, 9, 1), rank ? Array(DSOPT_F32, 7, 1) : Array::absent(7)})));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                        {{Array(DSOPT_DTYPE_F32, 9, 1), "dense"},
+                         {Array(DSOPT_DTYPE_F32, 7, 1), "expert" + std::to_string(rank), 0, 1}});
+        EXPECT_TRUE(
+            ok(trainer.step({Array(DSOPT_DTYPE_F32, 9, 1), rank ? Array(DSOPT_DTYPE_F32, 7, 1) : Array::absent(7)})));
     });
 }
 
 TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ADAM), named(arrays(1)));
+        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
         std::vector<Array> grads = arrays(1);
         if (rank == 0) grads[1] = Array::absent(700);
         EXPECT_TRUE(ok(trainer.step(grads)));
@@ -307,7 +310,7 @@ TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
     EXPECT_TRUE(fails(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS"));
     EXPECT_EQ(opt, nullptr);
     const Comm one = self_comm(ctx); // a program of one rank needs no other code
-    Trainer trainer(ctx, checked(one), group_of(DSOPT_ADAM), named(arrays(1)));
+    Trainer trainer(ctx, checked(one), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
     EXPECT_TRUE(ok(trainer.step(arrays(1))));
     EXPECT_EQ(info_of(one).calls, 0);
 }
@@ -317,10 +320,10 @@ TEST(CheckRanks, AUsedUpSkipBudgetIsSaidToEveryRank) {
         dsopt_optimizer_desc desc = checked(comm);
         desc.skip_budget = 2;
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), named(arrays(1)));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
         for (int call = 0; call < 2; ++call) EXPECT_TRUE(ok(trainer.step(arrays(kNaN))));
         for (int call = 0; call < 2; ++call) EXPECT_TRUE(fails(trainer.step(arrays(1)), DSOPT_ERR_SKIPS));
-        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_SKIP_BUDGET, 2));
+        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 2));
         EXPECT_TRUE(ok(trainer.step(arrays(1))));
     });
 }

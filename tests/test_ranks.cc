@@ -33,12 +33,12 @@ TEST(DataParallel, OverflowOnOneRankSkipsOnAllAndScalesStayTheSame) {
         desc.data = comm.get();
         desc.scaler = scaler.get();
         desc.max_norm = 0.5;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAMW),
-                        std::vector<Array>{Array(DSOPT_F16, 100, 1), Array(DSOPT_BF16, 7, 1)});
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW),
+                        std::vector<Array>{Array(DSOPT_DTYPE_F16, 100, 1), Array(DSOPT_DTYPE_BF16, 7, 1)});
         Random random(1);
         for (int step = 0; step < 12; ++step) {
-            std::vector<Array> grads = {Array(DSOPT_F16, random.floats(100, -64, 64)),
-                                        Array(DSOPT_BF16, random.floats(7, -64, 64))};
+            std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, random.floats(100, -64, 64)),
+                                        Array(DSOPT_DTYPE_BF16, random.floats(7, -64, 64))};
             const int bad = step % 4 - 1; // in every fourth step nobody, else one rank
             if (bad == rank) grads[size_t(step % 2)].set(3, step % 3 ? kInf : kNaN);
             const Snapshot before = trainer.snapshot();
@@ -67,8 +67,8 @@ TEST(DataParallel, EveryReasonToSkipIsAgreed) {
         dsopt_optimizer_desc desc = empty();
         desc.data = comm.get();
         desc.max_norm = 1;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-        const std::vector<Array> grads = {Array(DSOPT_F16, {3, 4})};
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+        const std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, {3, 4})};
         const float bad_scale = rank == 1 ? kNaN : 1.0f, negative = rank == 0 ? -1.0f : 5.0f,
                     infinite = rank == 1 ? kInf : 5.0f;
         const int32_t skip = rank == 0;
@@ -100,9 +100,9 @@ TEST(DataParallel, TwoOptimizersMayShareACommAndAScaler) {
         dsopt_optimizer_desc desc = empty();
         desc.data = comm.get();
         desc.scaler = scaler.get();
-        Trainer a(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-        Trainer b(ctx, desc, group_of(DSOPT_LAMB), std::vector<Array>{Array(DSOPT_F16, 2, 1)});
-        const std::vector<Array> good = {Array(DSOPT_F16, 2, 1)}, bad = {Array(DSOPT_F16, 2, kInf)};
+        Trainer a(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+        Trainer b(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
+        const std::vector<Array> good = {Array(DSOPT_DTYPE_F16, 2, 1)}, bad = {Array(DSOPT_DTYPE_F16, 2, kInf)};
         for (int step = 0; step < 6; ++step) {
             must(a.step(step == 2 && rank == 1 ? bad : good));
             must(b.step(step == 4 && rank == 0 ? bad : good));
@@ -120,8 +120,8 @@ struct Model { // of the whole: a sharded matrix, a bias on both ranks, and one 
     std::vector<Array> weights, grads;
     explicit Model(Random &random, double size = 50) {
         for (const size_t n : {size_t(9000), size_t(77), size_t(30)}) {
-            weights.emplace_back(DSOPT_F16, random.floats(n));
-            grads.emplace_back(DSOPT_F16, random.floats(n, -size, size));
+            weights.emplace_back(DSOPT_DTYPE_F16, random.floats(n));
+            grads.emplace_back(DSOPT_DTYPE_F16, random.floats(n, -size, size));
         }
     }
     static Array half(const Array &whole, int rank) {
@@ -143,7 +143,7 @@ TEST(ModelParallel, NormIsThatOfTheWholeModelAndShardsStepLikeIt) {
         Random random(2);
         const Model model(random);
         dsopt_optimizer_desc desc = empty();
-        dsopt_group group = group_of(DSOPT_ADAM, 1e-2, 0);
+        dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
         group.beta1 = 0; // exp_avg is the clipped gradient
         desc.max_norm = group_clips ? 0 : 0.5;
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
@@ -164,7 +164,7 @@ TEST(ModelParallel, NormIsThatOfTheWholeModelAndShardsStepLikeIt) {
             ASSERT_TRUE(ok(part.step(model.gradients(rank))));
             expect_near(part.report().grad_norm, norm);
             if (!group_clips) expect_near(part.report().divisor, (norm + 1e-6) / 0.5);
-            const std::vector<float> wanted = Model::half(Array(DSOPT_F32, split), rank).floats();
+            const std::vector<float> wanted = Model::half(Array(DSOPT_DTYPE_F32, split), rank).floats();
             const std::vector<float> got = part.state("exp_avg", 0);
             ASSERT_EQ(got.size(), wanted.size());
             for (size_t i = 0; i < got.size(); ++i) ASSERT_FLOAT_EQ(got[i], wanted[i]);
@@ -185,7 +185,7 @@ TEST(ModelParallel, OverflowInAnyTensorOfAnyRankSkipsOnAll) {
         desc.model = comm.get();
         desc.scaler = scaler.get();
         const Model model(random);
-        Trainer trainer(ctx, desc, group_of(DSOPT_LAMB), model.params(rank));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), model.params(rank));
         double scale = 1024;
         for (const int bad_rank : {0, 1})
             for (const size_t tensor : {size_t(0), size_t(1), size_t(2)}) {
@@ -205,9 +205,9 @@ TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
     // Four ranks: {0, 1} and {2, 3} hold the experts 0 and 1, each pair all of them; data ranks are {0, 2} and {1, 3}.
     const CommId expert_ids[] = {new_id(), new_id()}, data_ids[] = {new_id(), new_id()};
     Random random(4);
-    const Array dense(DSOPT_F16, random.floats(6000, -20, 20));
-    const Array experts[] = {Array(DSOPT_F16, random.floats(5000, -20, 20)),
-                             Array(DSOPT_F16, random.floats(300, -90, 90))};
+    const Array dense(DSOPT_DTYPE_F16, random.floats(6000, -20, 20));
+    const Array experts[] = {Array(DSOPT_DTYPE_F16, random.floats(5000, -20, 20)),
+                             Array(DSOPT_DTYPE_F16, random.floats(300, -90, 90))};
     const double expert_squares = squares(experts[0]) + squares(experts[1]);
     std::array<std::string, 4> dense_weights;
     run_ranks(4, [&](int rank) {
@@ -223,9 +223,9 @@ TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
         desc.expert_count = 1;
         desc.scaler = scaler.get();
         desc.max_norm = 1;
-        Trainer trainer(
-            ctx, desc, group_of(DSOPT_ADAM),
-            {{Array(DSOPT_F16, 6000, 1), "dense"}, {Array(DSOPT_F16, experts[place].size(), 1), "expert", 0, 1}});
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                        {{Array(DSOPT_DTYPE_F16, 6000, 1), "dense"},
+                         {Array(DSOPT_DTYPE_F16, experts[place].size(), 1), "expert", 0, 1}});
         ASSERT_TRUE(ok(trainer.step({dense, experts[place]})));
         const dsopt_report report = trainer.report();
         expect_near(report.dense_norm, std::sqrt(squares(dense)) / 4);
@@ -248,9 +248,9 @@ TEST(ExpertParallel, TwoKindsOfExpertsHaveTheirOwnComms) {
     // Kind 1 is spread over {0, 1} and {2, 3}, kind 2 over {0, 2} and {1, 3}.
     const CommId first_ids[] = {new_id(), new_id()}, second_ids[] = {new_id(), new_id()};
     Random random(5);
-    const Array dense(DSOPT_F32, random.floats(40)),
-        first[] = {Array(DSOPT_F32, random.floats(50)), Array(DSOPT_F32, random.floats(60))},
-        second[] = {Array(DSOPT_F32, random.floats(70)), Array(DSOPT_F32, random.floats(80))};
+    const Array dense(DSOPT_DTYPE_F32, random.floats(40)),
+        first[] = {Array(DSOPT_DTYPE_F32, random.floats(50)), Array(DSOPT_DTYPE_F32, random.floats(60))},
+        second[] = {Array(DSOPT_DTYPE_F32, random.floats(70)), Array(DSOPT_DTYPE_F32, random.floats(80))};
     const double experts = squares(first[0]) + squares(first[1]) + squares(second[0]) + squares(second[1]);
     run_ranks(4, [&](int rank) {
         const int row = rank / 2, column = rank % 2;
@@ -261,10 +261,10 @@ TEST(ExpertParallel, TwoKindsOfExpertsHaveTheirOwnComms) {
         desc.experts = list;
         desc.expert_count = 2;
         desc.max_norm = 1;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAM),
-                        {{Array(DSOPT_F32, 40, 1), "dense"},
-                         {Array(DSOPT_F32, first[column].size(), 1), "first", 0, 1},
-                         {Array(DSOPT_F32, second[row].size(), 1), "second", 0, 2}});
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                        {{Array(DSOPT_DTYPE_F32, 40, 1), "dense"},
+                         {Array(DSOPT_DTYPE_F32, first[column].size(), 1), "first", 0, 1},
+                         {Array(DSOPT_DTYPE_F32, second[row].size(), 1), "second", 0, 2}});
         ASSERT_TRUE(ok(trainer.step({dense, first[column], second[row]})));
         expect_near(trainer.report().expert_norm, std::sqrt(experts));
         expect_near(trainer.report().grad_norm, std::sqrt(experts + squares(dense)));
@@ -289,10 +289,11 @@ TEST(ExpertParallel, ExpertNumbersNeedTheirComms) {
     desc.expert_count = 1;
     Trainer trainer(ctx, desc);
     for (const int32_t expert : {-1, 2})
-        EXPECT_TRUE(fails(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w", 0, expert}}),
-                          DSOPT_ERR_ARGUMENT, "'w'"));
-    EXPECT_TRUE(
-        fails(trainer.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F32, 2, 1), "w", 8}}), DSOPT_ERR_ARGUMENT, "'w'"));
+        EXPECT_TRUE(
+            fails(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", 0, expert}}),
+                  DSOPT_ERR_ARGUMENT, "'w'"));
+    EXPECT_TRUE(fails(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", 8}}),
+                      DSOPT_ERR_ARGUMENT, "'w'"));
     EXPECT_EQ(opt, nullptr);
 }
 
@@ -302,12 +303,12 @@ TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
     Random random(6);
     std::vector<Array> sharded, expert_whole;          // by m; by e
     std::vector<std::vector<Array>> expert_sharded(2); // by e, m
-    const Array dense(DSOPT_BF16, random.floats(500, -3, 3));
+    const Array dense(DSOPT_DTYPE_BF16, random.floats(500, -3, 3));
     for (size_t i = 0; i < 2; ++i) {
-        sharded.emplace_back(DSOPT_F16, random.floats(4500 + 10 * i, -3, 3));
-        expert_whole.emplace_back(DSOPT_F32, random.floats(700 + i, -3, 3));
+        sharded.emplace_back(DSOPT_DTYPE_F16, random.floats(4500 + 10 * i, -3, 3));
+        expert_whole.emplace_back(DSOPT_DTYPE_F32, random.floats(700 + i, -3, 3));
         for (size_t k = 0; k < 2; ++k)
-            expert_sharded[i].emplace_back(DSOPT_F16, random.floats(800 + 10 * i + k, -3, 3));
+            expert_sharded[i].emplace_back(DSOPT_DTYPE_F16, random.floats(800 + 10 * i + k, -3, 3));
     }
     double dense_squares = squares(dense) + squares(sharded[0]) + squares(sharded[1]), expert_squares = 0;
     for (size_t e = 0; e < 2; ++e)
@@ -338,9 +339,9 @@ TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
                                           expert_sharded[size_t(e)][size_t(m)]};
         std::vector<Param> params;
         for (size_t i = 0; i < 4; ++i)
-            params.push_back({Array(DSOPT_F16, grads[i].size(), 1), "p" + std::to_string(i),
+            params.push_back({Array(DSOPT_DTYPE_F16, grads[i].size(), 1), "p" + std::to_string(i),
                               i % 2 ? uint32_t(DSOPT_PARAM_MODEL_PARALLEL) : 0, i >= 2});
-        Trainer trainer(ctx, desc, group_of(DSOPT_ADAMW), params);
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), params);
         ASSERT_TRUE(ok(trainer.step(grads)));
         const dsopt_report report = trainer.report();
         expect_near(report.dense_norm, std::sqrt(dense_squares) / 256);
@@ -386,9 +387,9 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         if (GetParam() == Role::model) desc.model = comms[0].get();
         if (GetParam() == Role::expert) desc.experts = list, desc.expert_count = 1;
         Random random(7);
-        const std::vector<Array> weights = {Array(DSOPT_F16, random.floats(5000)), Array(DSOPT_BF16, 9, 1)};
-        Trainer trainer(ctx, desc, group_of(DSOPT_LAMB), weights);
-        const std::vector<Array> grads = {Array(DSOPT_F16, random.floats(5000)), Array(DSOPT_BF16, 9, 1)};
+        const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, 9, 1)};
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), weights);
+        const std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, 9, 1)};
         std::thread peer([&] { // does one step's worth of the same calls
             dsopt_comm *const others[] = {comms[1].get()};
             dsopt_optimizer_desc theirs = desc;
@@ -396,7 +397,7 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
             if (desc.data != nullptr) theirs.data = comms[1].get();
             if (desc.model != nullptr) theirs.model = comms[1].get();
             if (desc.experts != nullptr) theirs.experts = others;
-            Trainer other(ctx, theirs, group_of(DSOPT_LAMB), weights);
+            Trainer other(ctx, theirs, group_of(DSOPT_ALGORITHM_LAMB), weights);
             EXPECT_TRUE(ok(other.step(grads)));
         });
         ASSERT_TRUE(ok(trainer.step(grads)));

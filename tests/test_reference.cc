@@ -17,7 +17,7 @@ std::vector<double> doubles(const Buffer &buffer) {
 /// What the rule works on: the master where there is one.
 std::vector<double> weights(const Trainer &trainer, int64_t param) {
     const Buffer &buffer = trainer.model.params[size_t(param)];
-    return buffer.dtype() == DSOPT_F32 ? doubles(buffer) : doubles(exported(trainer.opt.get(), param, "master"));
+    return buffer.dtype() == DSOPT_DTYPE_F32 ? doubles(buffer) : doubles(exported(trainer.opt.get(), param, "master"));
 }
 ReferenceState state_of(const Trainer &trainer, int64_t param) {
     dsopt_optimizer *const opt = trainer.opt.get();
@@ -56,7 +56,7 @@ std::vector<Case> cases() {
     std::vector<Case> list;
     for (const int32_t algorithm : kAlgorithms) {
         const std::string name = name_of(algorithm);
-        const bool has_inside = algorithm == DSOPT_LAMB || algorithm == DSOPT_ADAM_LEGACY;
+        const bool has_inside = algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
         const auto add = [&](const char *what, auto &&change) {
             dsopt_group group = make_group(algorithm);
             change(group);
@@ -72,7 +72,7 @@ std::vector<Case> cases() {
         add("ZeroBetas", [](dsopt_group &g) { g.beta1 = 0, g.beta2 = 0; });
         if (has_inside)
             add("EpsInsideSqrt", [](dsopt_group &g) { g.flags = DSOPT_GROUP_EPS_INSIDE_SQRT, g.eps = 1e-4; });
-        if (algorithm == DSOPT_LAMB) {
+        if (algorithm == DSOPT_ALGORITHM_LAMB) {
             add("TrustAtItsUpperBound", [](dsopt_group &g) { g.max_trust = 0.02; });
             add("TrustAtItsLowerBound", [](dsopt_group &g) { g.min_trust = 5; });
         }
@@ -87,9 +87,9 @@ class StepReference : public testing::TestWithParam<Case> {};
 void expect_reference(const Case &c, const dsopt_optimizer_desc &desc, int32_t param_type, int32_t grad_type) {
     const std::vector<int64_t> sizes = {3000, 1, 5, 4097};
     const Trainer trainer(shapes_of(sizes, param_type, grad_type), c.group, desc);
-    const dsopt_group used = desc.compat == DSOPT_STANDARD ? c.group : rounded_to_float(c.group);
+    const dsopt_group used = desc.compat == DSOPT_COMPAT_NONE ? c.group : rounded_to_float(c.group);
     // The original forms lr sqrt(c2)/c1 in fp32: five roundings where one would do.
-    const double extra = desc.compat == DSOPT_STANDARD ? 0 : 5;
+    const double extra = desc.compat == DSOPT_COMPAT_NONE ? 0 : 5;
     Worst worst;
     for (int64_t t = 1; t <= 8; ++t) {
         trainer.model.make_gradients(uint64_t(t));
@@ -104,18 +104,18 @@ void expect_reference(const Case &c, const dsopt_optimizer_desc &desc, int32_t p
 }
 
 TEST_P(StepReference, OneStepStaysWithinItsRoundings) {
-    expect_reference(GetParam(), optimizer_desc(), DSOPT_F32, DSOPT_F32);
+    expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
 }
 
 TEST_P(StepReference, MastersStayWithinTheirRoundings) {
-    expect_reference(GetParam(), optimizer_desc(), DSOPT_BF16, DSOPT_BF16);
-    expect_reference(GetParam(), optimizer_desc(), DSOPT_F16, DSOPT_F32);
+    expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F16, DSOPT_DTYPE_F32);
 }
 
 TEST_P(StepReference, CompatModeRoundsHyperParametersToFloatFirst) {
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
-    expect_reference(GetParam(), desc, DSOPT_F32, DSOPT_F32);
+    expect_reference(GetParam(), desc, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
 }
 
 // Elements whose exponents have nothing to do with each other: cancellation in every sum, update far above and below
@@ -168,12 +168,12 @@ INSTANTIATE_TEST_SUITE_P(Cases, StepReference, testing::ValuesIn(cases()),
 
 TEST(StepReferenceLamb, TrustRatioIsTheClampedQuotientOfTheNorms) {
     const std::vector<int64_t> sizes = {1, 31, 32, 33, 1024, 4096, 4097, 10000};
-    const Trainer trainer(shapes_of(sizes), make_group(DSOPT_LAMB));
+    const Trainer trainer(shapes_of(sizes), make_group(DSOPT_ALGORITHM_LAMB));
     for (int64_t t = 1; t <= 3; ++t) {
         trainer.model.make_gradients(uint64_t(t));
         std::vector<double> wanted;
         for (size_t i = 0; i < sizes.size(); ++i)
-            wanted.push_back(reference_step(make_group(DSOPT_LAMB), state_of(trainer, int64_t(i)),
+            wanted.push_back(reference_step(make_group(DSOPT_ALGORITHM_LAMB), state_of(trainer, int64_t(i)),
                                             doubles(trainer.model.grads[i]), t)
                                  .trust);
         trainer.step(trainer.arguments());
@@ -183,7 +183,7 @@ TEST(StepReferenceLamb, TrustRatioIsTheClampedQuotientOfTheNorms) {
 }
 
 TEST(StepReferenceLamb, TrustRatioIsOneWhereANormIsZero) {
-    dsopt_group group = make_group(DSOPT_LAMB, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB, 0);
     const Trainer trainer(shapes_of({10, 10, 10}), group);
     std::memset(trainer.model.params[0].data(), 0, 40);
     std::memset(trainer.model.grads[1].data(), 0, 40);
@@ -219,7 +219,7 @@ TEST_P(StepMasters, ParameterIsTheMasterRoundedToNearest) {
 TEST_P(StepMasters, MasterIsTheFp32WeightOfTheSameTraining) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer low(shapes_of({5000, 33}, param, grad), make_group(algorithm));
-    const Trainer full(shapes_of({5000, 33}, DSOPT_F32, DSOPT_F32), make_group(algorithm));
+    const Trainer full(shapes_of({5000, 33}, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32), make_group(algorithm));
     for (size_t i = 0; i < 2; ++i)
         for (int64_t k = 0; k < low.model.params[i].numel(); ++k)
             full.model.params[i].set(k, low.model.params[i].get(k));
@@ -243,7 +243,7 @@ TEST_P(StepMasters, WithoutMasterTheNewWeightIsRoundedAtEachStep) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer trainer(shapes_of({3000}, param, grad), make_group(algorithm),
                           optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
-    EXPECT_EQ(state_count(trainer.opt.get()), algorithm == DSOPT_LAMB ? 4 : 3);
+    EXPECT_EQ(state_count(trainer.opt.get()), algorithm == DSOPT_ALGORITHM_LAMB ? 4 : 3);
     for (int64_t t = 1; t <= 4; ++t) {
         trainer.model.make_gradients(uint64_t(t));
         const ReferenceStep wanted = [&] {
@@ -268,13 +268,14 @@ std::string storage_name(const testing::TestParamInfo<Storage> &info) {
     return name_of(algorithm) + dtype_name(param) + "Grad" + dtype_name(grad);
 }
 INSTANTIATE_TEST_SUITE_P(Storages, StepMasters,
-                         testing::Combine(testing::ValuesIn(kAlgorithms), testing::Values(DSOPT_F16, DSOPT_BF16),
-                                          testing::Values(DSOPT_F32, DSOPT_F16, DSOPT_BF16)),
+                         testing::Combine(testing::ValuesIn(kAlgorithms),
+                                          testing::Values(DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16),
+                                          testing::Values(DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16)),
                          storage_name);
 
 // ------------------------------------------------------------------------------------------------------------ extremes
 TEST(StepReferenceExtremes, SecondMomentThatUnderflowsLeavesOnlyEpsBelow) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     const Trainer trainer(shapes_of({1}), group);
     trainer.model.params[0].set(0, 0);
     trainer.model.grads[0].set(0, 1e-23f); // its square is 0 in fp32
@@ -285,7 +286,7 @@ TEST(StepReferenceExtremes, SecondMomentThatUnderflowsLeavesOnlyEpsBelow) {
 }
 
 TEST(StepReferenceExtremes, DenormalsAreKept) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.lr = 0;
     const Trainer trainer(shapes_of({1}), group);
     trainer.model.params[0].set(0, 0x1p-149f);
@@ -296,7 +297,7 @@ TEST(StepReferenceExtremes, DenormalsAreKept) {
 }
 
 TEST(StepReferenceExtremes, ZeroOverZeroIsNaNWithoutEps) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.eps = 0;
     const Trainer trainer(shapes_of({2}), group);
     trainer.model.grads[0].set(0, 0);
@@ -306,7 +307,7 @@ TEST(StepReferenceExtremes, ZeroOverZeroIsNaNWithoutEps) {
 }
 
 TEST(StepReferenceExtremes, OverflowOfTheSquareStopsTheElement) {
-    dsopt_group group = make_group(DSOPT_ADAMW, 0);
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     const Trainer trainer(shapes_of({2}), group);
     const float before = trainer.model.params[0].get(0);
     trainer.model.grads[0].set(0, 1e25f);

@@ -56,7 +56,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
     for (size_t i = 0; i < n; ++i) {
         const double p = old.p[i];
         double g = gradient[i], g_size = std::fabs(g);
-        if (group.algorithm == DSOPT_ADAM) {
+        if (group.algorithm == DSOPT_ALGORITHM_ADAM) {
             g += wd * p;
             g_size += std::fabs(wd * p);
         }
@@ -64,11 +64,11 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
         const double v = result.now.v[i] = group.beta2 * old.v[i] + (1 - group.beta2) * g * g;
         const double m_size = std::fabs(group.beta1 * old.m[i]) + (1 - group.beta1) * g_size;
         const double v_size = group.beta2 * old.v[i] + (1 - group.beta2) * g_size * g_size;
-        const bool l2 = group.algorithm == DSOPT_ADAM;
+        const bool l2 = group.algorithm == DSOPT_ALGORITHM_ADAM;
         result.m_budget[i] = std::max(4 * ulp(m_size), (l2 ? 6 : 3) * kRounding * m_size);
         result.v_budget[i] = std::max(4 * ulp(v_size), (l2 ? 10 : 4) * kRounding * v_size);
         switch (group.algorithm) {
-        case DSOPT_ADAM: {
+        case DSOPT_ALGORITHM_ADAM: {
             const double denominator = std::sqrt(v / c2) + group.eps;
             direction[i] = m / c1 / denominator;
             size[i] = m_size / c1 / denominator;
@@ -77,7 +77,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
             result.roundings[i] = 17 + cancelled;
             break;
         }
-        case DSOPT_ADAMW: {
+        case DSOPT_ALGORITHM_ADAMW: {
             const double denominator = std::sqrt(v / c2) + group.eps;
             direction[i] = m / c1 / denominator + wd * p;
             size[i] = m_size / c1 / denominator + std::fabs(wd * p);
@@ -98,8 +98,9 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
     result.weight_norm = std::sqrt(weights);
     result.update_norm = std::sqrt(updates);
     double factor = group.lr;
-    if (group.algorithm == DSOPT_LAMB || group.algorithm == DSOPT_ADAM_LEGACY) factor *= std::sqrt(c2) / c1;
-    if (group.algorithm == DSOPT_LAMB) {
+    if (group.algorithm == DSOPT_ALGORITHM_LAMB || group.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY)
+        factor *= std::sqrt(c2) / c1;
+    if (group.algorithm == DSOPT_ALGORITHM_LAMB) {
         if (weights != 0 && updates != 0)
             result.trust =
                 std::max(std::min(result.weight_norm / result.update_norm, group.max_trust), group.min_trust);

@@ -45,7 +45,7 @@ void expect_growth(T good, const char *type, bool from_caller, const std::functi
 }
 
 TEST(GrowingStructs, AreReadAsFarAsBothSidesKnowThem) {
-    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt.get();
     expect_growth<dsopt_context_desc>(context_desc(), "dsopt_context_desc", true, [](dsopt_context_desc *desc) {
         dsopt_context *made = nullptr;
@@ -62,7 +62,7 @@ TEST(GrowingStructs, AreReadAsFarAsBothSidesKnowThem) {
             dsopt_optimizer_destroy(made);
             return status;
         });
-    expect_growth<dsopt_group>(make_group(DSOPT_ADAMW), "dsopt_group", true,
+    expect_growth<dsopt_group>(make_group(DSOPT_ALGORITHM_ADAMW), "dsopt_group", true,
                                [&](dsopt_group *group) { return dsopt_optimizer_add_group(opt, group, nullptr, 0); });
     expect_growth<dsopt_step>(trainer.arguments(), "dsopt_step", true,
                               [&](dsopt_step *step) { return dsopt_optimizer_step(opt, step); });
@@ -82,12 +82,12 @@ TEST(GrowingStructs, AreReadAsFarAsBothSidesKnowThem) {
 TEST(GrowingStructs, GroupInitFillsALaterHeadersGroup) {
     Larger<dsopt_group> larger;
     std::memset(static_cast<void *>(&larger), 0x5a, sizeof larger);
-    ASSERT_OK(dsopt_group_init(&larger.known, sizeof larger, DSOPT_LAMB));
+    ASSERT_OK(dsopt_group_init(&larger.known, sizeof larger, DSOPT_ALGORITHM_LAMB));
     EXPECT_EQ(larger.known.size, sizeof larger);
     EXPECT_EQ(larger.known.max_trust, 10);
     for (const unsigned char byte : larger.tail) EXPECT_EQ(byte, 0);
     dsopt_group group{};
-    EXPECT_TRUE(refused(dsopt_group_init(&group, 16, DSOPT_LAMB), DSOPT_ERR_VERSION, "dsopt_group|16"));
+    EXPECT_TRUE(refused(dsopt_group_init(&group, 16, DSOPT_ALGORITHM_LAMB), DSOPT_ERR_VERSION, "dsopt_group|16"));
     EXPECT_EQ(group.size, 0u);
 }
 
@@ -135,7 +135,7 @@ TEST(RefusedContext, ABackendThatIsNotInTheBuild) {
     if (info.find("\"cuda\": \"cuda\"") != std::string::npos) GTEST_SKIP() << "a CUDA device is here";
     const bool built = info.find("\"cuda\": \"not in this build\"") == std::string::npos;
     dsopt_context_desc desc = context_desc();
-    desc.backend = DSOPT_CUDA;
+    desc.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
     EXPECT_TRUE(
         refused(dsopt_context_create(&desc, &context), built ? DSOPT_ERR_MISSING : DSOPT_ERR_UNSUPPORTED, "CUDA"));
@@ -147,8 +147,8 @@ TEST(RefusedContext, HugeChunksAndManyThreadsAreFine) {
         dsopt_context_desc desc = context_desc(4096);
         desc.chunk = chunk;
         desc.parallel_for = run_in_order;
-        const Trainer trainer(shapes_of({100000}), make_group(DSOPT_ADAMW), optimizer_desc(), desc),
-            plain(shapes_of({100000}), make_group(DSOPT_ADAMW));
+        const Trainer trainer(shapes_of({100000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), desc),
+            plain(shapes_of({100000}), make_group(DSOPT_ALGORITHM_ADAMW));
         trainer.step(1);
         plain.step(1);
         EXPECT_TRUE(same(trainer.text(), plain.text()));
@@ -199,13 +199,13 @@ TEST(RefusedOptimizer, NullHandles) {
     int64_t count = 0;
     double value = 0;
     size_t bytes = 0;
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     DSOPT_NEW(dsopt_step, step);
     DSOPT_NEW(dsopt_report, report);
     DSOPT_NEW(dsopt_state_info, info);
     const dsopt_status statuses[] = {dsopt_optimizer_add_group(nullptr, &group, nullptr, 0),
-                                     dsopt_optimizer_set(nullptr, 0, DSOPT_LR, 1),
-                                     dsopt_optimizer_get(nullptr, 0, DSOPT_LR, &value),
+                                     dsopt_optimizer_set(nullptr, 0, DSOPT_KEY_LR, 1),
+                                     dsopt_optimizer_get(nullptr, 0, DSOPT_KEY_LR, &value),
                                      dsopt_optimizer_count(nullptr, &count, &count),
                                      dsopt_optimizer_state_count(nullptr, &count),
                                      dsopt_optimizer_state(nullptr, 0, &info),
@@ -221,7 +221,7 @@ TEST(RefusedOptimizer, NullHandles) {
                                      dsopt_optimizer_load(nullptr, "x", nullptr)};
     for (size_t i = 0; i < std::size(statuses); ++i)
         EXPECT_TRUE(refused(statuses[i], DSOPT_ERR_ARGUMENT, "optimizer|NULL")) << i;
-    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ADAM));
+    const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
     EXPECT_TRUE(refused(dsopt_optimizer_state_count(trainer.opt.get(), nullptr), DSOPT_ERR_ARGUMENT, "count"));
     EXPECT_TRUE(refused(dsopt_optimizer_workspace(trainer.opt.get(), nullptr), DSOPT_ERR_ARGUMENT, "bytes"));
     EXPECT_TRUE(
@@ -233,7 +233,7 @@ TEST(RefusedOptimizer, NullHandles) {
 class AddGroup : public testing::Test {
 protected:
     AddGroup() : trainer_(shapes_of({50, 60, 70}), optimizer_desc(1.0)) {
-        trainer_.add(make_group(DSOPT_ADAMW), 1);
+        trainer_.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
         trainer_.step(1);
         before_ = fingerprint();
     }
@@ -255,7 +255,7 @@ protected:
         std::vector<dsopt_param> list = params();
         list[1].name = "layer.weight";
         spoil(list[1]);
-        expect_refused(make_group(DSOPT_ADAM), list, status, words);
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, status, words);
     }
     Trainer trainer_;
     std::string before_;
@@ -290,8 +290,8 @@ TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
             for (const double value : bad) {
                 dsopt_group group = make_group(algorithm);
                 group.*field = value;
-                expect_refused(group, params(), algorithm == DSOPT_LAMB ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED,
-                               "trust");
+                expect_refused(group, params(),
+                               algorithm == DSOPT_ALGORITHM_LAMB ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED, "trust");
             }
         }
     }
@@ -302,19 +302,19 @@ TEST_F(AddGroup, RefusesOptionsThatItDoesNotHave) {
         expect_refused(make_group(algorithm, 0, DSOPT_GROUP_AMSGRAD), params(), DSOPT_ERR_UNSUPPORTED, "amsgrad");
         expect_refused(make_group(algorithm, 0, DSOPT_GROUP_SPARSE), params(), DSOPT_ERR_UNSUPPORTED, "sparse");
         expect_refused(make_group(algorithm, 0, 1u << 30), params(), DSOPT_ERR_ARGUMENT, "flags|40000000");
-        if (algorithm == DSOPT_ADAM || algorithm == DSOPT_ADAMW)
+        if (algorithm == DSOPT_ALGORITHM_ADAM || algorithm == DSOPT_ALGORITHM_ADAMW)
             expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_INSIDE_SQRT), params(), DSOPT_ERR_UNSUPPORTED,
                            "eps_inside_sqrt");
     }
     for (const int32_t algorithm : {0, -1, 1000, INT32_MAX}) {
-        dsopt_group group = make_group(DSOPT_ADAM);
+        dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
         group.algorithm = algorithm;
         expect_refused(group, params(), DSOPT_ERR_ARGUMENT, "algorithm|" + std::to_string(algorithm));
     }
 }
 
 TEST_F(AddGroup, RefusesWrongLists) {
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer_.opt.get(), &group, params().data(), -1), DSOPT_ERR_ARGUMENT,
                         "count|-1"));
     EXPECT_TRUE(
@@ -324,10 +324,10 @@ TEST_F(AddGroup, RefusesWrongLists) {
 
 TEST_F(AddGroup, RefusesWrongTensors) {
     for (const int32_t dtype :
-         std::vector<int32_t>{DSOPT_I32, DSOPT_U8, DSOPT_I64, DSOPT_F64, 0, -1, 8, 99, INT32_MAX}) {
+         std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_U8, DSOPT_I64, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
         std::vector<dsopt_param> list = params();
         list[0].tensor.dtype = dtype;
-        expect_refused(make_group(DSOPT_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|" + std::to_string(dtype));
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|" + std::to_string(dtype));
     }
     expect_param_refused([](auto &p) { p.tensor.numel = -1; }, DSOPT_ERR_SHAPE, "'layer.weight'|-1");
     expect_param_refused([](auto &p) { p.tensor.numel = INT64_MIN; }, DSOPT_ERR_SHAPE, "'layer.weight'");
@@ -345,11 +345,11 @@ TEST_F(AddGroup, RefusesWrongTensors) {
         std::vector<dsopt_param> list = params();
         list[1].tensor.data = static_cast<char *>(list[1].tensor.data) + offset;
         --list[1].tensor.numel;
-        expect_refused(make_group(DSOPT_ADAM), list, DSOPT_ERR_ALIGNMENT, "'p2'|aligned");
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_ALIGNMENT, "'p2'|aligned");
     }
     expect_param_refused(
         [](auto &p) {
-            p.tensor = {static_cast<char *>(p.tensor.data) + 1, 10, DSOPT_BF16, 0};
+            p.tensor = {static_cast<char *>(p.tensor.data) + 1, 10, DSOPT_DTYPE_BF16, 0};
         },
         DSOPT_ERR_ALIGNMENT, "'layer.weight'|2-byte");
 }
@@ -368,7 +368,7 @@ TEST_F(AddGroup, RefusesWrongDims) {
     std::vector<dsopt_param> list = params();
     list[1].dims = nine;
     list[1].ndim = 8;
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     EXPECT_OK(dsopt_optimizer_add_group(trainer_.opt.get(), &group, list.data(), 2));
 }
 
@@ -376,7 +376,7 @@ TEST_F(AddGroup, RefusesWrongNames) {
     const auto with_name = [&](const std::string &name) {
         std::vector<dsopt_param> list = params();
         list[1].name = name.c_str();
-        const dsopt_group group = make_group(DSOPT_ADAM);
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
         const dsopt_status status = dsopt_optimizer_add_group(trainer_.opt.get(), &group, list.data(), 2);
         EXPECT_TRUE(same(fingerprint(), before_)) << name;
         return status;
@@ -411,15 +411,15 @@ TEST_F(AddGroup, AcceptsAnyUtf8NameOfUpToThousandBytes) {
         std::string(1000, 'x'), "\xc3\xa9t\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \xed\x9f\xbf \xf4\x8f\xbf\xbf",
         "a\n\"\\\x01/.param",   "optimizer",
         "__metadata__",         "p7"};
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     for (const std::string &name : names) {
-        const dsopt_param param = param_of({nullptr, 3, DSOPT_F32, 0}, name.c_str());
+        const dsopt_param param = param_of({nullptr, 3, DSOPT_DTYPE_F32, 0}, name.c_str());
         EXPECT_OK(dsopt_optimizer_add_group(trainer_.opt.get(), &group, &param, 1));
     }
 }
 
 TEST_F(AddGroup, RefusesOverlapWithinTheListAndWithEarlierOnes) {
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     const auto expect = [&](void *data, int64_t numel, const char *words) {
         std::vector<dsopt_param> list = params();
         list[1].tensor.data = data;
@@ -446,14 +446,14 @@ TEST_F(AddGroup, RefusesOverlapWithinTheListAndWithEarlierOnes) {
 // Against an oracle that compares every pair.
 TEST(AddGroupOverlap, IsFoundExactlyWhereItIs) {
     const Context context = make_context();
-    const dsopt_group group = make_group(DSOPT_ADAM);
-    const Buffer memory(200, DSOPT_F32);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
+    const Buffer memory(200, DSOPT_DTYPE_F32);
     Random random(3);
     int overlapping = 0;
     for (int round = 0; round < 2000; ++round) {
         std::vector<dsopt_param> list(2 + random.below(6));
         for (dsopt_param &param : list)
-            param = param_of({memory.floats() + random.below(190), int64_t(random.below(9)), DSOPT_F32, 0});
+            param = param_of({memory.floats() + random.below(190), int64_t(random.below(9)), DSOPT_DTYPE_F32, 0});
         bool overlap = false;
         for (size_t i = 0; i < list.size(); ++i)
             for (size_t k = 0; k < i; ++k) {
@@ -475,9 +475,9 @@ TEST(AddGroupOverlap, IsFoundExactlyWhereItIs) {
 // In children: what follows such a sum reads or writes far outside.
 TEST(HugeCountsDeathTest, AreRefusedBeforeTheListIsRead) {
     const auto attempt = [](int64_t count) {
-        const Trainer trainer(shapes_of({5}), make_group(DSOPT_ADAM));
-        const dsopt_group group = make_group(DSOPT_ADAM);
-        const dsopt_param one = param_of({nullptr, 1, DSOPT_F32, 0});
+        const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
+        const dsopt_param one = param_of({nullptr, 1, DSOPT_DTYPE_F32, 0});
         _exit(dsopt_optimizer_add_group(trainer.opt.get(), &group, &one, count) == DSOPT_ERR_SHAPE ? 0 : 1);
     };
     EXPECT_EXIT(attempt(INT64_MAX), testing::ExitedWithCode(0), "");
@@ -494,8 +494,8 @@ TEST(HugeParametersDeathTest, WhoseStateOverflowsAreRefusedSomewhere) {
         desc.release = [](void *, void *memory, size_t, void *) { std::free(memory); };
         const Context context = make_context(desc);
         const Optimizer opt = make_optimizer(context);
-        const dsopt_group group = make_group(DSOPT_ADAM);
-        const dsopt_param huge = param_of({nullptr, int64_t(1) << 60, DSOPT_F32, 0});
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
+        const dsopt_param huge = param_of({nullptr, int64_t(1) << 60, DSOPT_DTYPE_F32, 0});
         const dsopt_param list[] = {huge, huge};
         const dsopt_status added = dsopt_optimizer_add_group(opt.get(), &group, list, 2);
         if (added != DSOPT_OK) _exit(added == DSOPT_ERR_SHAPE ? 0 : 1);

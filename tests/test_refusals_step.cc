@@ -45,8 +45,10 @@ const Case kBoth[] = {
     {"GradNumelOverflows", [](auto &l, auto &) { l.grads[1].numel = INT64_MAX; }, DSOPT_ERR_SHAPE,
      "gradient|'layer.weight'|overflows"},
     {"GradDtypeZero", [](auto &l, auto &) { l.grads[1].dtype = 0; }, DSOPT_ERR_DTYPE, "gradient|'layer.weight'|0"},
-    {"GradDtypeInteger", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_I32; }, DSOPT_ERR_DTYPE, "gradient|'p0'|4"},
-    {"GradDtypeDouble", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_F64; }, DSOPT_ERR_DTYPE, "gradient|'p0'|7"},
+    {"GradDtypeInteger", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE,
+     "gradient|'p0'|4"},
+    {"GradDtypeDouble", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE,
+     "gradient|'p0'|7"},
     {"GradDtypeUnknown", [](auto &l, auto &) { l.grads[1].dtype = -5; }, DSOPT_ERR_DTYPE, "gradient|'layer.weight'|-5"},
     {"GradReserved", [](auto &l, auto &) { l.grads[1].reserved = 9; }, DSOPT_ERR_ARGUMENT,
      "gradient|'layer.weight'|reserved|9"},
@@ -54,8 +56,10 @@ const Case kBoth[] = {
     {"GradMisalignedHalf", [](auto &l, auto &) { l.move(l.grads, 1, 1); }, DSOPT_ERR_ALIGNMENT,
      "gradient|'layer.weight'|aligned"},
     {"ParamNumel", [](auto &l, auto &) { l.params[1].numel = 61; }, DSOPT_ERR_SHAPE, "parameter|'layer.weight'|61"},
-    {"ParamDtype", [](auto &l, auto &) { l.params[1].dtype = DSOPT_F16; }, DSOPT_ERR_DTYPE, "parameter|'layer.weight'"},
-    {"ParamDtypeInteger", [](auto &l, auto &) { l.params[0].dtype = DSOPT_I32; }, DSOPT_ERR_DTYPE, "parameter|'p0'|4"},
+    {"ParamDtype", [](auto &l, auto &) { l.params[1].dtype = DSOPT_DTYPE_F16; }, DSOPT_ERR_DTYPE,
+     "parameter|'layer.weight'"},
+    {"ParamDtypeInteger", [](auto &l, auto &) { l.params[0].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE,
+     "parameter|'p0'|4"},
     {"ParamReserved", [](auto &l, auto &) { l.params[0].reserved = 1; }, DSOPT_ERR_ARGUMENT, "parameter|'p0'|reserved"},
     {"ParamMisaligned", [](auto &l, auto &) { l.move(l.params, 0, 1); }, DSOPT_ERR_ALIGNMENT, "parameter|'p0'|aligned"},
     {"ParamWithoutMemory", [](auto &l, auto &) { l.params[1].data = nullptr; }, DSOPT_ERR_STATE,
@@ -84,8 +88,9 @@ const Case kBoth[] = {
     {"StateCount", [](auto &, auto &s) { --s.state_count; }, DSOPT_ERR_SHAPE, "state|5|6"},
     {"StateCountNegative", [](auto &, auto &s) { s.state_count = -1; }, DSOPT_ERR_SHAPE, "state|-1"},
     {"StateNumel", [](auto &l, auto &) { l.state[2].numel = 59; }, DSOPT_ERR_SHAPE, "master|'layer.weight'|59"},
-    {"StateDtype", [](auto &l, auto &) { l.state[2].dtype = DSOPT_BF16; }, DSOPT_ERR_DTYPE, "master|'layer.weight'"},
-    {"StateDtypeOfTheCounters", [](auto &l, auto &) { l.state[5].dtype = DSOPT_F32; }, DSOPT_ERR_DTYPE,
+    {"StateDtype", [](auto &l, auto &) { l.state[2].dtype = DSOPT_DTYPE_BF16; }, DSOPT_ERR_DTYPE,
+     "master|'layer.weight'"},
+    {"StateDtypeOfTheCounters", [](auto &l, auto &) { l.state[5].dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_DTYPE,
      "step|optimizer"},
     {"StateReserved", [](auto &l, auto &) { l.state[1].reserved = 1; }, DSOPT_ERR_ARGUMENT, "exp_avg_sq|'p0'|reserved"},
     {"StateMisaligned", [](auto &l, auto &) { l.move(l.state, 3, 2); }, DSOPT_ERR_ALIGNMENT,
@@ -126,17 +131,17 @@ std::vector<Refusal> refusals() {
 class RefusedStep : public testing::TestWithParam<Refusal> {
 protected:
     RefusedStep() :
-        model_({{50, DSOPT_F32, DSOPT_F32}, {60, DSOPT_BF16, DSOPT_BF16}}),
+        model_({{50, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32}, {60, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}}),
         context_(make_context()),
         opt_(make_optimizer(context_, optimizer_desc(1.0))) {
         auto list = model_.registered();
         list[1].name = "layer.weight";
-        const dsopt_group group = make_group(DSOPT_ADAMW);
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
         check(dsopt_optimizer_add_group(opt_.get(), &group, list.data(), 2));
         check(dsopt_optimizer_workspace(opt_.get(), &workspace_bytes_));
         workspace_.reset(static_cast<char *>(std::aligned_alloc(256, (workspace_bytes_ + 511) / 256 * 256)));
-        outs_.emplace_back(50, DSOPT_F32);
-        outs_.emplace_back(60, DSOPT_F32);
+        outs_.emplace_back(50, DSOPT_DTYPE_F32);
+        outs_.emplace_back(60, DSOPT_DTYPE_F32);
         const dsopt_step step = good();
         check(dsopt_optimizer_step(opt_.get(), &step));
     }
@@ -225,7 +230,7 @@ TEST(RefusedSteps, AParameterWithoutMemoryOnlyWhereItIsNeeded) {
     const Optimizer opt = make_optimizer(context);
     auto list = model.registered();
     list[1].tensor.data = nullptr;
-    const dsopt_group group = make_group(DSOPT_ADAMW);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 2));
     std::vector<dsopt_tensor> grads = Model::list_of(model.grads);
     DSOPT_NEW(dsopt_step, step);
@@ -246,7 +251,7 @@ TEST(RefusedSteps, LongNamesFitIntoTheText) {
     const std::string name(1000, '%');
     auto list = model.registered();
     list[0].name = name.c_str();
-    const dsopt_group group = make_group(DSOPT_ADAMW);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 1));
     std::vector<dsopt_tensor> grads = Model::list_of(model.grads);
     grads[0].numel = 4;
@@ -267,7 +272,7 @@ TEST(RefusedZeroGrad, NamesTheCulpritAndChangesNothing) {
         const char *words;
     };
     const Wrong cases[] = {
-        {[](auto &l) { l[2].dtype = DSOPT_I32; }, DSOPT_ERR_DTYPE, "gradient|2|4"},
+        {[](auto &l) { l[2].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE, "gradient|2|4"},
         {[](auto &l) { l[2].dtype = 77; }, DSOPT_ERR_DTYPE, "gradient|2|77"},
         {[](auto &l) { l[2].numel = -1; }, DSOPT_ERR_SHAPE, "gradient|2|-1"},
         {[](auto &l) { l[2].numel = INT64_MAX; }, DSOPT_ERR_SHAPE, "gradient|2|overflows"},

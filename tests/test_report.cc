@@ -30,7 +30,7 @@ std::vector<float> step_with_report(const Trainer &trainer, dsopt_step step) {
 
 // ---------------------------------------------------------------------------------------------------------- the report
 TEST(Report, BeforeTheFirstStep) {
-    const Trainer trainer(shapes_of({3, 4}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({3, 4}), make_group(DSOPT_ALGORITHM_ADAMW));
     const dsopt_report report = report_of(trainer.opt.get());
     EXPECT_EQ(report.calls, 0);
     EXPECT_EQ(report.skipped, 0);
@@ -46,14 +46,14 @@ TEST(Report, BeforeTheFirstStep) {
 }
 
 TEST(Report, NormsNotAskedForAreNotComputed) {
-    const Trainer trainer(shapes_of(kSizes), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of(kSizes), make_group(DSOPT_ALGORITHM_ADAMW));
     const std::vector<float> floats = step_with_report(trainer, trainer.arguments());
     const dsopt_report report = report_of(trainer.opt.get());
     EXPECT_TRUE(std::isnan(report.grad_norm) && std::isnan(report.weight_norm) && std::isnan(report.update_norm));
-    EXPECT_TRUE(std::isnan(floats[DSOPT_R_GRAD_NORM]) && std::isnan(floats[DSOPT_R_UPDATE_NORM]));
+    EXPECT_TRUE(std::isnan(floats[DSOPT_REPORT_GRAD_NORM]) && std::isnan(floats[DSOPT_REPORT_UPDATE_NORM]));
     EXPECT_EQ(report.divisor, 1);
-    EXPECT_EQ(floats[DSOPT_R_FIRST_BAD], -1);
-    EXPECT_EQ(floats[DSOPT_R_NONFINITE], 0);
+    EXPECT_EQ(floats[DSOPT_REPORT_FIRST_BAD], -1);
+    EXPECT_EQ(floats[DSOPT_REPORT_NONFINITE], 0);
     EXPECT_EQ(report.calls, 1);
 }
 
@@ -68,8 +68,8 @@ TEST_P(ReportNorms, AgreeWithDoublePrecision) {
             std::vector<Buffer> before, after; // in fp32: the masters, or the parameters
             const auto copy = [&](std::vector<Buffer> &to) {
                 for (size_t i = 0; i < kSizes.size(); ++i) {
-                    to.emplace_back(kSizes[i], DSOPT_F32);
-                    if (param == DSOPT_F32)
+                    to.emplace_back(kSizes[i], DSOPT_DTYPE_F32);
+                    if (param == DSOPT_DTYPE_F32)
                         std::memcpy(to[i].data(), trainer.model.params[i].data(), to[i].bytes());
                     else
                         check(dsopt_optimizer_export(trainer.opt.get(),
@@ -92,18 +92,19 @@ TEST_P(ReportNorms, AgreeWithDoublePrecision) {
             // The subtraction of an element-wise rule is exact to fp32; LAMB's norm is that of the update before it is
             // subtracted.
             EXPECT_NEAR(report.update_norm, std::sqrt(change),
-                        (GetParam() == DSOPT_LAMB ? 1e-4 : 1e-7) * report.update_norm);
+                        (GetParam() == DSOPT_ALGORITHM_LAMB ? 1e-4 : 1e-7) * report.update_norm);
             EXPECT_EQ(report.dense_norm, report.grad_norm); // there are no experts
             EXPECT_EQ(report.expert_norm, 0);
-            EXPECT_EQ(floats[DSOPT_R_SKIPPED], 0);
-            EXPECT_EQ(floats[DSOPT_R_GRAD_NORM], float(report.grad_norm));
-            EXPECT_EQ(floats[DSOPT_R_WEIGHT_NORM], float(report.weight_norm));
-            EXPECT_EQ(floats[DSOPT_R_UPDATE_NORM], float(report.update_norm));
-            EXPECT_EQ(floats[DSOPT_R_DIVISOR], float(report.divisor));
-            EXPECT_EQ(floats[DSOPT_R_SCALE_USED], 1); // there is no scaler
-            EXPECT_EQ(floats[DSOPT_R_SCALE_NEXT], 1);
-            EXPECT_EQ(floats[DSOPT_R_EXPERT_NORM], 0);
-            for (int i = DSOPT_R_SKIPPED_IN_ROW; i < DSOPT_REPORT_FLOATS; ++i) EXPECT_EQ(floats[size_t(i)], 0) << i;
+            EXPECT_EQ(floats[DSOPT_REPORT_SKIPPED], 0);
+            EXPECT_EQ(floats[DSOPT_REPORT_GRAD_NORM], float(report.grad_norm));
+            EXPECT_EQ(floats[DSOPT_REPORT_WEIGHT_NORM], float(report.weight_norm));
+            EXPECT_EQ(floats[DSOPT_REPORT_UPDATE_NORM], float(report.update_norm));
+            EXPECT_EQ(floats[DSOPT_REPORT_DIVISOR], float(report.divisor));
+            EXPECT_EQ(floats[DSOPT_REPORT_SCALE_USED], 1); // there is no scaler
+            EXPECT_EQ(floats[DSOPT_REPORT_SCALE_NEXT], 1);
+            EXPECT_EQ(floats[DSOPT_REPORT_EXPERT_NORM], 0);
+            for (int i = DSOPT_REPORT_SKIPPED_IN_ROW; i < DSOPT_REPORT_FLOATS; ++i)
+                EXPECT_EQ(floats[size_t(i)], 0) << i;
         }
 }
 
@@ -129,7 +130,7 @@ TEST_P(ReportNorms, LeaveAbsentGradientsOut) {
 }
 
 TEST(ReportNormsOfHugeAndTinyGradients, NeitherOverflowNorVanish) {
-    const Trainer trainer(shapes_of({2, 2}), make_group(DSOPT_ADAMW), optimizer_desc(1e30));
+    const Trainer trainer(shapes_of({2, 2}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1e30));
     for (const float g : {3e38f, 1e-38f, 0x1p-149f}) {
         for (const Buffer &grad : trainer.model.grads)
             for (int64_t i = 0; i < 2; ++i) grad.set(i, g);
@@ -271,8 +272,8 @@ TEST_P(GivenNorms, ThatSayOverflowSkipTheStepUnlessThePolicyIsApply) {
                 dsopt_optimizer_desc desc = optimizer_desc(max_norm);
                 desc.nonfinite = policy;
                 Trainer trainer(shapes_of({10, 20}), desc);
-                trainer.add(make_group(DSOPT_ADAMW), 1);
-                trainer.add(make_group(DSOPT_LAMB), 1);
+                trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+                trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 1);
                 const std::string before = trainer.text();
                 float norms[] = {1, 1};
                 norms[bad] = GetParam();
@@ -280,7 +281,7 @@ TEST_P(GivenNorms, ThatSayOverflowSkipTheStepUnlessThePolicyIsApply) {
                 step.grad_norms = norms;
                 const std::vector<float> floats = step_with_report(trainer, step);
                 const bool skipped = policy != DSOPT_NONFINITE_APPLY;
-                EXPECT_EQ(floats[DSOPT_R_SKIPPED], skipped);
+                EXPECT_EQ(floats[DSOPT_REPORT_SKIPPED], skipped);
                 EXPECT_EQ(report_of(trainer.opt.get()).last_skipped, skipped);
                 EXPECT_EQ(bool(same(trainer.text(), before)), skipped);
             }
@@ -313,7 +314,7 @@ TEST_P(NonFinite, OneBadElementAnywhere) {
             for (const double bad : {kInf, -kInf, double(NAN)})
                 for (const size_t tensor : {size_t(0), size_t(3)})
                     for (const bool last : {false, true}) {
-                        const Trainer trainer(shapes_of(kSizes, DSOPT_F32, grad), make_group(algorithm), desc());
+                        const Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_F32, grad), make_group(algorithm), desc());
                         trainer.step(1);
                         const std::string before = trainer.text();
                         trainer.model.grads[tensor].set(last ? kSizes[tensor] - 1 : 0, float(bad));
@@ -327,9 +328,9 @@ TEST_P(NonFinite, OneBadElementAnywhere) {
                         EXPECT_EQ(report.kind, !looks ? 0 : std::isnan(bad) ? 2 : 1);
                         EXPECT_EQ(report.first_bad_name == nullptr ? "" : report.first_bad_name,
                                   looks ? "p" + std::to_string(tensor) : "");
-                        EXPECT_EQ(floats[DSOPT_R_SKIPPED], skips);
-                        EXPECT_EQ(floats[DSOPT_R_NONFINITE], looks);
-                        EXPECT_EQ(floats[DSOPT_R_FIRST_BAD], looks ? float(tensor) : -1);
+                        EXPECT_EQ(floats[DSOPT_REPORT_SKIPPED], skips);
+                        EXPECT_EQ(floats[DSOPT_REPORT_NONFINITE], looks);
+                        EXPECT_EQ(floats[DSOPT_REPORT_FIRST_BAD], looks ? float(tensor) : -1);
                         EXPECT_EQ(bool(same(trainer.text(), before)), skips);
                         if (skips) {
                             EXPECT_EQ(report.divisor, 0);
@@ -343,7 +344,7 @@ TEST_P(NonFinite, OneBadElementAnywhere) {
 
 TEST_P(NonFinite, AreCountedByElementAndTheFirstTensorIsNamed) {
     const auto [policy, max_norm, looks, skips] = GetParam();
-    const Trainer trainer(shapes_of({100, 50000, 3}), make_group(DSOPT_ADAMW), desc(), context_desc(4));
+    const Trainer trainer(shapes_of({100, 50000, 3}), make_group(DSOPT_ALGORITHM_ADAMW), desc(), context_desc(4));
     int64_t count = 0;
     for (int64_t i = 17; i < 50000; i += 911, ++count) trainer.model.grads[1].set(i, i % 2 ? float(kInf) : NAN);
     trainer.model.grads[2].set(1, float(-kInf));
@@ -355,7 +356,7 @@ TEST_P(NonFinite, AreCountedByElementAndTheFirstTensorIsNamed) {
 }
 
 TEST_P(NonFinite, LargeFiniteGradientsAreNone) {
-    const Trainer trainer(shapes_of({5000}), make_group(DSOPT_ADAMW), desc());
+    const Trainer trainer(shapes_of({5000}), make_group(DSOPT_ALGORITHM_ADAMW), desc());
     for (int64_t i = 0; i < 5000; ++i) trainer.model.grads[0].set(i, i % 2 ? 3.4e38f : -3.4e38f);
     trainer.step(trainer.arguments());
     EXPECT_EQ(report_of(trainer.opt.get()).last_skipped, 0);
@@ -365,7 +366,7 @@ TEST_P(NonFinite, LargeFiniteGradientsAreNone) {
 TEST(NonFiniteScale, SkipsTheStepWhereNormsAreKnown) {
     for (const float scale :
          {0.0f, -1.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
-        const Trainer trainer(shapes_of(kSizes), make_group(DSOPT_ADAMW), optimizer_desc(1.0));
+        const Trainer trainer(shapes_of(kSizes), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0));
         const std::string before = trainer.text();
         dsopt_step step = trainer.arguments();
         step.grad_scale = &scale;
@@ -376,7 +377,7 @@ TEST(NonFiniteScale, SkipsTheStepWhereNormsAreKnown) {
 }
 
 TEST(SkippedSteps, AreCountedInARowUntilOneIsTaken) {
-    const Trainer trainer(shapes_of({10}), make_group(DSOPT_ADAMW), optimizer_desc(1.0));
+    const Trainer trainer(shapes_of({10}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0));
     const auto step = [&](bool bad) {
         trainer.model.make_gradients(1);
         if (bad) trainer.model.grads[0].set(3, NAN);
@@ -392,7 +393,7 @@ TEST(SkippedSteps, AreCountedInARowUntilOneIsTaken) {
     EXPECT_EQ(step(false), (Row{4, 2, 0, 0, 0, -1}));
     EXPECT_EQ(step(true), (Row{5, 3, 1, 1, 1, 0}));
     EXPECT_EQ(steps(trainer.opt.get()), std::vector<int32_t>{2});
-    EXPECT_EQ(get(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_CALLS), 5);
+    EXPECT_EQ(get(trainer.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS), 5);
 }
 
 } // namespace

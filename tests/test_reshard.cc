@@ -51,7 +51,7 @@ std::vector<float> errors_of(const Trainer &trainer, const char *name, int ranks
     }
     return values;
 }
-Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0, int32_t compat = DSOPT_STANDARD,
+Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0, int32_t compat = DSOPT_COMPAT_NONE,
                    double lr = 1e-2) {
     Saved saved;
     const auto n = size_t(ranks);
@@ -64,7 +64,7 @@ Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer(ctx, desc_with(comm, compat), group_for(algorithm, kFreeze, lr), problem.weights());
         const auto r = size_t(rank);
-        if (rank == 0 && compat == DSOPT_STANDARD) saved.schedule = schedule(trainer, stop + later);
+        if (rank == 0 && compat == DSOPT_COMPAT_NONE) saved.schedule = schedule(trainer, stop + later);
         go(trainer, problem, rank, 1, stop);
         must(saved.files[r].save(trainer, DSOPT_IO_PARAMS));
         saved.snapshots[r] = trainer.snapshot();
@@ -78,7 +78,8 @@ Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0
 /// The last call up to `call` after which all ranks have the same parameters.
 int64_t moment(int32_t algorithm, int64_t call) {
     const Context ctx = make_context(1);
-    const Trainer trainer(ctx, desc_of(), group_for(algorithm, kFreeze), std::vector<Array>{Array(DSOPT_F32, 1, 0)});
+    const Trainer trainer(ctx, desc_of(), group_for(algorithm, kFreeze),
+                          std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 0)});
     const std::string text = schedule(trainer, call);
     while (text[size_t(call - 1)] == '-') --call;
     return call;
@@ -173,8 +174,8 @@ TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedSer
 }
 
 TEST_P(Reshard, InCompatModeDropsErrorsAsTheOriginalDoes) {
-    if (algorithm == DSOPT_ZERO_ONE_ADAM && from == 1) return; // drops gradients there: nothing to see
-    const int64_t stop = algorithm == DSOPT_ZERO_ONE_ADAM ? 8 : 20;
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && from == 1) return; // drops gradients there: nothing to see
+    const int64_t stop = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 8 : 20;
     const Saved saved = run_and_save(algorithm, from, stop, 0, DSOPT_COMPAT_DEEPSPEED);
     Snapshot plain;
     with_ranks(from, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -205,8 +206,8 @@ void expect_unchanged(int32_t algorithm, int ranks, const std::function<void(con
         const Snapshot before = trainer.snapshot();
         if (rank == 0) body(trainer);
         EXPECT_TRUE(same(trainer.snapshot(), before));
-        EXPECT_EQ(trainer.get(DSOPT_FREEZE_STEP), 3);
-        EXPECT_EQ(trainer.get(DSOPT_LR), 0.1);
+        EXPECT_EQ(trainer.get(DSOPT_KEY_FREEZE_STEP), 3);
+        EXPECT_EQ(trainer.get(DSOPT_KEY_LR), 0.1);
         EXPECT_EQ(trainer.report().calls, 5);
     });
 }
@@ -243,29 +244,29 @@ TEST(ReshardRefusal, OfTensorsThatRanksDoNotHaveAlike) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem = small(2);
         for (const bool other : {false, true}) {
-            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ONEBIT_ADAM, 2), problem.weights());
+            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights());
             const int64_t first = other ? 11 : 1;
             for (int64_t call = first; call < first + 4; ++call)
                 must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
             must((other ? others : files)[size_t(rank)].save(trainer));
         }
     });
-    expect_unchanged(DSOPT_ONEBIT_ADAM, 3, [&](const Trainer &trainer) {
+    expect_unchanged(DSOPT_ALGORITHM_ONEBIT_ADAM, 3, [&](const Trainer &trainer) {
         EXPECT_TRUE(fails(File::load_all(trainer, {&files[0], &others[1]}), DSOPT_ERR_MISMATCH, "'p0.exp_avg'"));
     });
     with_ranks(3, [&](int, const Context &ctx, const Comm &comm) {
-        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ONEBIT_ADAM, 3), small(3).weights());
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), small(3).weights());
         EXPECT_TRUE(ok(File::load_all(trainer, {&files[0], &files[1]})));
     });
 }
 
 TEST(ReshardRefusal, OfZeroOneAdamBetweenSynchronisationsExceptFromOneRank) {
-    const int64_t synced = moment(DSOPT_ZERO_ONE_ADAM, 40), between = synced + 1;
-    const Saved three = run_and_save(DSOPT_ZERO_ONE_ADAM, 3, between),
-                one = run_and_save(DSOPT_ZERO_ONE_ADAM, 1, between);
+    const int64_t synced = moment(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 40), between = synced + 1;
+    const Saved three = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, between),
+                one = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 1, between);
     ASSERT_EQ(three.schedule.back(), '-');
     for (const int ranks : {1, 2, 4})
-        expect_unchanged(DSOPT_ZERO_ONE_ADAM, ranks, [&](const Trainer &trainer) {
+        expect_unchanged(DSOPT_ALGORITHM_ZERO_ONE_ADAM, ranks, [&](const Trainer &trainer) {
             EXPECT_TRUE(
                 fails(File::load_all(trainer, three.list()), DSOPT_ERR_MISMATCH, "between two synchronisations"));
             File file = three.files[0];
@@ -273,26 +274,26 @@ TEST(ReshardRefusal, OfZeroOneAdamBetweenSynchronisationsExceptFromOneRank) {
                 EXPECT_TRUE(fails(file.load(trainer, flags), DSOPT_ERR_MISMATCH, "between two synchronisations"));
         });
     with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) { // each its own is fine
-        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ZERO_ONE_ADAM, 3), small(3).weights());
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), small(3).weights());
         ASSERT_TRUE(ok(File::load_all(trainer, three.list(), DSOPT_IO_PARAMS)));
         EXPECT_TRUE(same(trainer.snapshot(), three.snapshots[size_t(rank)]));
     });
     std::array<Snapshot, 2> ends;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) { // one rank has the parameters of all
         const Problem problem = small(2);
-        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ZERO_ONE_ADAM, 3), problem.weights());
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), problem.weights());
         ASSERT_TRUE(ok(File::load_all(trainer, one.list(), DSOPT_IO_PARAMS)));
         EXPECT_TRUE(same(without(trainer.snapshot(), kResized), one.snapshots[0]));
-        go(trainer, problem, rank, between + 1, moment(DSOPT_ZERO_ONE_ADAM, between + 8));
+        go(trainer, problem, rank, between + 1, moment(DSOPT_ALGORITHM_ZERO_ONE_ADAM, between + 8));
         ends[size_t(rank)] = without(trainer.snapshot(), kResized);
     });
     EXPECT_TRUE(same(ends[0], ends[1]));
 }
 
 TEST(ReshardRefusal, OfZeroOneAdamInCompatModeAfterTheFreezeWhereRoundingsLeaveRanksApart) {
-    const Saved saved = run_and_save(DSOPT_ZERO_ONE_ADAM, 3, 16, 0, DSOPT_COMPAT_DEEPSPEED);
+    const Saved saved = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, 16, 0, DSOPT_COMPAT_DEEPSPEED);
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(DSOPT_ZERO_ONE_ADAM, 3),
+        Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3),
                         small(2).weights());
         const Snapshot before = trainer.snapshot();
         EXPECT_TRUE(fails(File::load_all(trainer, saved.list(), DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "'p0."));
@@ -304,7 +305,7 @@ TEST(ReshardRefusal, OfGradientsInAccumulators) {
     std::array<File, 2> files;
     const auto make = [](const Context &ctx, const Comm &comm, int ranks) {
         return Trainer(ctx, desc_with(comm, 0, DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_AVERAGES),
-                       group_for(DSOPT_ONEBIT_ADAM, 2), small(ranks).weights());
+                       group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), small(ranks).weights());
     };
     for (const bool pending : {true, false}) {
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -356,7 +357,7 @@ TEST(ReshardRefusal, OfOneFileWhereAllAreNeededAndOfAnotherRanksFile) {
 
 TEST(ReshardRefusal, OfArgumentsThatDoNotGoTogether) {
     const Context ctx = make_context(1);
-    Trainer trainer(ctx, desc_of(), group_for(DSOPT_ONEBIT_ADAM, 3), small(1).weights());
+    Trainer trainer(ctx, desc_of(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), small(1).weights());
     File file;
     must(file.save(trainer));
     const Snapshot before = trainer.snapshot();
@@ -397,7 +398,7 @@ TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
     const std::filesystem::path folder =
         std::filesystem::path(testing::TempDir()) / ("dsopt-reshard-" + std::to_string(std::random_device()()));
     std::filesystem::create_directory(folder);
-    const Saved saved = run_and_save(DSOPT_ONEBIT_LAMB, 3, 20);
+    const Saved saved = run_and_save(DSOPT_ALGORITHM_ONEBIT_LAMB, 3, 20);
     std::vector<std::string> names;
     std::vector<const char *> paths;
     for (size_t rank = 0; rank < 3; ++rank) {
@@ -418,7 +419,7 @@ TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
             must(dsopt_context_create(&how, &made));
             const Context ctx(made);
             const Comm comm = local_comm(ctx, id, rank, ranks);
-            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ONEBIT_LAMB, 3), small(ranks).weights());
+            Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 3), small(ranks).weights());
             DSOPT_NEW(dsopt_io, io);
             io.flags = DSOPT_IO_PARAMS;
             io.files = 3;
@@ -438,13 +439,13 @@ TEST(ReshardFiles, OfOptimizersWithoutErrorFeedbackAreLegalToo) {
     std::array<File, 3> files;
     std::array<Snapshot, 3> snapshots;
     with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ADAMW), small(3).weights());
+        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAMW), small(3).weights());
         for (int64_t call = 1; call <= 3; ++call) must(trainer.step(small(3).mean(call)));
         must(files[size_t(rank)].save(trainer, DSOPT_IO_PARAMS));
         snapshots[size_t(rank)] = trainer.snapshot();
     });
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ADAMW), small(2).weights());
+        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAMW), small(2).weights());
         EXPECT_TRUE(fails(File::load_all(trainer, {&files[0], &files[2]}), DSOPT_ERR_MISMATCH, "rank 1"));
         ASSERT_TRUE(ok(File::load_all(trainer, {&files[0], &files[1], &files[2]}, DSOPT_IO_PARAMS)));
         EXPECT_TRUE(same(trainer.snapshot(), snapshots[0]));

@@ -12,7 +12,7 @@ constexpr double kUlp = 0x1p-7; // of bf16 numbers in [1, 2)
 
 /// Every step subtracts exactly lr: moments forget at once, and the gradient is 1.
 dsopt_group steady(double lr) {
-    dsopt_group group = group_of(DSOPT_ADAM, lr, 0);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, lr, 0);
     group.beta1 = group.beta2 = group.eps = 0;
     return group;
 }
@@ -25,8 +25,8 @@ dsopt_optimizer_desc rounding(uint64_t seed = 1) {
 /// Values after one step from `start` down by lr.
 std::vector<float> stepped(const Context &ctx, float start, size_t numel, double lr, uint64_t seed = 1,
                            const char *name = "w", int64_t offset = 0, int steps = 1) {
-    Trainer trainer(ctx, rounding(seed), steady(lr), {{Array(DSOPT_BF16, numel, start), name, 0, 0, offset}});
-    for (int step = 0; step < steps; ++step) must(trainer.step({Array(DSOPT_F32, numel, 1)}));
+    Trainer trainer(ctx, rounding(seed), steady(lr), {{Array(DSOPT_DTYPE_BF16, numel, start), name, 0, 0, offset}});
+    for (int step = 0; step < steps; ++step) must(trainer.step({Array(DSOPT_DTYPE_F32, numel, 1)}));
     return trainer.weight().floats();
 }
 double mean_of(const std::vector<float> &values) {
@@ -59,8 +59,8 @@ TEST(StochasticRounding, SmallUpdatesAddUpWhereNearestLosesThem) {
                 5 * kUlp * std::sqrt(steps / 160.0 / n));
     DSOPT_NEW(dsopt_optimizer_desc, nearest);
     nearest.flags = DSOPT_OPTIMIZER_NO_MASTER;
-    Trainer trainer(ctx, nearest, steady(lr), std::vector<Array>{Array(DSOPT_BF16, 1, 1.5f)});
-    for (int step = 0; step < steps; ++step) must(trainer.step({Array(DSOPT_F32, 1, 1)}));
+    Trainer trainer(ctx, nearest, steady(lr), std::vector<Array>{Array(DSOPT_DTYPE_BF16, 1, 1.5f)});
+    for (int step = 0; step < steps; ++step) must(trainer.step({Array(DSOPT_DTYPE_F32, 1, 1)}));
     EXPECT_EQ(trainer.weight()[0], 1.5f);
 }
 
@@ -91,11 +91,11 @@ TEST(StochasticRounding, ElementsStepsNamesAndSeedsAreIndependent) {
     for (size_t i = 0; i < others.size(); ++i) EXPECT_LT(std::fabs(correlation(one, others[i], 0)), limit) << i;
 
     // The same arithmetic in step 1 and in step 2.
-    Trainer trainer(ctx, rounding(), steady(kUlp / 2), {{Array(DSOPT_BF16, n, 1.5f), "w"}});
+    Trainer trainer(ctx, rounding(), steady(kUlp / 2), {{Array(DSOPT_DTYPE_BF16, n, 1.5f), "w"}});
     std::vector<std::vector<float>> steps;
     for (int step = 0; step < 3; ++step) {
         for (size_t i = 0; i < n; ++i) trainer.weight().set(i, 1.5f);
-        must(trainer.step({Array(DSOPT_F32, n, 1)}));
+        must(trainer.step({Array(DSOPT_DTYPE_F32, n, 1)}));
         steps.push_back(trainer.weight().floats());
         for (float &value : steps.back()) value = value == 1.5f ? 1.0f : -1.0f;
     }
@@ -107,7 +107,8 @@ TEST(StochasticRounding, ElementsStepsNamesAndSeedsAreIndependent) {
 
 class Sharding : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(StochasticRounding, Sharding,
-                         testing::Values(DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY),
+                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
+                                         DSOPT_ALGORITHM_ADAM_LEGACY),
                          [](const auto &info) { return algorithm_name(info.param); });
 
 TEST_P(Sharding, SplittingTheListOverOptimizersGivesTheSameBits) {
@@ -115,10 +116,10 @@ TEST_P(Sharding, SplittingTheListOverOptimizersGivesTheSameBits) {
     Random random(5);
     std::vector<Param> params;
     for (const size_t size : sizes)
-        params.push_back({Array(DSOPT_BF16, random.floats(size)), "t" + std::to_string(params.size())});
+        params.push_back({Array(DSOPT_DTYPE_BF16, random.floats(size)), "t" + std::to_string(params.size())});
     std::vector<std::vector<Array>> grads(4);
     for (auto &list : grads)
-        for (const size_t size : sizes) list.emplace_back(DSOPT_BF16, random.floats(size));
+        for (const size_t size : sizes) list.emplace_back(DSOPT_DTYPE_BF16, random.floats(size));
 
     const Context one = make_context(1);
     Trainer whole(one, rounding(9), group_of(GetParam()), params);
@@ -141,24 +142,24 @@ TEST_P(Sharding, SplittingTheListOverOptimizersGivesTheSameBits) {
 TEST(StochasticRounding, TensorCutInSlicesGivesTheSameBitsWithItsOffsets) {
     Random random(6);
     constexpr size_t n = 30000;
-    const Array weight(DSOPT_BF16, random.floats(n));
+    const Array weight(DSOPT_DTYPE_BF16, random.floats(n));
     for (const char *isa : {"generic", "avx2", "avx512"}) {
         const Context ctx = make_context(3, isa);
         Random again(7);
-        Trainer whole(ctx, rounding(4), group_of(DSOPT_ADAMW), {{weight, "layer.weight"}});
+        Trainer whole(ctx, rounding(4), group_of(DSOPT_ALGORITHM_ADAMW), {{weight, "layer.weight"}});
         std::vector<Array> grads;
         for (int step = 0; step < 3; ++step) {
-            grads.emplace_back(DSOPT_BF16, again.floats(n));
+            grads.emplace_back(DSOPT_DTYPE_BF16, again.floats(n));
             must(whole.step({grads.back()}));
         }
         for (const size_t cut : {size_t(1), size_t(1023), size_t(4096), size_t(12345), n - 1}) {
             const auto slice = [&](const Array &from, size_t begin, size_t end) {
                 const std::vector<float> values = from.floats();
-                return Array(DSOPT_BF16,
+                return Array(DSOPT_DTYPE_BF16,
                              std::vector<float>(values.begin() + int64_t(begin), values.begin() + int64_t(end)));
             };
-            Trainer first(ctx, rounding(4), group_of(DSOPT_ADAMW), {{slice(weight, 0, cut), "layer.weight"}});
-            Trainer second(ctx, rounding(4), group_of(DSOPT_ADAMW),
+            Trainer first(ctx, rounding(4), group_of(DSOPT_ALGORITHM_ADAMW), {{slice(weight, 0, cut), "layer.weight"}});
+            Trainer second(ctx, rounding(4), group_of(DSOPT_ALGORITHM_ADAMW),
                            {{slice(weight, cut, n), "layer.weight", 0, 0, int64_t(cut)}});
             for (const Array &grad : grads) {
                 must(first.step({slice(grad, 0, cut)}));
@@ -172,17 +173,17 @@ TEST(StochasticRounding, TensorCutInSlicesGivesTheSameBitsWithItsOffsets) {
 
 TEST(StochasticRounding, NumbersThatFitStayAndSoDoInfAndNan) {
     const Context ctx = make_context();
-    const Array start(DSOPT_BF16, {0.0f, -0.0f, 1.0f, -3.0f, 0x1p-133f, -0x1p-126f, 0x1.fep127f, kNaN});
-    Trainer still(ctx, rounding(), group_of(DSOPT_ADAM, 1e-2, 0), std::vector<Array>{start});
-    for (int step = 0; step < 50; ++step) must(still.step({Array(DSOPT_F32, 8, 0)}));
+    const Array start(DSOPT_DTYPE_BF16, {0.0f, -0.0f, 1.0f, -3.0f, 0x1p-133f, -0x1p-126f, 0x1.fep127f, kNaN});
+    Trainer still(ctx, rounding(), group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0), std::vector<Array>{start});
+    for (int step = 0; step < 50; ++step) must(still.step({Array(DSOPT_DTYPE_F32, 8, 0)}));
     EXPECT_TRUE(same_bits(still.weight().floats(), start.floats()));
     // A NaN with every payload bit set, where adding anything would carry into the sign.
-    Trainer nan(ctx, rounding(), steady(1), std::vector<Array>{Array(DSOPT_BF16, 1000, 1)});
-    must(nan.step({Array(DSOPT_F32, 1000, std::bit_cast<float>(0x7fffffffu))}));
+    Trainer nan(ctx, rounding(), steady(1), std::vector<Array>{Array(DSOPT_DTYPE_BF16, 1000, 1)});
+    must(nan.step({Array(DSOPT_DTYPE_F32, 1000, std::bit_cast<float>(0x7fffffffu))}));
     for (const float value : nan.weight().floats()) ASSERT_TRUE(std::isnan(value)) << value;
     // Weights that the update drives past fp32.
-    Trainer trainer(ctx, rounding(), steady(3e38), std::vector<Array>{Array(DSOPT_BF16, {3e38f, -3e38f})});
-    must(trainer.step({Array(DSOPT_F32, {-1, 1})}));
+    Trainer trainer(ctx, rounding(), steady(3e38), std::vector<Array>{Array(DSOPT_DTYPE_BF16, {3e38f, -3e38f})});
+    must(trainer.step({Array(DSOPT_DTYPE_F32, {-1, 1})}));
     EXPECT_EQ(trainer.weight().floats(), (std::vector<float>{kInf, -kInf}));
 }
 
@@ -190,13 +191,13 @@ TEST(StochasticRounding, LeavesFp32ParametersAndAbsentOnesAlone) {
     const Context ctx = make_context();
     DSOPT_NEW(dsopt_optimizer_desc, plain);
     Random random(8);
-    const Array weight(DSOPT_F32, random.floats(5000));
-    Trainer trainer(ctx, rounding(), group_of(DSOPT_ADAM),
-                    std::vector<Array>{weight, Array(DSOPT_BF16, random.floats(40))});
-    Trainer reference(ctx, plain, group_of(DSOPT_ADAM), std::vector<Array>{weight});
+    const Array weight(DSOPT_DTYPE_F32, random.floats(5000));
+    Trainer trainer(ctx, rounding(), group_of(DSOPT_ALGORITHM_ADAM),
+                    std::vector<Array>{weight, Array(DSOPT_DTYPE_BF16, random.floats(40))});
+    Trainer reference(ctx, plain, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{weight});
     const std::string absent = trainer.weight(1).bytes();
     for (int step = 0; step < 3; ++step) {
-        const Array grad(DSOPT_F32, random.floats(5000));
+        const Array grad(DSOPT_DTYPE_F32, random.floats(5000));
         must(trainer.step({grad, Array::absent(40)}));
         must(reference.step({grad}));
     }
@@ -207,12 +208,12 @@ TEST(StochasticRounding, LeavesFp32ParametersAndAbsentOnesAlone) {
 TEST(StochasticRounding, OutputAndDeltaFollowTheRoundedWeight) {
     const Context ctx = make_context();
     Random random(9);
-    const Array start(DSOPT_BF16, random.floats(3000, 1, 2));
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_LAMB}) {
+    const Array start(DSOPT_DTYPE_BF16, random.floats(3000, 1, 2));
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
         Trainer written(ctx, rounding(), group_of(algorithm), {{start, "w"}}),
             apart(ctx, rounding(), group_of(algorithm), {{start, "w"}});
-        const std::vector<Array> grad = {Array(DSOPT_BF16, random.floats(3000))};
-        Array out(DSOPT_F32, 3000, 0), delta(DSOPT_F32, 3000, 0);
+        const std::vector<Array> grad = {Array(DSOPT_DTYPE_BF16, random.floats(3000))};
+        Array out(DSOPT_DTYPE_F32, 3000, 0), delta(DSOPT_DTYPE_F32, 3000, 0);
         const dsopt_tensor to = out.tensor(), change = delta.tensor();
         ASSERT_TRUE(ok(written.step(grad, [&](dsopt_step &step) { step.out = &to; })));
         ASSERT_TRUE(ok(apart.step(grad, [&](dsopt_step &step) {
@@ -234,17 +235,19 @@ TEST(StochasticRounding, IsRefusedWhereItHasNoEffect) {
     desc = rounding();
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
     EXPECT_TRUE(fails(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED));
-    desc.compat = DSOPT_STANDARD;
+    desc.compat = DSOPT_COMPAT_NONE;
     desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
     EXPECT_TRUE(fails(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "seed"));
     desc.seed = 0;
     Trainer nearest(ctx, desc);
-    EXPECT_TRUE(fails(nearest.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_BF16, 4, 1), "w", 0, 0, 8}}),
-                      DSOPT_ERR_UNSUPPORTED, "offset"));
+    EXPECT_TRUE(
+        fails(nearest.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, 8}}),
+              DSOPT_ERR_UNSUPPORTED, "offset"));
     Trainer random(ctx, rounding());
-    EXPECT_TRUE(fails(random.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_F16, 4, 1), "half"}}), DSOPT_ERR_UNSUPPORTED,
-                      "half"));
-    EXPECT_NE(random.add_group(group_of(DSOPT_ADAM), {{Array(DSOPT_BF16, 4, 1), "w", 0, 0, -8}}), DSOPT_OK);
+    EXPECT_TRUE(fails(random.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F16, 4, 1), "half"}}),
+                      DSOPT_ERR_UNSUPPORTED, "half"));
+    EXPECT_NE(random.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, -8}}),
+              DSOPT_OK);
     DSOPT_NEW(dsopt_optimizer_desc, flat);
     flat.flags = DSOPT_OPTIMIZER_NO_MASTER;
     flat.masters = DSOPT_MASTERS_FLAT;

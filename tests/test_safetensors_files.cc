@@ -208,7 +208,7 @@ Content of_step(uint64_t step) { // contents follow from the step, so a mixture 
             const uint64_t value = random();
             std::memcpy(&data[i], &value, 8);
         }
-        content.tensors.push_back({name, DSOPT_F32, {int64_t(data.size() / 4)}, data.size()});
+        content.tensors.push_back({name, DSOPT_DTYPE_F32, {int64_t(data.size() / 4)}, data.size()});
         content.bytes.push_back(std::move(data));
     }
     return content;

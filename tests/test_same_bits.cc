@@ -22,12 +22,12 @@ struct Isa {
 std::vector<Shape> mixed_shapes() {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i) {
-        shapes.push_back({10011, DSOPT_F32, DSOPT_F32});
-        shapes.push_back({0, DSOPT_F32, DSOPT_F32});
-        shapes.push_back({4097, DSOPT_BF16, DSOPT_BF16, 2});
-        shapes.push_back({1, DSOPT_F32, DSOPT_F16, 4});
-        shapes.push_back({8191, DSOPT_F16, DSOPT_F32, 4});
-        shapes.push_back({12300, DSOPT_F16, DSOPT_F16});
+        shapes.push_back({10011, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32});
+        shapes.push_back({0, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32});
+        shapes.push_back({4097, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, 2});
+        shapes.push_back({1, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, 4});
+        shapes.push_back({8191, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32, 4});
+        shapes.push_back({12300, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16});
     }
     return shapes;
 }
@@ -81,10 +81,10 @@ INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
 
 TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
     const std::vector<Shape> shapes = shapes_of({100000});
-    const Trainer plain(shapes, make_group(DSOPT_LAMB), optimizer_desc(0.5), context_desc(4));
+    const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), context_desc(4));
     dsopt_context_desc desc = context_desc(4);
     desc.parallel_for = [](void *, int64_t, Body, void *) { FAIL() << "the pool of the context was asked"; };
-    const Trainer hooked(shapes, make_group(DSOPT_LAMB), optimizer_desc(0.5), desc);
+    const Trainer hooked(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), desc);
     struct Count {
         int64_t calls = 0, parts = 0;
     } count;
@@ -109,7 +109,7 @@ TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
 TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
     std::string first;
     for (int run = 0; run < 100; ++run) {
-        const Trainer trainer(shapes_of({40000, 5, 4097}), make_group(DSOPT_LAMB), optimizer_desc(0.5),
+        const Trainer trainer(shapes_of({40000, 5, 4097}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5),
                               context_desc(1 + run % 8));
         trainer.train(1, 2);
         const std::string text = trainer.text();
@@ -122,19 +122,19 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
 TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
-        shapes.push_back({700003, i % 2 ? DSOPT_F16 : DSOPT_BF16, DSOPT_BF16, size_t(2 + 10 * i), i});
+        shapes.push_back({700003, i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, size_t(2 + 10 * i), i});
     for (const char *name : {"generic", "avx512"}) {
         const Isa isa(name);
-        const Trainer whole(shapes, make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2));
+        const Trainer whole(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
         std::vector<Buffer> outs;
-        for (const Shape &shape : shapes) outs.emplace_back(shape.numel, DSOPT_F16, shape.offset);
+        for (const Shape &shape : shapes) outs.emplace_back(shape.numel, DSOPT_DTYPE_F16, shape.offset);
         const std::vector<dsopt_tensor> out = Model::list_of(outs);
         dsopt_step step = whole.arguments();
         step.out = out.data();
         for (int t = 0; t < 2; ++t) whole.step(step);
         for (size_t i = 0; i < shapes.size(); ++i) {
-            const Trainer alone({shapes[i]}, make_group(DSOPT_ADAMW));
-            const Buffer alone_out(shapes[i].numel, DSOPT_F16);
+            const Trainer alone({shapes[i]}, make_group(DSOPT_ALGORITHM_ADAMW));
+            const Buffer alone_out(shapes[i].numel, DSOPT_DTYPE_F16);
             const dsopt_tensor list = alone_out.tensor();
             step = alone.arguments();
             step.out = &list;
@@ -182,7 +182,7 @@ class AnyPacking : public testing::TestWithParam<int32_t> {};
 
 TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
     constexpr int64_t kNumel = 20000;
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_BF16}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         const Trainer whole({{kNumel, dtype, dtype}}, make_group(GetParam()), optimizer_desc(), context_desc(2));
         whole.train(1, 3);
         Random random(static_cast<uint64_t>(dtype));
@@ -261,21 +261,21 @@ std::string train_in_mode(unsigned csr, const dsopt_context_desc &desc, uint32_t
     }
     for (const Buffer &param : trainer.model.params)
         for (int64_t i = 0; i < param.numel(); i += 3) {
-            if (param.dtype() == DSOPT_F32)
+            if (param.dtype() == DSOPT_DTYPE_F32)
                 param.floats()[i] = float_of(uint32_t(i) + 1); // denormal
             else
                 param.as<uint16_t>()[i] = uint16_t(i % 128 + 1);
         }
     std::vector<Buffer> outs;
     for (const Buffer &param : trainer.model.params)
-        outs.emplace_back(param.numel(), param.dtype() == DSOPT_F32 ? DSOPT_F16 : DSOPT_F32);
+        outs.emplace_back(param.numel(), param.dtype() == DSOPT_DTYPE_F32 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_F32);
     const std::vector<dsopt_tensor> out = Model::list_of(outs);
     std::string all;
     for (uint64_t t = 1; t <= 3; ++t) {
         trainer.model.make_gradients(t);
         for (const Buffer &grad : trainer.model.grads)
             for (int64_t i = 0; i < grad.numel(); i += 5)
-                if (grad.dtype() == DSOPT_F32) grad.floats()[i] = float_of(uint32_t(i) * 7 + 1);
+                if (grad.dtype() == DSOPT_DTYPE_F32) grad.floats()[i] = float_of(uint32_t(i) * 7 + 1);
         dsopt_step step = trainer.arguments();
         step.out = out.data();
         const Mode mode(csr);
@@ -312,7 +312,8 @@ INSTANTIATE_TEST_SUITE_P(Modes, CallersMode,
                                          kDefault | _MM_ROUND_UP, kDefault | _MM_ROUND_TOWARD_ZERO | kFlush));
 
 TEST(CallersModeExceptions, UnmaskedOnesAreNotRaisedByAStep) {
-    const Trainer trainer(shapes_of({5000, 3}, DSOPT_F16, DSOPT_F16), make_group(DSOPT_LAMB), optimizer_desc(1.0));
+    const Trainer trainer(shapes_of({5000, 3}, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16), make_group(DSOPT_ALGORITHM_LAMB),
+                          optimizer_desc(1.0));
     trainer.model.grads[0].as<uint16_t>()[7] = 0x7c01; // signalling NaN
     const Mode mode(0x1f80 & ~(_MM_MASK_INVALID | _MM_MASK_DIV_ZERO | _MM_MASK_OVERFLOW | _MM_MASK_INEXACT |
                                _MM_MASK_UNDERFLOW | _MM_MASK_DENORM));

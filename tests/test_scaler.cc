@@ -91,7 +91,7 @@ TEST(ScalerGolden, ConsecutiveHysteresisIsRefilledByEveryGoodStep) {
 TEST(ScalerGolden, DynamicProfileCountsAFailureAtTheMinimumAndChangesNothingElse) {
     const Context ctx = make_context();
     dsopt_scaler_desc desc = desc_of(4, 0, 0, 0);
-    desc.profile = DSOPT_SCALER_DYNAMIC;
+    desc.profile = DSOPT_PROFILE_DYNAMIC;
     const Scaler scaler = make_scaler(ctx, desc);
     EXPECT_EQ(scales(scaler, "XX"), (std::vector<double>{2, 1}));
     const dsopt_scaler_info before = info_of(scaler);
@@ -107,7 +107,7 @@ TEST(ScalerGolden, DynamicProfileCountsAFailureAtTheMinimumAndChangesNothingElse
 TEST(ScalerGolden, KeepAtMinStaysAtTheMinimum) {
     const Context ctx = make_context();
     dsopt_scaler_desc desc = desc_of(4, 0, 0, DSOPT_SCALER_KEEP_AT_MIN);
-    desc.profile = DSOPT_SCALER_DYNAMIC;
+    desc.profile = DSOPT_PROFILE_DYNAMIC;
     const Scaler scaler = make_scaler(ctx, desc);
     EXPECT_EQ(scales(scaler, "XXXXX"), (std::vector<double>{2, 1, 1, 1, 1}));
     EXPECT_EQ(info_of(scaler).failures, 0);
@@ -219,10 +219,10 @@ TEST(ScalerMachine, ProfilesBringTheirInitialAndMinimumScale) {
     struct {
         int32_t profile;
         double init, min;
-    } const profiles[] = {{DSOPT_SCALER_DEFAULT, 65536, 1},
-                          {DSOPT_SCALER_FUSED, 4294967296.0, 1},
-                          {DSOPT_SCALER_UNFUSED, 65536, 0.25},
-                          {DSOPT_SCALER_DYNAMIC, 4294967296.0, 1}};
+    } const profiles[] = {{DSOPT_PROFILE_DEFAULT, 65536, 1},
+                          {DSOPT_PROFILE_FUSED, 4294967296.0, 1},
+                          {DSOPT_PROFILE_UNFUSED, 65536, 0.25},
+                          {DSOPT_PROFILE_DYNAMIC, 4294967296.0, 1}};
     const Context ctx = make_context();
     for (const auto &profile : profiles) {
         DSOPT_NEW(dsopt_scaler_desc, desc);
@@ -236,7 +236,7 @@ TEST(ScalerMachine, ProfilesBringTheirInitialAndMinimumScale) {
         EXPECT_EQ(info_of(scaler).scale, 2 * profile.init);
         for (int i = 0; i < 50; ++i) update(scaler, true);
         EXPECT_EQ(info_of(scaler).scale, profile.min);
-        EXPECT_EQ(info_of(scaler).failures > 0, profile.profile == DSOPT_SCALER_DYNAMIC);
+        EXPECT_EQ(info_of(scaler).failures > 0, profile.profile == DSOPT_PROFILE_DYNAMIC);
     }
     dsopt_scaler *scaler = nullptr;
     ASSERT_TRUE(ok(dsopt_scaler_create(ctx.get(), nullptr, &scaler)));
@@ -317,13 +317,13 @@ TEST(ScalerCreate, RefusesWhatIsOutOfRangeOrWithoutEffect) {
         {"keep at min", [](Desc &d) { d.flags = DSOPT_SCALER_KEEP_AT_MIN; }, DSOPT_ERR_UNSUPPORTED},
         {"keep and fail at min",
          [](Desc &d) {
-             d.profile = DSOPT_SCALER_DYNAMIC, d.flags = DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_FAIL_AT_MIN;
+             d.profile = DSOPT_PROFILE_DYNAMIC, d.flags = DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_FAIL_AT_MIN;
          },
          DSOPT_ERR_ARGUMENT},
-        {"fused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
-        {"unfused hysteresis", [](Desc &d) { d.profile = DSOPT_SCALER_UNFUSED, d.hysteresis = 2; },
+        {"fused hysteresis", [](Desc &d) { d.profile = DSOPT_PROFILE_FUSED, d.hysteresis = 2; }, DSOPT_ERR_UNSUPPORTED},
+        {"unfused hysteresis", [](Desc &d) { d.profile = DSOPT_PROFILE_UNFUSED, d.hysteresis = 2; },
          DSOPT_ERR_UNSUPPORTED},
-        {"fused failing", [](Desc &d) { d.profile = DSOPT_SCALER_FUSED, d.flags = DSOPT_SCALER_FAIL_AT_MIN; },
+        {"fused failing", [](Desc &d) { d.profile = DSOPT_PROFILE_FUSED, d.flags = DSOPT_SCALER_FAIL_AT_MIN; },
          DSOPT_ERR_UNSUPPORTED},
         {"short struct", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
     };
@@ -368,7 +368,7 @@ TEST(ScalerDevice, UpdateRefusesAMisalignedFlag) {
 TEST(ScalerLoss, IsMultipliedOnceAndRoundedToItsDtype) {
     const Context ctx = make_context();
     const Scaler scaler = make_scaler(ctx, 24.5, 1, DSOPT_SCALER_STATIC);
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_F16, DSOPT_BF16})
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
         for (const float value : {0.7f, -3.3f, 0.0f, 1e-7f, 60000.0f, kInf, kNaN}) {
             Array loss(dtype, 1, value);
             const float wanted = rounded(rounded(value, dtype) * 24.5f, dtype);
@@ -376,13 +376,13 @@ TEST(ScalerLoss, IsMultipliedOnceAndRoundedToItsDtype) {
             ASSERT_TRUE(ok(dsopt_scaler_scale_loss(scaler.get(), &tensor, nullptr)));
             EXPECT_TRUE(same_bits({loss[0]}, {wanted})) << dtype_name(dtype) << " " << value;
         }
-    Array loss(DSOPT_F32, 2, 1);
+    Array loss(DSOPT_DTYPE_F32, 2, 1);
     dsopt_tensor tensor = loss.tensor();
     EXPECT_TRUE(fails(dsopt_scaler_scale_loss(scaler.get(), &tensor, nullptr), DSOPT_ERR_SHAPE));
     tensor.numel = 1;
-    tensor.dtype = DSOPT_I32;
+    tensor.dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(fails(dsopt_scaler_scale_loss(scaler.get(), &tensor, nullptr), DSOPT_ERR_DTYPE));
-    tensor.dtype = DSOPT_F32;
+    tensor.dtype = DSOPT_DTYPE_F32;
     tensor.data = nullptr;
     EXPECT_TRUE(fails(dsopt_scaler_scale_loss(scaler.get(), &tensor, nullptr), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(fails(dsopt_scaler_scale_loss(scaler.get(), nullptr, nullptr), DSOPT_ERR_ARGUMENT));
@@ -393,9 +393,9 @@ TEST(ScalerLoss, IsMultipliedOnceAndRoundedToItsDtype) {
 Trainer attached(const Context &ctx, const Scaler &scaler) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();
-    return Trainer(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+    return Trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
 }
-std::vector<Array> gradient(bool overflow) { return {Array(DSOPT_F16, {1, overflow ? kInf : 0.5f, 2})}; }
+std::vector<Array> gradient(bool overflow) { return {Array(DSOPT_DTYPE_F16, {1, overflow ? kInf : 0.5f, 2})}; }
 
 TEST(ScalerShared, MovesOnlyByUpdateAndCountsBothOptimizersOverflows) {
     const Context ctx = make_context();
@@ -498,7 +498,7 @@ TEST(ScalerSaved, CheckpointWithoutAScaleDoesNotFit) {
     const Context ctx = make_context();
     const Scaler scaler = make_scaler(ctx, 8, 1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    Trainer without(ctx, desc, group_of(DSOPT_ADAM), std::vector<Array>{Array(DSOPT_F16, 3, 1)});
+    Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
     Trainer with = attached(ctx, scaler);
     File file;
     ASSERT_TRUE(ok(file.save(without)));

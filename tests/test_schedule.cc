@@ -20,9 +20,9 @@ struct Volume {
 Volume volume(const dsopt_group &group, int64_t steps) {
     const Context ctx = make_context(1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_F32, 1, 1)});
+    Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 1)});
     const int32_t skip = 1; // uses up its place and computes nothing
-    const std::vector<Array> grads = {Array(DSOPT_F32, 1, 1)};
+    const std::vector<Array> grads = {Array(DSOPT_DTYPE_F32, 1, 1)};
     Volume volume;
     volume.steps = steps;
     for (int64_t call = 1; call <= steps; ++call) {
@@ -33,22 +33,22 @@ Volume volume(const dsopt_group &group, int64_t steps) {
             must(dsopt_optimizer_next_reduction(trainer.opt(), call, &pure));
             EXPECT_EQ(pure, what) << call;
         }
-        volume.full += what == DSOPT_REDUCE_FULL;
-        volume.compressed += what == DSOPT_REDUCE_COMPRESSED;
-        volume.local += what == DSOPT_REDUCE_LOCAL;
-        if (what == DSOPT_REDUCE_FULL) volume.last_full = call;
+        volume.full += what == DSOPT_REDUCTION_FULL;
+        volume.compressed += what == DSOPT_REDUCTION_COMPRESSED;
+        volume.local += what == DSOPT_REDUCTION_LOCAL;
+        if (what == DSOPT_REDUCTION_FULL) volume.last_full = call;
         must(trainer.step(grads, [&](dsopt_step &step) { step.skip = &skip; }));
     }
     EXPECT_EQ(volume.full + volume.compressed + volume.local, steps);
     return volume;
 }
 Volume onebit(int64_t steps, int64_t freeze_step) {
-    dsopt_group group = group_of(DSOPT_ONEBIT_ADAM);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ONEBIT_ADAM);
     group.freeze_step = freeze_step;
     return volume(group, steps);
 }
 Volume zero_one(int64_t steps, int64_t freeze_step, int64_t local_interval_steps) {
-    dsopt_group group = group_of(DSOPT_ZERO_ONE_ADAM);
+    dsopt_group group = group_of(DSOPT_ALGORITHM_ZERO_ONE_ADAM);
     group.freeze_step = freeze_step;
     group.var_interval_steps = 16;
     group.local_interval_steps = local_interval_steps;

@@ -57,10 +57,11 @@ TEST_P(StepSizes, AnyElementAlignedAddressGivesTheSameBits) {
 
 std::vector<Type> types() {
     std::vector<Type> list;
-    for (const int32_t algorithm : kElementWise) list.push_back({algorithm, DSOPT_F32, DSOPT_F32});
+    for (const int32_t algorithm : kElementWise) list.push_back({algorithm, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32});
     for (const int32_t param : kDtypes)
         for (const int32_t grad : kDtypes)
-            if (param != DSOPT_F32 || grad != DSOPT_F32) list.push_back({DSOPT_ADAMW, param, grad});
+            if (param != DSOPT_DTYPE_F32 || grad != DSOPT_DTYPE_F32)
+                list.push_back({DSOPT_ALGORITHM_ADAMW, param, grad});
     return list;
 }
 std::string type_name(const testing::TestParamInfo<Type> &info) {
@@ -75,10 +76,10 @@ TEST(StepSizesLamb, AnyElementAlignedAddressGivesTheSameBits) {
             if (offset % size_of(grad) != 0) continue;
             std::vector<Shape> aligned, shifted;
             for (const int64_t numel : {1, 31, 1025, 4097, 10001}) {
-                aligned.push_back({numel, DSOPT_BF16, grad});
-                shifted.push_back({numel, DSOPT_BF16, grad, offset});
+                aligned.push_back({numel, DSOPT_DTYPE_BF16, grad});
+                shifted.push_back({numel, DSOPT_DTYPE_BF16, grad, offset});
             }
-            const Trainer a(aligned, make_group(DSOPT_LAMB)), b(shifted, make_group(DSOPT_LAMB));
+            const Trainer a(aligned, make_group(DSOPT_ALGORITHM_LAMB)), b(shifted, make_group(DSOPT_ALGORITHM_LAMB));
             a.train(1, 3);
             b.train(1, 3);
             EXPECT_TRUE(same(a.text(), b.text())) << offset;
@@ -117,16 +118,16 @@ TEST_P(StepLists, EmptyTensorsAnywhereInTheListAreFine) {
 TEST_P(StepLists, EmptyTensorsMayHaveNoMemoryAtAll) {
     Trainer trainer(shapes_of({4, 4}), optimizer_desc(1.0));
     auto list = trainer.model.registered();
-    list.insert(list.begin() + 1, param_of({nullptr, 0, DSOPT_BF16, 0}, "empty"));
+    list.insert(list.begin() + 1, param_of({nullptr, 0, DSOPT_DTYPE_BF16, 0}, "empty"));
     const dsopt_group group = make_group(GetParam());
     ASSERT_OK(dsopt_optimizer_add_group(trainer.opt.get(), &group, list.data(), 3));
-    trainer.grads.insert(trainer.grads.begin() + 1, dsopt_tensor{nullptr, 0, DSOPT_F32, 0});
+    trainer.grads.insert(trainer.grads.begin() + 1, dsopt_tensor{nullptr, 0, DSOPT_DTYPE_F32, 0});
     DSOPT_NEW(dsopt_step, step);
     step.grads = trainer.grads.data();
     step.count = 3;
     ASSERT_OK(trainer.try_step(step));
     std::vector<dsopt_tensor> out = Model::list_of(trainer.model.params);
-    out.insert(out.begin() + 1, dsopt_tensor{nullptr, 0, DSOPT_F32, 0});
+    out.insert(out.begin() + 1, dsopt_tensor{nullptr, 0, DSOPT_DTYPE_F32, 0});
     step.out = out.data();
     step.flags = DSOPT_STEP_OUT_ONLY;
     EXPECT_OK(trainer.try_step(step));
@@ -143,7 +144,8 @@ TEST_P(StepLists, FortyTensors) {
 TEST_P(StepLists, FiveThousandTensors) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 5000; ++i)
-        shapes.push_back({i % 50 == 7 ? 0 : i % 97 + 1, i % 3 ? DSOPT_F32 : DSOPT_BF16, i % 2 ? DSOPT_F16 : DSOPT_F32});
+        shapes.push_back({i % 50 == 7 ? 0 : i % 97 + 1, i % 3 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_BF16,
+                          i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_F32});
     const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS),
                           context_desc(3));
     trainer.train(1, 2);
@@ -163,7 +165,7 @@ TEST_P(StepLists, AllDtypesInOneList) {
         for (size_t i = 0; i < shapes.size(); ++i) {
             Shape alone = shapes[i];
             alone.content = int64_t(i);
-            const bool halves = alone.param != DSOPT_F32;
+            const bool halves = alone.param != DSOPT_DTYPE_F32;
             const Trainer single({alone}, make_group(GetParam()), optimizer_desc(0, halves ? flags : 0));
             single.train(1, 2);
             ASSERT_TRUE(same(single.model.text(), trainer.model.params[i].text())) << i;
@@ -176,20 +178,20 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, StepLists, testing::ValuesIn(kAlgorithms), 
 
 TEST(StepGroups, GroupsWithoutParametersAreFine) {
     Trainer trainer(shapes_of({100, 100}), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
-    trainer.add(make_group(DSOPT_LAMB), 0);
-    trainer.add(make_group(DSOPT_ADAMW), 1);
-    trainer.add(make_group(DSOPT_ADAM), 0);
-    trainer.add(make_group(DSOPT_ADAMW), 1);
-    trainer.add(make_group(DSOPT_ADAM_LEGACY), 0);
+    trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 0);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAM), 0);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAM_LEGACY), 0);
     trainer.train(1, 2);
-    const Trainer plain(shapes_of({100, 100}), make_group(DSOPT_ADAMW), optimizer_desc(1.0));
+    const Trainer plain(shapes_of({100, 100}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0));
     plain.train(1, 2);
     EXPECT_TRUE(same(trainer.model.text(), plain.model.text()));
     EXPECT_EQ(exported(trainer.opt.get(), -1, "trust_ratio"), (std::vector<float>{0, 0}));
 }
 
 TEST(StepGroups, NoParametersAtAll) {
-    const Trainer trainer({}, make_group(DSOPT_ADAMW), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
+    const Trainer trainer({}, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
     DSOPT_NEW(dsopt_step, step);
     EXPECT_OK(trainer.try_step(step));
     EXPECT_EQ(report_of(trainer.opt.get()).calls, 1);
@@ -200,7 +202,8 @@ TEST(StepGroups, NoParametersAtAll) {
 TEST(ZeroGrad, FillsEveryDtypeAndNothingElse) {
     std::vector<Shape> shapes;
     for (const int32_t grad : kDtypes)
-        for (const int64_t numel : {0, 1, 31, 4097, 100003}) shapes.push_back({numel, DSOPT_F32, grad, size_of(grad)});
+        for (const int64_t numel : {0, 1, 31, 4097, 100003})
+            shapes.push_back({numel, DSOPT_DTYPE_F32, grad, size_of(grad)});
     const Model model(shapes);
     const Context context = make_context(context_desc(3));
     std::vector<dsopt_tensor> list = Model::list_of(model.grads);
@@ -226,7 +229,7 @@ TEST(ZeroGrad, NoneForgetsThePointersAndLeavesTheMemory) {
 TEST(ZeroGrad, PassesOverHugeEntriesWithoutData) {
     const Model model(shapes_of({100}));
     const Context context = make_context(context_desc(2));
-    const dsopt_tensor nothing{nullptr, int64_t(1) << 60, DSOPT_F32, 0};
+    const dsopt_tensor nothing{nullptr, int64_t(1) << 60, DSOPT_DTYPE_F32, 0};
     std::vector<dsopt_tensor> list = {nothing, nothing, model.grads[0].tensor(), nothing};
     ASSERT_OK(dsopt_zero_grad(context.get(), list.data(), 4, DSOPT_ZERO_FILL, nullptr));
     EXPECT_TRUE(same(model.grads[0].text(), std::string(400, '\0')));

@@ -31,11 +31,12 @@ std::vector<Entry> list_state(const dsopt_optimizer *opt) {
 
 /// Two groups, every dtype, an empty tensor; LAMB in the second.
 void add_groups(Trainer &trainer) {
-    trainer.add(make_group(DSOPT_ADAMW), 2);
-    trainer.add(make_group(DSOPT_LAMB), 2);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
+    trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 2);
 }
 std::vector<Shape> four_shapes() {
-    return {{7, DSOPT_F32}, {0, DSOPT_BF16}, {5000, DSOPT_F16, DSOPT_F16}, {3, DSOPT_F32}};
+    return {
+        {7, DSOPT_DTYPE_F32}, {0, DSOPT_DTYPE_BF16}, {5000, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {3, DSOPT_DTYPE_F32}};
 }
 
 std::vector<Buffer> buffers_for(const dsopt_optimizer *opt) {
@@ -48,18 +49,18 @@ TEST(State, NamesOrderAndSizesAreKnownBeforeTheFirstStep) {
     Trainer trainer(four_shapes(), optimizer_desc());
     EXPECT_EQ(state_count(trainer.opt.get()), 0);
     add_groups(trainer);
-    const std::vector<Entry> wanted = {{"exp_avg", 0, DSOPT_F32, 7, 0},
-                                       {"exp_avg_sq", 0, DSOPT_F32, 7, 0},
-                                       {"master", 1, DSOPT_F32, 0, DSOPT_STATE_FROM_PARAM},
-                                       {"exp_avg", 1, DSOPT_F32, 0, 0},
-                                       {"exp_avg_sq", 1, DSOPT_F32, 0, 0},
-                                       {"master", 2, DSOPT_F32, 5000, DSOPT_STATE_FROM_PARAM},
-                                       {"exp_avg", 2, DSOPT_F32, 5000, 0},
-                                       {"exp_avg_sq", 2, DSOPT_F32, 5000, 0},
-                                       {"exp_avg", 3, DSOPT_F32, 3, 0},
-                                       {"exp_avg_sq", 3, DSOPT_F32, 3, 0},
-                                       {"trust_ratio", -1, DSOPT_F32, 4, 0},
-                                       {"step", -1, DSOPT_I32, 4, 0}};
+    const std::vector<Entry> wanted = {{"exp_avg", 0, DSOPT_DTYPE_F32, 7, 0},
+                                       {"exp_avg_sq", 0, DSOPT_DTYPE_F32, 7, 0},
+                                       {"master", 1, DSOPT_DTYPE_F32, 0, DSOPT_STATE_FROM_PARAM},
+                                       {"exp_avg", 1, DSOPT_DTYPE_F32, 0, 0},
+                                       {"exp_avg_sq", 1, DSOPT_DTYPE_F32, 0, 0},
+                                       {"master", 2, DSOPT_DTYPE_F32, 5000, DSOPT_STATE_FROM_PARAM},
+                                       {"exp_avg", 2, DSOPT_DTYPE_F32, 5000, 0},
+                                       {"exp_avg_sq", 2, DSOPT_DTYPE_F32, 5000, 0},
+                                       {"exp_avg", 3, DSOPT_DTYPE_F32, 3, 0},
+                                       {"exp_avg_sq", 3, DSOPT_DTYPE_F32, 3, 0},
+                                       {"trust_ratio", -1, DSOPT_DTYPE_F32, 4, 0},
+                                       {"step", -1, DSOPT_DTYPE_I32, 4, 0}};
     EXPECT_EQ(list_state(trainer.opt.get()), wanted);
     for (int64_t i = 0; i < state_count(trainer.opt.get()); ++i)
         EXPECT_EQ(state_info(trainer.opt.get(), i).tensor.data, nullptr);
@@ -72,19 +73,19 @@ TEST(State, NamesOrderAndSizesAreKnownBeforeTheFirstStep) {
 TEST(State, WithoutMastersCompatModeKeepsMomentsInTheParametersDtype) {
     for (const bool compat : {false, true}) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
-        desc.compat = compat ? DSOPT_COMPAT_DEEPSPEED : DSOPT_STANDARD;
-        const Trainer trainer(shapes_of({5}, DSOPT_F16), make_group(DSOPT_ADAM), desc);
-        const int32_t moments = compat ? DSOPT_F16 : DSOPT_F32;
-        EXPECT_EQ(list_state(trainer.opt.get()),
-                  (std::vector<Entry>{
-                      {"exp_avg", 0, moments, 5, 0}, {"exp_avg_sq", 0, moments, 5, 0}, {"step", -1, DSOPT_I32, 1, 0}}));
+        desc.compat = compat ? DSOPT_COMPAT_DEEPSPEED : DSOPT_COMPAT_NONE;
+        const Trainer trainer(shapes_of({5}, DSOPT_DTYPE_F16), make_group(DSOPT_ALGORITHM_ADAM), desc);
+        const int32_t moments = compat ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_F32;
+        EXPECT_EQ(list_state(trainer.opt.get()), (std::vector<Entry>{{"exp_avg", 0, moments, 5, 0},
+                                                                     {"exp_avg_sq", 0, moments, 5, 0},
+                                                                     {"step", -1, DSOPT_DTYPE_I32, 1, 0}}));
     }
 }
 
 TEST(State, NamesAreStaticStorage) {
     const char *name = nullptr;
     {
-        const Trainer trainer(shapes_of({5}), make_group(DSOPT_ADAM));
+        const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
         name = state_info(trainer.opt.get(), 1).name;
     }
     EXPECT_STREQ(name, "exp_avg_sq");
@@ -121,7 +122,7 @@ TEST(State, ExportAndImportGoAround) {
 }
 
 TEST(State, ExportAndImportRefuseWrongBuffers) {
-    const Trainer trainer(shapes_of({5, 0}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({5, 0}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.step(1);
     const std::string before = trainer.text();
     std::vector<char> bytes(64, 0x11);
@@ -148,12 +149,12 @@ TEST(State, ExportAndImportRefuseWrongBuffers) {
 }
 
 TEST(State, AMasterNeedsItsParametersMemory) {
-    const Model model(shapes_of({5}, DSOPT_BF16));
+    const Model model(shapes_of({5}, DSOPT_DTYPE_BF16));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     auto list = model.registered();
     list[0].tensor.data = nullptr;
-    const dsopt_group group = make_group(DSOPT_ADAMW);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 1));
     std::vector<float> values(5);
     EXPECT_TRUE(refused(dsopt_optimizer_export(opt.get(), 0, values.data(), 20), DSOPT_ERR_STATE, "'p0'|memory"));
@@ -186,12 +187,13 @@ TEST(Bind, StateOfTheCallerIsUsedInPlace) {
 }
 
 TEST(Bind, EntriesWithoutDataStayWithTheEngine) {
-    const Trainer trainer(shapes_of({50}), make_group(DSOPT_ADAMW)), plain(shapes_of({50}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW)),
+        plain(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.step(1);
     plain.step(1);
-    const Buffer m(50, DSOPT_F32);
+    const Buffer m(50, DSOPT_DTYPE_F32);
     check(dsopt_optimizer_export(trainer.opt.get(), 0, m.data(), m.bytes()));
-    std::vector<dsopt_tensor> list = {m.tensor(), {nullptr, 50, DSOPT_F32, 0}, {nullptr, 1, DSOPT_I32, 0}};
+    std::vector<dsopt_tensor> list = {m.tensor(), {nullptr, 50, DSOPT_DTYPE_F32, 0}, {nullptr, 1, DSOPT_DTYPE_I32, 0}};
     ASSERT_OK(dsopt_optimizer_bind(trainer.opt.get(), DSOPT_BIND_STATE, list.data(), 3));
     EXPECT_EQ(state_info(trainer.opt.get(), 0).tensor.data, m.data());
     trainer.train(2, 3);
@@ -200,7 +202,8 @@ TEST(Bind, EntriesWithoutDataStayWithTheEngine) {
 }
 
 TEST(Bind, ParametersMoveWithoutBeingCopied) {
-    const Trainer trainer(four_shapes(), make_group(DSOPT_ADAM)), plain(four_shapes(), make_group(DSOPT_ADAM));
+    const Trainer trainer(four_shapes(), make_group(DSOPT_ALGORITHM_ADAM)),
+        plain(four_shapes(), make_group(DSOPT_ALGORITHM_ADAM));
     trainer.step(1);
     plain.step(1);
     std::vector<Buffer> other;
@@ -220,13 +223,13 @@ TEST(Bind, ParametersMoveWithoutBeingCopied) {
 }
 
 TEST(Bind, RefusesAndKeepsTheOldPlaces) {
-    const Trainer trainer({{50, DSOPT_F32}, {60, DSOPT_BF16}}, make_group(DSOPT_ADAMW));
+    const Trainer trainer({{50, DSOPT_DTYPE_F32}, {60, DSOPT_DTYPE_BF16}}, make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.step(1);
     dsopt_optimizer *const opt = trainer.opt.get();
     const std::vector<Buffer> params = [] {
         std::vector<Buffer> list;
-        list.emplace_back(50, DSOPT_F32);
-        list.emplace_back(60, DSOPT_BF16);
+        list.emplace_back(50, DSOPT_DTYPE_F32);
+        list.emplace_back(60, DSOPT_DTYPE_BF16);
         return list;
     }();
     const std::vector<Buffer> state = buffers_for(opt);
@@ -243,7 +246,7 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
         {DSOPT_BIND_PARAMS, [](auto &l) { l[1].numel = 61; }, DSOPT_ERR_SHAPE, "'p1'|61"},
         {DSOPT_BIND_PARAMS, [](auto &l) { l[1].numel = -1; }, DSOPT_ERR_SHAPE, "'p1'|-1"},
         {DSOPT_BIND_PARAMS, [](auto &l) { l[1].numel = INT64_MAX; }, DSOPT_ERR_SHAPE, "'p1'|overflows"},
-        {DSOPT_BIND_PARAMS, [](auto &l) { l[1].dtype = DSOPT_F16; }, DSOPT_ERR_DTYPE, "'p1'"},
+        {DSOPT_BIND_PARAMS, [](auto &l) { l[1].dtype = DSOPT_DTYPE_F16; }, DSOPT_ERR_DTYPE, "'p1'"},
         {DSOPT_BIND_PARAMS, [](auto &l) { l[1].dtype = 99; }, DSOPT_ERR_DTYPE, "'p1'|99"},
         {DSOPT_BIND_PARAMS, [](auto &l) { l[1].reserved = 1; }, DSOPT_ERR_ARGUMENT, "'p1'|reserved"},
         {DSOPT_BIND_PARAMS, [](auto &l) { l[0].data = static_cast<char *>(l[0].data) + 2; }, DSOPT_ERR_ALIGNMENT,
@@ -252,8 +255,8 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
          "'p0'|'p1'"},
         {DSOPT_BIND_STATE, [](auto &l) { l.pop_back(); }, DSOPT_ERR_SHAPE, "5|6"},
         {DSOPT_BIND_STATE, [](auto &l) { l[2].numel = 59; }, DSOPT_ERR_SHAPE, "master|'p1'|59"},
-        {DSOPT_BIND_STATE, [](auto &l) { l[2].dtype = DSOPT_BF16; }, DSOPT_ERR_DTYPE, "master|'p1'"},
-        {DSOPT_BIND_STATE, [](auto &l) { l[5].dtype = DSOPT_F32; }, DSOPT_ERR_DTYPE, "step"},
+        {DSOPT_BIND_STATE, [](auto &l) { l[2].dtype = DSOPT_DTYPE_BF16; }, DSOPT_ERR_DTYPE, "master|'p1'"},
+        {DSOPT_BIND_STATE, [](auto &l) { l[5].dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_DTYPE, "step"},
         {DSOPT_BIND_STATE, [](auto &l) { l[3].reserved = 7; }, DSOPT_ERR_ARGUMENT, "exp_avg|'p1'|reserved"},
         {DSOPT_BIND_STATE, [](auto &l) { l[3].data = static_cast<char *>(l[3].data) + 1; }, DSOPT_ERR_ALIGNMENT,
          "exp_avg|'p1'"},
@@ -278,7 +281,7 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
     EXPECT_TRUE(refused(dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, nullptr, 2), DSOPT_ERR_ARGUMENT, "NULL"));
     EXPECT_TRUE(refused(dsopt_optimizer_bind(opt, DSOPT_BIND_STATE, nullptr, 6), DSOPT_ERR_ARGUMENT, "NULL"));
     EXPECT_TRUE(same(trainer.text(), before));
-    const Trainer plain({{50, DSOPT_F32}, {60, DSOPT_BF16}}, make_group(DSOPT_ADAMW));
+    const Trainer plain({{50, DSOPT_DTYPE_F32}, {60, DSOPT_DTYPE_BF16}}, make_group(DSOPT_ALGORITHM_ADAMW));
     plain.train(1, 2);
     trainer.step(2);
     EXPECT_TRUE(same(trainer.text(), plain.text()));
@@ -315,7 +318,7 @@ TEST_P(Reset, GivesTheNamedPartsTheirStartingValues) {
 }
 
 TEST(ResetAll, ThenTrainsLikeANewOptimizer) {
-    const Trainer trainer(shapes_of({500, 3}, DSOPT_BF16), make_group(DSOPT_LAMB));
+    const Trainer trainer(shapes_of({500, 3}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB));
     const std::string start = trainer.model.text();
     trainer.train(1, 3);
     const std::string trained = trainer.text();
@@ -328,12 +331,12 @@ TEST(ResetAll, ThenTrainsLikeANewOptimizer) {
 }
 
 TEST(ResetRefused, UnknownPartsAndMastersWithoutMemory) {
-    const Model model(shapes_of({5}, DSOPT_BF16));
+    const Model model(shapes_of({5}, DSOPT_DTYPE_BF16));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     auto list = model.registered();
     list[0].tensor.data = nullptr;
-    const dsopt_group group = make_group(DSOPT_ADAMW);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 1));
     EXPECT_TRUE(
         refused(dsopt_optimizer_reset(opt.get(), DSOPT_RESET_MASTERS, nullptr), DSOPT_ERR_STATE, "'p0'|memory"));

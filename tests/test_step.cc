@@ -17,7 +17,7 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, Step, testing::ValuesIn(kAlgorithms), algor
 // --------------------------------------------------------------------------------------------------- absent gradients
 TEST_P(Step, AbsentGradientLeavesTensorMomentsAndCounterAlone) {
     for (const int32_t dtype : kDtypes) {
-        Trainer trainer(shapes_of({5000, 33}, dtype, DSOPT_F32), group(), optimizer_desc(), context_desc(2));
+        Trainer trainer(shapes_of({5000, 33}, dtype, DSOPT_DTYPE_F32), group(), optimizer_desc(), context_desc(2));
         trainer.train(1, 2);
         const std::string param = trainer.model.params[0].text();
         const auto m = exported(trainer.opt.get(), 0, "exp_avg"), v = exported(trainer.opt.get(), 0, "exp_avg_sq");
@@ -65,7 +65,7 @@ TEST_P(Step, WithoutAnyGradientNothingChangesButTheCalls) {
 }
 
 TEST_P(Step, GradientsAreOnlyRead) {
-    const Trainer trainer(shapes_of(kSizes, DSOPT_BF16, DSOPT_F16), group(), optimizer_desc(0.1));
+    const Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16), group(), optimizer_desc(0.1));
     trainer.model.make_gradients(3);
     std::string before, after;
     for (const Buffer &grad : trainer.model.grads) before += grad.text();
@@ -91,13 +91,14 @@ struct Outputs {
 /// The weight that a step works on.
 std::vector<float> weights(const Trainer &trainer, size_t i) {
     const Buffer &param = trainer.model.params[i];
-    if (param.dtype() != DSOPT_F32) return exported(trainer.opt.get(), int64_t(i), "master");
+    if (param.dtype() != DSOPT_DTYPE_F32) return exported(trainer.opt.get(), int64_t(i), "master");
     return {param.floats(), param.floats() + param.numel()};
 }
 testing::AssertionResult holds(const Buffer &buffer, const std::vector<float> &values) {
     for (size_t i = 0; i < values.size(); ++i) {
-        const uint32_t wanted = buffer.dtype() == DSOPT_F32 ? bits_of(values[i]) : narrowed(values[i], buffer.dtype());
-        const uint32_t got = buffer.dtype() == DSOPT_F32 ? buffer.as<uint32_t>()[i] : buffer.as<uint16_t>()[i];
+        const uint32_t wanted =
+            buffer.dtype() == DSOPT_DTYPE_F32 ? bits_of(values[i]) : narrowed(values[i], buffer.dtype());
+        const uint32_t got = buffer.dtype() == DSOPT_DTYPE_F32 ? buffer.as<uint32_t>()[i] : buffer.as<uint16_t>()[i];
         if (got != wanted)
             return testing::AssertionFailure()
                    << "element " << i << " of " << values.size() << " is " << got << ", not " << wanted;
@@ -108,8 +109,9 @@ testing::AssertionResult holds(const Buffer &buffer, const std::vector<float> &v
 TEST_P(Step, OutGetsTheNewWeightsRoundedToItsDtype) {
     for (const int32_t param : kDtypes)
         for (const int32_t out_type : kDtypes) {
-            const Trainer trainer(shapes_of(kSizes, param, DSOPT_F32), group(), optimizer_desc(), context_desc(2));
-            const Trainer plain(shapes_of(kSizes, param, DSOPT_F32), group());
+            const Trainer trainer(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group(), optimizer_desc(),
+                                  context_desc(2));
+            const Trainer plain(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group());
             Outputs out(trainer, out_type);
             out.list[3].data = nullptr; // not wanted
             for (uint64_t t = 1; t <= 3; ++t) {
@@ -128,11 +130,11 @@ TEST_P(Step, OutGetsTheNewWeightsRoundedToItsDtype) {
 
 TEST_P(Step, OutIsWrittenWhenTheStepIsSkippedOrTheGradientAbsent) {
     for (const int32_t param : kDtypes) {
-        Trainer trainer(shapes_of(kSizes, param, DSOPT_F32), group());
+        Trainer trainer(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group());
         trainer.step(1);
         const std::string before = trainer.text();
         for (const bool skipped : {true, false}) {
-            Outputs out(trainer, DSOPT_F32);
+            Outputs out(trainer, DSOPT_DTYPE_F32);
             dsopt_step step = trainer.arguments();
             const int32_t skip = 1;
             if (skipped)
@@ -150,8 +152,8 @@ TEST_P(Step, OutIsWrittenWhenTheStepIsSkippedOrTheGradientAbsent) {
 TEST_P(Step, OutMayBeTheParameterItself) {
     for (const int32_t dtype : kDtypes)
         for (const uint32_t flags : {0u, uint32_t(DSOPT_STEP_OUT_ONLY)}) {
-            const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_F32), group()),
-                plain(shapes_of(kSizes, dtype, DSOPT_F32), group());
+            const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group()),
+                plain(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group());
             const std::vector<dsopt_tensor> out = Model::list_of(trainer.model.params);
             for (uint64_t t = 1; t <= 3; ++t) {
                 plain.step(t);
@@ -167,9 +169,9 @@ TEST_P(Step, OutMayBeTheParameterItself) {
 
 TEST_P(Step, OutOnlyLeavesTheParametersAndMovesEverythingElse) {
     for (const int32_t dtype : kDtypes) {
-        const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_F32), group(),
+        const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group(),
                               optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS));
-        const Trainer plain(shapes_of(kSizes, dtype, DSOPT_F32), group(),
+        const Trainer plain(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group(),
                             optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS));
         const std::string before = trainer.model.text();
         const Outputs out(trainer, dtype);
@@ -190,13 +192,13 @@ TEST_P(Step, OutOnlyLeavesTheParametersAndMovesEverythingElse) {
 TEST_P(Step, DeltaIsNewMinusOld) {
     for (const int32_t dtype : kDtypes) {
         const dsopt_optimizer_desc desc =
-            optimizer_desc(0, dtype == DSOPT_F32 ? 0u : uint32_t(DSOPT_OPTIMIZER_NO_MASTER));
-        const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_F32), group(), desc, context_desc(2));
-        const Trainer plain(shapes_of(kSizes, dtype, DSOPT_F32), group(), desc);
+            optimizer_desc(0, dtype == DSOPT_DTYPE_F32 ? 0u : uint32_t(DSOPT_OPTIMIZER_NO_MASTER));
+        const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group(), desc, context_desc(2));
+        const Trainer plain(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group(), desc);
         trainer.step(1);
         plain.step(1);
         const std::string before = trainer.model.text();
-        const Outputs delta(trainer, DSOPT_F32), exact(plain, DSOPT_F32);
+        const Outputs delta(trainer, DSOPT_DTYPE_F32), exact(plain, DSOPT_DTYPE_F32);
         trainer.model.make_gradients(2);
         plain.model.make_gradients(2);
         dsopt_step step = trainer.arguments();
@@ -226,7 +228,7 @@ TEST_P(Step, DeltaIsZeroWhenSkippedOrAbsent) {
     Trainer trainer(shapes_of(kSizes), group());
     const int32_t skip = 1;
     for (const bool skipped : {true, false}) {
-        const Outputs delta(trainer, DSOPT_BF16);
+        const Outputs delta(trainer, DSOPT_DTYPE_BF16);
         dsopt_step step = trainer.arguments();
         step.flags = DSOPT_STEP_DELTA;
         step.out = delta.list.data();
@@ -243,8 +245,8 @@ TEST_P(Step, DeltaIsZeroWhenSkippedOrAbsent) {
 TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
     for (const int32_t grad : kDtypes)
         for (const int32_t skip : {0, 1}) {
-            Trainer trainer(shapes_of(kSizes, DSOPT_F32, grad), group(), optimizer_desc(0.1), context_desc(2));
-            const Trainer plain(shapes_of(kSizes, DSOPT_F32, grad), group(), optimizer_desc(0.1));
+            Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_F32, grad), group(), optimizer_desc(0.1), context_desc(2));
+            const Trainer plain(shapes_of(kSizes, DSOPT_DTYPE_F32, grad), group(), optimizer_desc(0.1));
             trainer.grads[3].data = nullptr; // absent: not touched
             const std::string absent = trainer.model.grads[3].text();
             dsopt_step step = trainer.arguments();
@@ -266,7 +268,7 @@ TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
 }
 
 TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
-    const Trainer trainer(shapes_of(kSizes, DSOPT_BF16, DSOPT_BF16), group());
+    const Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), group());
     trainer.step(1);
     const std::string before = trainer.text();
     for (const int32_t skip : {1, -1, INT32_MIN}) {
@@ -292,15 +294,15 @@ TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
 }
 
 TEST_P(Step, AllOptionsAtOnce) {
-    const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_F32, DSOPT_BF16);
+    const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16);
     const Trainer trainer(shapes, group(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), context_desc(3));
     const Trainer plain(shapes, group(), optimizer_desc(0.5));
     const float lr = 0.125f, scale = 64;
     const int32_t skip = 0;
     std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
-    check(dsopt_optimizer_set(plain.opt.get(), 0, DSOPT_LR, 0.125));
+    check(dsopt_optimizer_set(plain.opt.get(), 0, DSOPT_KEY_LR, 0.125));
     for (uint64_t t = 1; t <= 3; ++t) {
-        const Outputs out(trainer, DSOPT_F16);
+        const Outputs out(trainer, DSOPT_DTYPE_F16);
         trainer.model.make_gradients(t);
         dsopt_step step = trainer.arguments();
         step.out = out.list.data();
@@ -339,14 +341,14 @@ TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
     EXPECT_TRUE(same(trainer.text(), plain.text()));
     // A schedule writes the same memory; without it the groups count again.
     rates[2] = 0.25f;
-    check(dsopt_optimizer_set(plain.opt.get(), 2, DSOPT_LR, 0.25));
+    check(dsopt_optimizer_set(plain.opt.get(), 2, DSOPT_KEY_LR, 0.25));
     dsopt_step step = trainer.arguments();
     step.lr = rates;
     trainer.step(step);
     plain.step(plain.arguments());
     EXPECT_TRUE(same(trainer.text(), plain.text()));
     trainer.step(trainer.arguments());
-    check(dsopt_optimizer_set(plain.opt.get(), DSOPT_ALL_GROUPS, DSOPT_LR, 1e-3));
+    check(dsopt_optimizer_set(plain.opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 1e-3));
     plain.step(plain.arguments());
     EXPECT_TRUE(same(trainer.text(), plain.text()));
 }
@@ -367,7 +369,7 @@ TEST_P(Step, GradScaleDividesTheGradients) {
 
 // --------------------------------------------------------------------------------------------------- changing pointers
 TEST_P(Step, PointersMayBeOthersAtEachCall) {
-    for (const int32_t dtype : {DSOPT_F32, DSOPT_BF16}) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         const Trainer moving(shapes_of(kSizes, dtype, dtype), group(), optimizer_desc(1.0)),
             fixed(shapes_of(kSizes, dtype, dtype), group(), optimizer_desc(1.0));
         std::vector<Buffer> places[2];
@@ -394,8 +396,8 @@ TEST_P(Step, PointersMayBeOthersAtEachCall) {
 }
 
 TEST_P(Step, ParametersMayBeRegisteredWithoutMemory) {
-    const Model model(shapes_of(kSizes, DSOPT_F16, DSOPT_F32));
-    const Trainer plain(shapes_of(kSizes, DSOPT_F16, DSOPT_F32), group());
+    const Model model(shapes_of(kSizes, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32));
+    const Trainer plain(shapes_of(kSizes, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32), group());
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     std::vector<dsopt_param> registered = model.registered();
@@ -417,7 +419,7 @@ TEST_P(Step, ParametersMayBeRegisteredWithoutMemory) {
 TEST_P(Step, StateOfTheCallStandsInForThatOfTheEngine) {
     const Trainer trainer(shapes_of({500, 40}), group()), plain(shapes_of({500, 40}), group());
     // The moments of the first tensor come with each call; the rest stays with the engine.
-    const Buffer m(500, DSOPT_F32), v(500, DSOPT_F32);
+    const Buffer m(500, DSOPT_DTYPE_F32), v(500, DSOPT_DTYPE_F32);
     std::vector<dsopt_tensor> state;
     for (int64_t i = 0; i < state_count(trainer.opt.get()); ++i) {
         state.push_back(state_info(trainer.opt.get(), i).tensor);
@@ -439,8 +441,9 @@ TEST_P(Step, StateOfTheCallStandsInForThatOfTheEngine) {
 }
 
 TEST(StepDelta, IsRefusedForAParameterWithAMaster) {
-    const Trainer trainer({{10, DSOPT_F32, DSOPT_F32}, {10, DSOPT_BF16, DSOPT_F32}}, make_group(DSOPT_ADAMW));
-    const Outputs out(trainer, DSOPT_F32);
+    const Trainer trainer({{10, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32}, {10, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32}},
+                          make_group(DSOPT_ALGORITHM_ADAMW));
+    const Outputs out(trainer, DSOPT_DTYPE_F32);
     dsopt_step step = trainer.arguments();
     step.flags = DSOPT_STEP_DELTA;
     step.out = out.list.data();

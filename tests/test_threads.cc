@@ -40,14 +40,14 @@ struct Gate {
 std::vector<std::pair<std::string, dsopt_status>> exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
     std::vector<std::pair<std::string, dsopt_status>> results;
     std::vector<float> values(40000);
-    const dsopt_group group = make_group(DSOPT_ADAM);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     DSOPT_NEW(dsopt_report, report);
     DSOPT_NEW(dsopt_io, io);
     io.write = [](void *, const void *, size_t) { return 0; };
     io.read = [](void *, uint64_t, void *, size_t) { return 0; };
     results.emplace_back("step", dsopt_optimizer_step(opt, &step));
     results.emplace_back("add_group", dsopt_optimizer_add_group(opt, &group, nullptr, 0));
-    results.emplace_back("set", dsopt_optimizer_set(opt, 0, DSOPT_LR, 5));
+    results.emplace_back("set", dsopt_optimizer_set(opt, 0, DSOPT_KEY_LR, 5));
     results.emplace_back("export", dsopt_optimizer_export(opt, 0, values.data(), 160000));
     results.emplace_back("import", dsopt_optimizer_import(opt, 0, values.data(), 160000));
     results.emplace_back("bind", dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, nullptr, 0));
@@ -60,8 +60,8 @@ std::vector<std::pair<std::string, dsopt_status>> exclusive_calls(dsopt_optimize
 }
 
 TEST(Busy, IsWhatASecondThreadGets) {
-    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2)),
-        plain(shapes_of({40000}), make_group(DSOPT_ADAMW));
+    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2)),
+        plain(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW));
     Gate gate;
     dsopt_step step = trainer.arguments(), other = step;
     step.parallel_for = Gate::run;
@@ -82,11 +82,11 @@ TEST(Busy, IsWhatASecondThreadGets) {
     EXPECT_EQ(first, DSOPT_OK);
     plain.step(plain.arguments());
     EXPECT_TRUE(same(trainer.text(), plain.text()));
-    EXPECT_EQ(get(trainer.opt.get(), 0, DSOPT_LR), 1e-3);
+    EXPECT_EQ(get(trainer.opt.get(), 0, DSOPT_KEY_LR), 1e-3);
 }
 
 TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
-    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ADAMW), optimizer_desc(), context_desc(2));
+    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     struct Inside {
         const Trainer *trainer;
         std::vector<std::pair<std::string, dsopt_status>> results;
@@ -115,8 +115,8 @@ TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
 }
 
 TEST(Busy, StepsOfManyThreadsAreTakenWholeOrNotAtAll) {
-    const Trainer trainer(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0)),
-        plain(shapes_of({3000, 5}), make_group(DSOPT_LAMB), optimizer_desc(1.0));
+    const Trainer trainer(shapes_of({3000, 5}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(1.0)),
+        plain(shapes_of({3000, 5}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(1.0));
     std::atomic<int> refused{0};
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i)
@@ -141,15 +141,16 @@ TEST(Busy, StepsOfManyThreadsAreTakenWholeOrNotAtAll) {
 
 TEST(Threads, OneContextServesManyOptimizersAtOnce) {
     const Context context = make_context(context_desc(2));
-    const Trainer plain(shapes_of({20000, 7}, DSOPT_BF16, DSOPT_BF16), make_group(DSOPT_LAMB), optimizer_desc(0.5));
+    const Trainer plain(shapes_of({20000, 7}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB),
+                        optimizer_desc(0.5));
     plain.train(1, 5);
     std::vector<std::string> texts(4);
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i)
         threads.emplace_back([&, i] {
-            const Model model(shapes_of({20000, 7}, DSOPT_BF16, DSOPT_BF16));
+            const Model model(shapes_of({20000, 7}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16));
             const Optimizer opt = make_optimizer(context, optimizer_desc(0.5));
-            const dsopt_group group = make_group(DSOPT_LAMB);
+            const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
             const auto list = model.registered();
             check(dsopt_optimizer_add_group(opt.get(), &group, list.data(), 2));
             std::vector<dsopt_tensor> grads = Model::list_of(model.grads);
@@ -219,11 +220,11 @@ TEST(Handles, AnOptimizerOutlivesTheHandleOfItsContext) {
         ++static_cast<Hooks *>(user)->released;
         std::free(memory);
     };
-    Trainer trainer(shapes_of({100, 200}, DSOPT_BF16), optimizer_desc(1.0), desc);
-    trainer.add(make_group(DSOPT_ADAMW), 1);
+    Trainer trainer(shapes_of({100, 200}, DSOPT_DTYPE_BF16), optimizer_desc(1.0), desc);
+    trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     trainer.context.reset();
     trainer.step(1);
-    trainer.add(make_group(DSOPT_LAMB), 1);
+    trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 1);
     trainer.train(2, 3);
     EXPECT_EQ(report_of(trainer.opt.get()).calls, 3);
     DSOPT_NEW(dsopt_io, io);
@@ -240,7 +241,7 @@ TEST(Handles, AnyOrderOfDestroyingManyIsFine) {
         const Model model(shapes_of({10, 20}));
         Context context = make_context();
         Optimizer a = make_optimizer(context), b = make_optimizer(context);
-        const dsopt_group group = make_group(DSOPT_ADAM);
+        const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
         const auto list = model.registered();
         check(dsopt_optimizer_add_group(a.get(), &group, list.data(), 1));
         check(dsopt_optimizer_add_group(b.get(), &group, list.data() + 1, 1));
@@ -253,7 +254,7 @@ TEST(Handles, AnyOrderOfDestroyingManyIsFine) {
 
 // ---------------------------------------------------------------------------------------------------------------- fork
 TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
-    Trainer trainer(shapes_of({100}, DSOPT_BF16), make_group(DSOPT_ADAMW));
+    Trainer trainer(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.step(1);
     const std::string before = trainer.text();
     const pid_t child = ::fork();
@@ -273,7 +274,7 @@ TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
         const dsopt_step step = trainer.arguments();
         dsopt_optimizer *made = nullptr;
         expect(dsopt_optimizer_count(opt, &count, nullptr) == DSOPT_ERR_FORKED && count == -7);
-        expect(dsopt_optimizer_get(opt, 0, DSOPT_LR, &value) == DSOPT_ERR_FORKED && value == -7);
+        expect(dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, &value) == DSOPT_ERR_FORKED && value == -7);
         expect(dsopt_optimizer_state_count(opt, &count) == DSOPT_ERR_FORKED);
         expect(dsopt_optimizer_state(opt, 0, &info) == DSOPT_ERR_FORKED);
         expect(dsopt_optimizer_workspace(opt, &bytes) == DSOPT_ERR_FORKED && bytes == 77);
@@ -283,7 +284,7 @@ TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
         expect(std::strstr(dsopt_last_error(), "fork") != nullptr);
         // What the child makes for itself works.
         {
-            const Trainer fresh(shapes_of({100}, DSOPT_BF16), make_group(DSOPT_ADAMW));
+            const Trainer fresh(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
             fresh.step(1);
             expect(fresh.text() == before);
         }

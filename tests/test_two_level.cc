@@ -18,7 +18,7 @@ public:
         args.node = const_cast<dsopt_comm *>(node);
         for (const int64_t n : sizes) values.emplace_back(size_t(n));
         for (auto &tensor : values)
-            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_F32, 0});
+            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_DTYPE_F32, 0});
         args.tensors = list.data();
         args.count = int64_t(list.size());
         int64_t workers = 0, servers = 0;

@@ -16,13 +16,13 @@ const std::vector<size_t> kParams = {700, 1, 33, 0, 5000, 4096};
 std::vector<Array> weights() {
     Random random(5);
     std::vector<Array> list;
-    for (const size_t n : kParams) list.emplace_back(DSOPT_F32, random.floats(n));
+    for (const size_t n : kParams) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n));
     return list;
 }
 std::vector<Array> gradients(int rank, int64_t call) {
     Random random(uint64_t(1000 * call + rank));
     std::vector<Array> list;
-    for (const size_t n : kParams) list.emplace_back(DSOPT_F32, random.floats(n, -1, 1.2));
+    for (const size_t n : kParams) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n, -1, 1.2));
     return list;
 }
 /// Elements of a chunk where the list is cut into so many.
@@ -52,7 +52,7 @@ TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
         const int rank = seat.d * per_node + seat.l;
         Trainer trainer = trainer_of(seat, group_for(algorithm, 12), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (size_t call = 0; call < calls; ++call) {
-            const bool apart = reduction(trainer) == DSOPT_REDUCE_LOCAL;
+            const bool apart = reduction(trainer) == DSOPT_REDUCTION_LOCAL;
             ASSERT_TRUE(ok(trainer.step(gradients(rank, int64_t(call) + 1))));
             if (apart) continue;
             for (Array &weight : trainer.weights()) all[size_t(rank)][call] += weight.bytes();
@@ -125,7 +125,7 @@ TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
         Trainer trainer(seat.ctx, desc, group_for(algorithm, 4), weights());
         for (int64_t call = 1; call <= 12; ++call) {
-            std::vector<Array> grads = gradients(reduction(trainer) == DSOPT_REDUCE_FULL ? 0 : rank, call);
+            std::vector<Array> grads = gradients(reduction(trainer) == DSOPT_REDUCTION_FULL ? 0 : rank, call);
             const bool bad = call % 3 == 0;
             if (bad && rank == int(call) % ranks) grads[4].set(77, kNaN);
             const std::string before = trainer.weight(4).bytes();
@@ -149,7 +149,7 @@ TEST_P(TwoLevelFamily, RanksClipByTheRootMeanSquareOfAllNorms) {
         desc.node = seat.node.get();
         desc.max_norm = 0.5;
         dsopt_group group = group_for(algorithm, 2);
-        group.var_interval_steps = algorithm == DSOPT_ZERO_ONE_ADAM ? 1 : 0;
+        group.var_interval_steps = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 1 : 0;
         Trainer trainer(seat.ctx, desc, group, weights());
         for (int64_t call = 1; call <= 5; ++call) ASSERT_TRUE(ok(trainer.step(gradients(rank, call))));
         norms[size_t(rank)] = trainer.report().grad_norm;
@@ -164,8 +164,8 @@ TEST(TwoLevelOptimizer, NodesOfOneRankAreTheFlatOne) {
     with_nodes(1, 3, [&](const Seat &seat) {
         dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
         desc.data = seat.data.get();
-        Trainer flat(seat.ctx, desc, group_for(DSOPT_ONEBIT_ADAM, 4), weights());
-        Trainer two = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer flat(seat.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
+        Trainer two = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 10; ++call) {
             ASSERT_TRUE(ok(flat.step(gradients(seat.d, call))));
             ASSERT_TRUE(ok(two.step(gradients(seat.d, call))));
@@ -179,7 +179,7 @@ TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
     std::vector<float> wanted;
     {
         const Context ctx = make_context(1); // one rank on the mean
-        Trainer alone(ctx, desc_of(), group_for(DSOPT_ONEBIT_ADAM, 4), weights());
+        Trainer alone(ctx, desc_of(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
         for (int64_t call = 1; call <= 12; ++call) {
             std::vector<Array> mean = gradients(0, call);
             for (int rank = 1; rank < per_node; ++rank) {
@@ -196,7 +196,7 @@ TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
     with_nodes(per_node, 1, [&](const Seat &seat) {
         dsopt_optimizer_desc desc = desc_of(DSOPT_OPTIMIZER_AVERAGES);
         desc.node = seat.node.get(); // no data comm: one node
-        Trainer trainer(seat.ctx, desc, group_for(DSOPT_ONEBIT_ADAM, 4), weights());
+        Trainer trainer(seat.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
         for (int64_t call = 1; call <= 12; ++call) ASSERT_TRUE(ok(trainer.step(gradients(seat.l, call))));
         for (const dsopt_state_info &info : trainer.state())
             for (const char *name : {"worker_error", "server_error", "active"}) EXPECT_STRNE(info.name, name);
@@ -208,8 +208,10 @@ TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
 TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
     with_nodes(2, 2, [&](const Seat &seat) {
         const int rank = seat.d * 2 + seat.l;
-        Trainer first = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES),
-                second = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer first =
+                    trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES),
+                second =
+                    trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 8; ++call) ASSERT_TRUE(ok(first.step(gradients(rank, call))));
         std::vector<int64_t> sizes;
         for (const size_t n : kParams) sizes.push_back(int64_t(n));
@@ -240,7 +242,7 @@ TEST(TwoLevelOptimizer, KeepsTheMomentumAsBitsWithTheSameBits) {
     for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 1}})
         with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
             const int rank = seat.d * per_node + seat.l;
-            const dsopt_group group = group_for(DSOPT_ONEBIT_ADAM, 4);
+            const dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4);
             Trainer plain = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES);
             Trainer bits = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS);
             for (int64_t call = 1; call <= 12; ++call) {
@@ -258,10 +260,10 @@ TEST(TwoLevelOptimizer, KeepsTheMomentumAsBitsWithTheSameBits) {
 TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
     constexpr int64_t numel = 1001;
     with_nodes(3, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 50), {Array(DSOPT_F32, size_t(numel), 1.0f)},
-                                     DSOPT_OPTIMIZER_AVERAGES);
+        Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 50),
+                                     {Array(DSOPT_DTYPE_F32, size_t(numel), 1.0f)}, DSOPT_OPTIMIZER_AVERAGES);
         const int rank = seat.d * 3 + seat.l;
-        const Array gradient(DSOPT_F32, Random(uint64_t(rank)).floats(size_t(numel)));
+        const Array gradient(DSOPT_DTYPE_F32, Random(uint64_t(rank)).floats(size_t(numel)));
         ASSERT_TRUE(ok(trainer.step({gradient})));
         const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
         ASSERT_TRUE(ok(trainer.step({gradient})));
@@ -293,7 +295,7 @@ TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
     const auto train = [&](Trainer &trainer, int rank) {
         Losses losses{};
         for (int call = 1; call <= 400; ++call) {
-            Array gradient(DSOPT_F32, numel, 0.0f);
+            Array gradient(DSOPT_DTYPE_F32, numel, 0.0f);
             for (size_t i = 0; i < numel; ++i) gradient.set(i, trainer.weight()[i] - point[size_t(rank)][i]);
             must(trainer.step({gradient}));
             losses.last = 0;
@@ -303,10 +305,10 @@ TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
         }
         return losses;
     };
-    dsopt_group group = group_for(DSOPT_ONEBIT_ADAM, 40);
+    dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 40);
     group.weight_decay = 0;
     group.lr = 2e-3;
-    const std::vector<Array> start = {Array(DSOPT_F32, numel, 0.0f)};
+    const std::vector<Array> start = {Array(DSOPT_DTYPE_F32, numel, 0.0f)};
     std::array<Losses, ranks> flat{}, two{};
     const CommId id = new_id();
     run_ranks(ranks, [&](int rank) {
@@ -338,7 +340,7 @@ TEST(TwoLevelOptimizer, OfAnotherAlgorithmAgreesOnSkippingOverBothLevels) {
         desc.data = seat.data.get();
         desc.node = seat.node.get();
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        Trainer trainer(seat.ctx, desc, group_of(DSOPT_ADAMW), weights());
+        Trainer trainer(seat.ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), weights());
         std::vector<Array> grads = gradients(0, 1);
         if (seat.l == 1 && seat.d == 1) grads[0].set(3, kInf);
         ASSERT_TRUE(ok(trainer.step(grads)));
@@ -356,7 +358,7 @@ TEST(TwoLevelOptimizer, IsRefusedInCompatModeAndWithOneCommForBothLevels) {
         desc.node = seat.node.get();
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
         EXPECT_TRUE(fails(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "compat"));
-        desc.compat = DSOPT_STANDARD;
+        desc.compat = DSOPT_COMPAT_NONE;
         desc.data = seat.node.get();
         EXPECT_TRUE(fails(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "one comm"));
         EXPECT_EQ(opt, nullptr);
@@ -406,7 +408,8 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
         };
         with_nodes(from.per_node, from.nodes, [&, nodes = from.nodes](const Seat &seat) {
             const auto r = size_t(seat.l * nodes + seat.d);
-            Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+            Trainer trainer =
+                trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
             for (int64_t call = 1; call <= 15; ++call) must(trainer.step(gradients(int(r), call)));
             must(files[r].save(trainer, DSOPT_IO_PARAMS));
             weights_then[r] = text(trainer);
@@ -420,7 +423,8 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
         const bool other = from.ranks() != to.ranks() || from.per_node != to.per_node;
         with_nodes(to.per_node, to.nodes, [&, from = from, nodes = to.nodes](const Seat &seat) {
             const auto r = size_t(seat.l * nodes + seat.d);
-            Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+            Trainer trainer =
+                trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
             if (other && from.nodes > 1 && nodes > 1) {
                 EXPECT_TRUE(fails(files[0].load(trainer, DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "files"))
                     << "of one rank alone";
@@ -456,12 +460,14 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
 TEST(TwoLevelCheckpoint, OfAnotherRankIsRefused) {
     std::array<File, 4> files;
     with_nodes(2, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer trainer =
+            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 4; ++call) must(trainer.step(gradients(seat.l + 2 * seat.d, call)));
         must(files[size_t(seat.l * 2 + seat.d)].save(trainer));
     });
     with_nodes(2, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer trainer =
+            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
         const Snapshot before = trainer.snapshot();
         EXPECT_TRUE(fails(files[size_t(seat.d * 2 + 1 - seat.l)].load(trainer), DSOPT_ERR_MISMATCH, "rank"));
         EXPECT_TRUE(same(trainer.snapshot(), before));
@@ -481,14 +487,14 @@ TEST(TwoLevelOptimizer, ComparesPlacesInNodesWhereAskedTo) {
         const Context ctx = make_context(1);
         const Comm node = local_comm(ctx, in_node[size_t(d)], l, per_node),
                    data = local_comm(ctx, between[size_t(d == 0 ? l : swapped[l])], d, nodes);
-        Trainer trainer = trainer_of({l, d, ctx, node, data}, group_for(DSOPT_ONEBIT_ADAM, 2), weights(),
+        Trainer trainer = trainer_of({l, d, ctx, node, data}, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(),
                                      DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
         const Snapshot before = trainer.snapshot();
         EXPECT_TRUE(fails(trainer.step(gradients(rank, 1)), DSOPT_ERR_MISMATCH, "different places")) << rank;
         EXPECT_TRUE(same(trainer.snapshot(), before));
     });
     with_nodes(3, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 2), weights(),
+        Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(),
                                      DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
         for (int64_t call = 1; call <= 4; ++call) EXPECT_TRUE(ok(trainer.step(gradients(seat.d * 3 + seat.l, call))));
     });
@@ -499,11 +505,11 @@ TEST(TwoLevelOptimizer, ComparesRanksOverBothLevels) {
         with_nodes(2, 2, [&](const Seat &seat) {
             const int rank = seat.d * 2 + seat.l;
             std::vector<Array> list = weights();
-            if (rank == odd) list[4] = Array(DSOPT_F32, 4999, 1.0f);
-            Trainer trainer = trainer_of(seat, group_for(DSOPT_ONEBIT_ADAM, 2), list,
+            if (rank == odd) list[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
+            Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), list,
                                          DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
             std::vector<Array> grads = gradients(rank, 1);
-            if (rank == odd) grads[4] = Array(DSOPT_F32, 4999, 1.0f);
+            if (rank == odd) grads[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
             EXPECT_TRUE(fails(trainer.step(grads), DSOPT_ERR_MISMATCH, "parameter 4"));
             EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
             EXPECT_EQ(info_of(seat.data).status, DSOPT_OK);

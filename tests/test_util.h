@@ -75,10 +75,10 @@ private:
 // ------------------------------------------------------------------------------------------------------ storage types
 inline size_t size_of(int32_t dtype) {
     switch (dtype) {
-    case DSOPT_F64:
+    case DSOPT_DTYPE_F64:
     case DSOPT_I64: return 8;
-    case DSOPT_F32:
-    case DSOPT_I32: return 4;
+    case DSOPT_DTYPE_F32:
+    case DSOPT_DTYPE_I32: return 4;
     case DSOPT_U8: return 1;
     }
     return 2;
@@ -96,7 +96,7 @@ inline float float_of(uint32_t bits) {
 
 /// The value of a 16-bit pattern, from the definition of the format.
 inline float widened(uint16_t bits, int32_t dtype) {
-    const int fraction_bits = dtype == DSOPT_F16 ? 10 : 7, exponent_bits = 15 - fraction_bits;
+    const int fraction_bits = dtype == DSOPT_DTYPE_F16 ? 10 : 7, exponent_bits = 15 - fraction_bits;
     const int bias = (1 << (exponent_bits - 1)) - 1, exponent = bits >> fraction_bits & ((1 << exponent_bits) - 1);
     const int fraction = bits & ((1 << fraction_bits) - 1);
     const double sign = bits >> 15 ? -1 : 1;
@@ -109,7 +109,7 @@ inline float widened(uint16_t bits, int32_t dtype) {
 /// The nearest 16-bit pattern, ties to even, by arithmetic in double. A NaN keeps sign and upper payload and becomes
 /// quiet.
 inline uint16_t narrowed(float value, int32_t dtype) {
-    const int fraction_bits = dtype == DSOPT_F16 ? 10 : 7, exponent_bits = 15 - fraction_bits;
+    const int fraction_bits = dtype == DSOPT_DTYPE_F16 ? 10 : 7, exponent_bits = 15 - fraction_bits;
     const int bias = (1 << (exponent_bits - 1)) - 1, special = (1 << exponent_bits) - 1;
     const int sign = int(bits_of(value) >> 31) << 15;
     if (std::isnan(value)) {
@@ -149,9 +149,9 @@ public:
     std::string text() const { return {data(), bytes()}; }
     dsopt_tensor tensor() const { return {data(), numel_, dtype_, 0}; }
 
-    float get(int64_t i) const { return dtype_ == DSOPT_F32 ? floats()[i] : widened(as<uint16_t>()[i], dtype_); }
+    float get(int64_t i) const { return dtype_ == DSOPT_DTYPE_F32 ? floats()[i] : widened(as<uint16_t>()[i], dtype_); }
     void set(int64_t i, float value) const {
-        if (dtype_ == DSOPT_F32)
+        if (dtype_ == DSOPT_DTYPE_F32)
             floats()[i] = value;
         else
             as<uint16_t>()[i] = narrowed(value, dtype_);
@@ -161,12 +161,12 @@ public:
         Random random(seed);
         for (int64_t i = 0; i < numel_; ++i) {
             const uint64_t r = random.next(), exponent = (r >> 40) % 9, sign = r >> 63;
-            if (dtype_ == DSOPT_F32) {
+            if (dtype_ == DSOPT_DTYPE_F32) {
                 const auto bits = uint32_t(sign << 31 | (119 + exponent) << 23 | (r & 0x7fffffu));
                 std::memcpy(data() + 4 * i, &bits, 4);
             } else {
-                const uint64_t pattern =
-                    dtype_ == DSOPT_F16 ? (7 + exponent) << 10 | (r & 0x3ffu) : (119 + exponent) << 7 | (r & 0x7fu);
+                const uint64_t pattern = dtype_ == DSOPT_DTYPE_F16 ? (7 + exponent) << 10 | (r & 0x3ffu)
+                                                                   : (119 + exponent) << 7 | (r & 0x7fu);
                 as<uint16_t>()[i] = uint16_t(sign << 15 | pattern);
             }
         }
@@ -232,19 +232,20 @@ inline dsopt_group make_group(int32_t algorithm, double weight_decay = 0.01, uin
 
 // ------------------------------------------------------------------------------------------------ what tests run
 // through
-inline constexpr int32_t kAlgorithms[] = {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY};
-inline constexpr int32_t kElementWise[] = {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_ADAM_LEGACY};
-inline constexpr int32_t kDtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
+inline constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
+                                          DSOPT_ALGORITHM_ADAM_LEGACY};
+inline constexpr int32_t kElementWise[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY};
+inline constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 inline std::string name_of(int32_t algorithm) {
     switch (algorithm) {
-    case DSOPT_ADAM: return "Adam";
-    case DSOPT_ADAMW: return "AdamW";
-    case DSOPT_LAMB: return "Lamb";
+    case DSOPT_ALGORITHM_ADAM: return "Adam";
+    case DSOPT_ALGORITHM_ADAMW: return "AdamW";
+    case DSOPT_ALGORITHM_LAMB: return "Lamb";
     }
     return "AdamLegacy";
 }
 inline std::string dtype_name(int32_t dtype) {
-    return dtype == DSOPT_F32 ? "F32" : dtype == DSOPT_F16 ? "F16" : "BF16";
+    return dtype == DSOPT_DTYPE_F32 ? "F32" : dtype == DSOPT_DTYPE_F16 ? "F16" : "BF16";
 }
 inline std::string algorithm_name(const testing::TestParamInfo<int32_t> &info) { return name_of(info.param); }
 
@@ -325,11 +326,12 @@ inline std::string hyper_text(const dsopt_optimizer *opt) {
     int64_t groups = 0;
     check(dsopt_optimizer_count(opt, &groups, nullptr));
     for (int32_t group = 0; group < groups; ++group)
-        for (int32_t key = DSOPT_LR; key <= DSOPT_ALGORITHM; ++key) {
-            const bool trust = key == DSOPT_MIN_TRUST || key == DSOPT_MAX_TRUST;
-            if (!trust || int32_t(get(opt, group, DSOPT_ALGORITHM)) == DSOPT_LAMB) add(get(opt, group, key));
+        for (int32_t key = DSOPT_KEY_LR; key <= DSOPT_KEY_ALGORITHM; ++key) {
+            const bool trust = key == DSOPT_KEY_MIN_TRUST || key == DSOPT_KEY_MAX_TRUST;
+            if (!trust || int32_t(get(opt, group, DSOPT_KEY_ALGORITHM)) == DSOPT_ALGORITHM_LAMB)
+                add(get(opt, group, key));
         }
-    for (const int32_t key : {DSOPT_MAX_NORM, DSOPT_MAX_VALUE, DSOPT_SKIP_BUDGET, DSOPT_CALLS})
+    for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_SKIP_BUDGET, DSOPT_KEY_CALLS})
         add(get(opt, DSOPT_ALL_GROUPS, key));
     return all;
 }
@@ -342,12 +344,12 @@ inline dsopt_report report_of(dsopt_optimizer *opt) {
 // ------------------------------------------------------------------------------------------------------------- models
 struct Shape {
     int64_t numel;
-    int32_t param = DSOPT_F32, grad = DSOPT_F32;
+    int32_t param = DSOPT_DTYPE_F32, grad = DSOPT_DTYPE_F32;
     size_t offset = 0;    // bytes behind a 64-byte line
     int64_t content = -1; // which numbers it holds; -1: those of its place in the list
 };
-inline std::vector<Shape> shapes_of(const std::vector<int64_t> &sizes, int32_t param = DSOPT_F32,
-                                    int32_t grad = DSOPT_F32) {
+inline std::vector<Shape> shapes_of(const std::vector<int64_t> &sizes, int32_t param = DSOPT_DTYPE_F32,
+                                    int32_t grad = DSOPT_DTYPE_F32) {
     std::vector<Shape> shapes;
     for (const int64_t numel : sizes) shapes.push_back({numel, param, grad});
     return shapes;

@@ -38,25 +38,25 @@ struct row {
 static const struct row rows[] = {
     {.name = "fp32 AdamW",
      .title = "fp32 AdamW",
-     .algorithm = DSOPT_ADAMW,
+     .algorithm = DSOPT_ALGORITHM_ADAMW,
      .lr = 2e-3,
      .checkpoint = "adamw.safetensors"},
     // So large a scale that the first steps overflow: the scaler has to find the right one.
     {.name = "fp16 AdamW",
      .title = "fp16 AdamW: fp16 weights, f32 masters, dynamic loss scaling",
-     .algorithm = DSOPT_ADAMW,
+     .algorithm = DSOPT_ALGORITHM_ADAMW,
      .lr = 2e-3,
      .loss_scale = 0x1p24,
      .checkpoint = "fp16.safetensors"},
     {.name = "1-bit Adam, 4 ranks",
      .title = "1-bit Adam on 4 ranks",
-     .algorithm = DSOPT_ONEBIT_ADAM,
+     .algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
      .lr = 2e-3,
      .ranks = 1,
      .checkpoint = "onebit_adam.safetensors"},
     {.name = "0/1 Adam, 4 ranks",
      .title = "0/1 Adam on 4 ranks",
-     .algorithm = DSOPT_ZERO_ONE_ADAM,
+     .algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM,
      .lr = 2e-3,
      .ranks = 1,
      .checkpoint = "zero_one_adam.safetensors"},
@@ -166,7 +166,7 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
     check(dsopt_optimizer_create(t->context, &desc, &optimizer));
     check(dsopt_group_init(&group, sizeof group, row->algorithm));
     if (comm) group.freeze_step = t->plan->freeze_step;
-    if (row->algorithm == DSOPT_ZERO_ONE_ADAM) {
+    if (row->algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         group.freeze_step = t->plan->zero_one_freeze_step;
         group.var_interval_steps = t->plan->var_interval_steps;
         group.local_interval_steps = t->plan->local_interval_steps;
@@ -192,7 +192,7 @@ static void on_all_ranks(struct trainer *t, void *(*body)(void *rank)) {
 static void *join_comm(void *argument) {
     struct rank *r = argument;
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_LOCAL;
+    desc.kind = DSOPT_COMM_KIND_LOCAL;
     desc.rank = r->index;
     desc.ranks = QUARTERS;
     desc.id = r->trainer->id;
@@ -215,7 +215,7 @@ static void *rank_step(void *argument) {
 static void create_ranks(struct trainer *t) {
     t->ranks = QUARTERS;
     t->id_bytes = sizeof t->id;
-    check(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, t->id, &t->id_bytes));
+    check(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, t->id, &t->id_bytes));
     for (int q = 0; q < QUARTERS; ++q) {
         struct rank *r = &t->rank[q];
         r->trainer = t;
@@ -223,8 +223,8 @@ static void create_ranks(struct trainer *t) {
         r->weights = q == 0 ? t->parameters : need(tensors_create(t->text->vocabulary));
         memcpy(r->weights->all, t->parameters->all, t->parameters->size * sizeof(float));
         for (int i = 0; i < TENSORS; ++i) {
-            r->params[i] = (dsopt_tensor){r->weights->tensor[i], t->params[i].numel, DSOPT_F32, 0};
-            r->grads[i] = (dsopt_tensor){t->gradient[q]->tensor[i], t->params[i].numel, DSOPT_F32, 0};
+            r->params[i] = (dsopt_tensor){r->weights->tensor[i], t->params[i].numel, DSOPT_DTYPE_F32, 0};
+            r->grads[i] = (dsopt_tensor){t->gradient[q]->tensor[i], t->params[i].numel, DSOPT_DTYPE_F32, 0};
         }
     }
     on_all_ranks(t, join_comm);
@@ -242,9 +242,9 @@ static void destroy_ranks(struct trainer *t) {
 static void create_half(struct trainer *t, const struct row *row) {
     uint16_t *next = t->half = need(calloc(2 * t->parameters->size, sizeof *t->half));
     for (int i = 0; i < TENSORS; next += t->params[i++].numel)
-        t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, DSOPT_F16, 0};
+        t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, DSOPT_DTYPE_F16, 0};
     for (int i = 0; i < TENSORS; next += t->grads[i++].numel)
-        t->half_grads[i] = (dsopt_tensor){next, t->grads[i].numel, DSOPT_F16, 0};
+        t->half_grads[i] = (dsopt_tensor){next, t->grads[i].numel, DSOPT_DTYPE_F16, 0};
     check(dsopt_tensors_axpby(t->context, NULL, t->params, 0, t->half_params, TENSORS, NULL));
 
     DSOPT_NEW(dsopt_scaler_desc, desc);
@@ -272,8 +272,8 @@ static void trainer_create(struct trainer *t, const struct row *row, const struc
     model_init(t->parameters, SEED);
     model_shapes(text->vocabulary, shapes);
     for (int i = 0; i < TENSORS; ++i) {
-        t->params[i] = (dsopt_tensor){t->parameters->tensor[i], shapes[i].numel, DSOPT_F32, 0};
-        t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_F32, 0};
+        t->params[i] = (dsopt_tensor){t->parameters->tensor[i], shapes[i].numel, DSOPT_DTYPE_F32, 0};
+        t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_DTYPE_F32, 0};
     }
     t->row = row;
     if (row->loss_scale > 0) create_half(t, row);
@@ -421,8 +421,8 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds
         const double lr = learning_rate(plan, row->lr, step);
         for (int q = 1; q < t->ranks; ++q)
-            check(dsopt_optimizer_set(t->rank[q].optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, lr));
-        check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, lr));
+            check(dsopt_optimizer_set(t->rank[q].optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr));
+        check(dsopt_optimizer_set(t->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr));
         if (t->ranks)
             on_all_ranks(t, rank_step);
         else

@@ -202,8 +202,8 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
     double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite),
                         std::isnan(most) ? 1.0 : 0.0};
     if (comm != nullptr) {
-        comm->all_reduce(&shared[0], 1, DSOPT_F64, kind == DSOPT_NORM_MAX ? DSOPT_MAX : DSOPT_SUM, stream);
-        comm->all_reduce(&shared[1], 2, DSOPT_F64, DSOPT_SUM, stream);
+        comm->all_reduce(&shared[0], 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, stream);
+        comm->all_reduce(&shared[1], 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream);
         r.nonfinite = int64_t(shared[1]);
         if (shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
     }

@@ -108,11 +108,12 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
             if (one_.trust_factor[i] == 0) one_.trust_factor[i] = 1;
     if (one_.stage == Stage::dry) return;
     if (one_.stage == Stage::full) {
-        if (algorithm == DSOPT_ONEBIT_LAMB) average_trust();
+        if (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) average_trust();
         return;
     }
-    if (algorithm == DSOPT_ONEBIT_LAMB) return lamb(cut, span_of);
-    if (algorithm == DSOPT_ZERO_ONE_ADAM) feed_ = one_.stage == Stage::exchange ? Feed::gradient : Feed::distance;
+    if (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) return lamb(cut, span_of);
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+        feed_ = one_.stage == Stage::exchange ? Feed::gradient : Feed::distance;
     if (one_.stage == Stage::local || one_.stage == Stage::sync)
         for (int64_t g = 0; g < plan_.group_count; ++g) {
             const double lr = plan_.lr != nullptr ? double(plan_.lr[g]) : plan_.groups[g].lr;
@@ -173,7 +174,7 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
 
 void OneBitStep::end(const Cut &cut, bool taken) {
     if (!taken && one_.compat) return; // the original never hears of a skipped step
-    const bool copies = one_.setup->rules.algorithm == DSOPT_ONEBIT_LAMB;
+    const bool copies = one_.setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool froze = advance_schedule(one_.setup->rules, *one_.schedule);
     // Only where an exchange follows: this reads the whole variance.
     if (one_.stage == Stage::full && one_.active != nullptr &&

@@ -228,17 +228,17 @@ DSOPT_HD void fold_updates(const StepPlan &plan, Outcome &outcome) {
 
 DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *report) {
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i) report[i] = 0;
-    report[DSOPT_R_SKIPPED] = float(outcome.skipped);
-    report[DSOPT_R_GRAD_NORM] = float(outcome.grad_norm);
-    report[DSOPT_R_WEIGHT_NORM] = float(outcome.weight_norm);
-    report[DSOPT_R_UPDATE_NORM] = float(outcome.update_norm);
-    report[DSOPT_R_NONFINITE] = float(outcome.nonfinite);
-    report[DSOPT_R_FIRST_BAD] = float(outcome.first_bad);
-    report[DSOPT_R_DIVISOR] = float(outcome.divisor);
-    report[DSOPT_R_SCALE_USED] = float(outcome.scale_used);
-    report[DSOPT_R_SCALE_NEXT] = plan.scaler != nullptr ? *plan.loss_scale : 1.0f;
-    report[DSOPT_R_EXPERT_NORM] = float(outcome.expert_norm);
-    report[DSOPT_R_SKIPPED_IN_ROW] = plan.scaler != nullptr ? float(plan.scaler->skipped_in_row) : 0.0f;
+    report[DSOPT_REPORT_SKIPPED] = float(outcome.skipped);
+    report[DSOPT_REPORT_GRAD_NORM] = float(outcome.grad_norm);
+    report[DSOPT_REPORT_WEIGHT_NORM] = float(outcome.weight_norm);
+    report[DSOPT_REPORT_UPDATE_NORM] = float(outcome.update_norm);
+    report[DSOPT_REPORT_NONFINITE] = float(outcome.nonfinite);
+    report[DSOPT_REPORT_FIRST_BAD] = float(outcome.first_bad);
+    report[DSOPT_REPORT_DIVISOR] = float(outcome.divisor);
+    report[DSOPT_REPORT_SCALE_USED] = float(outcome.scale_used);
+    report[DSOPT_REPORT_SCALE_NEXT] = plan.scaler != nullptr ? *plan.loss_scale : 1.0f;
+    report[DSOPT_REPORT_EXPERT_NORM] = float(outcome.expert_norm);
+    report[DSOPT_REPORT_SKIPPED_IN_ROW] = plan.scaler != nullptr ? float(plan.scaler->skipped_in_row) : 0.0f;
 }
 
 } // namespace dsopt

@@ -7,7 +7,7 @@
 namespace dsopt {
 
 struct ScheduleRules {
-    int32_t algorithm; // DSOPT_ONEBIT_ADAM, _ZERO_ONE_ADAM, _ONEBIT_LAMB
+    int32_t algorithm; // DSOPT_ALGORITHM_ONEBIT_ADAM, _ZERO_ONE_ADAM, _ONEBIT_LAMB
     int64_t freeze_step;
     int64_t var_interval_steps;   // 0/1 Adam: variance updates until their interval doubles
     int64_t local_interval_steps; // 0/1 Adam: steps until the interval between synchronisations doubles
@@ -39,7 +39,7 @@ DSOPT_HD int32_t at_least_one(int32_t interval) { return interval > 0 ? interval
 DSOPT_HD Stage stage_of(const ScheduleRules &rules, const ScheduleState &s) {
     if (rules.compat && s.step == 0) return Stage::dry;
     const int32_t t = s.step + 1;
-    if (rules.algorithm != DSOPT_ZERO_ONE_ADAM) return s.frozen ? Stage::exchange : Stage::full;
+    if (rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) return s.frozen ? Stage::exchange : Stage::full;
     if (!s.frozen) return t % at_least_one(s.var_interval) == 0 ? Stage::full : Stage::exchange;
     return t % at_least_one(s.local_interval) == 0 ? Stage::sync : Stage::local;
 }
@@ -50,7 +50,7 @@ DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     ++s.step;
     if (stage == Stage::dry) return false;
     const int64_t last =
-        rules.algorithm == DSOPT_ZERO_ONE_ADAM && rules.compat ? rules.freeze_step + 1 : rules.freeze_step;
+        rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && rules.compat ? rules.freeze_step + 1 : rules.freeze_step;
     if (stage == Stage::local || stage == Stage::sync) {
         if (++s.local_counter == rules.local_interval_steps) {
             s.local_counter = 0;
@@ -59,7 +59,8 @@ DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
         }
         return false;
     }
-    if (rules.algorithm == DSOPT_ZERO_ONE_ADAM && stage == Stage::full && ++s.var_counter == rules.var_interval_steps) {
+    if (rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && stage == Stage::full &&
+        ++s.var_counter == rules.var_interval_steps) {
         s.var_counter = 0;
         // An interval past the freeze is never used up, and must not run over.
         s.var_interval = at_least_one(s.var_interval) < (1 << 29) ? 2 * at_least_one(s.var_interval) : s.var_interval;

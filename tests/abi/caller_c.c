@@ -12,15 +12,15 @@ static void check(dsopt_status status) {
 
 int main(void) {
     float w[2] = {0}, b[1] = {0}, gw[2] = {0}, gb[1] = {0};
-    dsopt_param params[] = {{.tensor = {w, 2, DSOPT_F32, 0}, .name = "w"},
-                            {.tensor = {b, 1, DSOPT_F32, 0}, .name = "b"}};
-    dsopt_tensor grads[] = {{gw, 2, DSOPT_F32, 0}, {gb, 1, DSOPT_F32, 0}};
+    dsopt_param params[] = {{.tensor = {w, 2, DSOPT_DTYPE_F32, 0}, .name = "w"},
+                            {.tensor = {b, 1, DSOPT_DTYPE_F32, 0}, .name = "b"}};
+    dsopt_tensor grads[] = {{gw, 2, DSOPT_DTYPE_F32, 0}, {gb, 1, DSOPT_DTYPE_F32, 0}};
     dsopt_context *ctx;
     dsopt_optimizer *opt;
     dsopt_group group;
     check(dsopt_context_create(NULL, &ctx)); // CPU
     check(dsopt_optimizer_create(ctx, NULL, &opt));
-    check(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW));
+    check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
     group.lr = 0.02;
     check(dsopt_optimizer_add_group(opt, &group, params, 2));
     for (int i = 0; i < 4000; ++i) {

@@ -18,13 +18,13 @@ namespace cuda_test {
 
 #define OK(call) ASSERT_EQ(call, DSOPT_OK) << dsopt_last_error()
 
-inline size_t element(int32_t dtype) { return dtype == DSOPT_F32 ? 4 : 2; }
+inline size_t element(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 ? 4 : 2; }
 
 /// Bits of a value in a dtype, good enough to make inputs.
 inline void put(char *to, int32_t dtype, float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    if (dtype == DSOPT_F32)
+    if (dtype == DSOPT_DTYPE_F32)
         std::memcpy(to, &bits, 4);
     else {
         const uint16_t bf16 = uint16_t(bits >> 16);
@@ -33,7 +33,7 @@ inline void put(char *to, int32_t dtype, float value) {
                                       (exponent >= 31 ? 0x7c00 | ((bits & 0x7fffff) != 0 && exponent > 31 ? 0x200 : 0)
                                        : exponent > 0 ? uint32_t(exponent) << 10 | (bits >> 13 & 0x3ff)
                                                       : 0));
-        std::memcpy(to, dtype == DSOPT_F16 ? &f16 : &bf16, 2);
+        std::memcpy(to, dtype == DSOPT_DTYPE_F16 ? &f16 : &bf16, 2);
     }
 }
 
@@ -85,8 +85,8 @@ private:
 };
 
 struct Setting {
-    int32_t algorithm = DSOPT_ADAMW;
-    int32_t param = DSOPT_F32, grad = DSOPT_F32;
+    int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
+    int32_t param = DSOPT_DTYPE_F32, grad = DSOPT_DTYPE_F32;
     dsopt_optimizer_desc desc{};
     uint32_t group_flags = 0;
     bool scaler = false;
@@ -108,11 +108,11 @@ struct Ranks {
     std::array<char, 64> id{};
     size_t id_bytes = id.size();
     explicit Ranks(int ranks) : count(ranks) {
-        EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_LOCAL, id.data(), &id_bytes), DSOPT_OK) << dsopt_last_error();
+        EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &id_bytes), DSOPT_OK) << dsopt_last_error();
     }
     dsopt_comm *join(dsopt_context *context, int rank) const {
         DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_LOCAL;
+        desc.kind = DSOPT_COMM_KIND_LOCAL;
         desc.rank = rank;
         desc.ranks = count;
         desc.timeout_ms = 60000;
@@ -149,7 +149,7 @@ public:
         device_(device),
         setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
+        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
         context = setting.context;
         if (context == nullptr) good(dsopt_context_create(&where, &context));
         dsopt_optimizer_desc desc = setting.desc;
@@ -164,7 +164,7 @@ public:
         if (ranks != nullptr) desc.data = comm = ranks->join(context, rank);
         if (node_ranks != nullptr) desc.node = node = node_ranks->join(context, node_rank);
         good(dsopt_optimizer_create(context, &desc, &optimizer));
-        const int32_t dtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
+        const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
         std::vector<dsopt_param> list;
         for (size_t i = 0; i < setting.sizes.size(); ++i) {
             const int64_t n = setting.sizes[i];
@@ -251,7 +251,7 @@ public:
             DSOPT_NEW(dsopt_state_info, info);
             good(dsopt_optimizer_state(optimizer, i, &info));
             std::vector<char> host(size_t(info.tensor.numel) *
-                                   (info.tensor.dtype == DSOPT_I32 ? 4 : element(info.tensor.dtype)));
+                                   (info.tensor.dtype == DSOPT_DTYPE_I32 ? 4 : element(info.tensor.dtype)));
             good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
             all.push_back(std::move(host));
         }
@@ -315,7 +315,7 @@ inline void expect_same_bits(const Setting &setting, const char *what) {
             side->fill_gradients(t, t == 2 ? 5 : -1);
             if (t == 3) side->gradients[3].data = nullptr;
             if (t == 4) side->gradients[3].data = side->grads[3].data();
-            OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 1e-3 * (t + 1)));
+            OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 1e-3 * (t + 1)));
             OK(side->step());
         }
         ASSERT_TRUE(same(host.everything(), device.everything())) << "step " << t;

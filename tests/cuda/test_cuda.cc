@@ -10,19 +10,20 @@ using namespace cuda_test;
 namespace {
 
 TEST_F(Cuda, GivesTheBitsOfTheCpuForEveryAlgorithmAndDtype) {
-    for (const int32_t algorithm : {DSOPT_ADAM, DSOPT_ADAMW, DSOPT_LAMB, DSOPT_ADAM_LEGACY})
-        for (const int32_t param : {DSOPT_F32, DSOPT_F16, DSOPT_BF16})
-            for (const int32_t grad : {DSOPT_F32, DSOPT_F16, DSOPT_BF16})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
+        for (const int32_t param : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
+            for (const int32_t grad : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
                 for (const bool clip : {false, true}) {
                     Setting s;
                     s.algorithm = algorithm;
                     s.param = param;
                     s.grad = grad;
-                    s.scaler = clip && param != DSOPT_F32;
+                    s.scaler = clip && param != DSOPT_DTYPE_F32;
                     s.desc.max_norm = clip ? 0.5 : 0;
                     s.desc.nonfinite = clip ? DSOPT_NONFINITE_AUTO : DSOPT_NONFINITE_SKIP;
                     s.desc.flags = clip ? 0 : DSOPT_OPTIMIZER_REPORT_NORMS;
-                    if (algorithm == DSOPT_LAMB || algorithm == DSOPT_ADAM_LEGACY)
+                    if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ADAM_LEGACY)
                         s.group_flags = clip ? DSOPT_GROUP_EPS_INSIDE_SQRT : 0;
                     expect_same_bits(
                         s,
@@ -36,19 +37,19 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuForMixedListsUnalignedArraysAndEveryOption) {
     s.desc.max_value = 0.9;
     s.desc.max_norm = 3;
     expect_same_bits(s, "mixed, unaligned, clipped by value");
-    s.out = DSOPT_BF16;
+    s.out = DSOPT_DTYPE_BF16;
     s.step_flags = DSOPT_STEP_ZERO_GRADS;
     expect_same_bits(s, "outputs, zeroed gradients");
     s.step_flags = DSOPT_STEP_OUT_ONLY;
-    s.algorithm = DSOPT_LAMB;
+    s.algorithm = DSOPT_ALGORITHM_LAMB;
     expect_same_bits(s, "LAMB, outputs only");
     Setting random;
-    random.param = DSOPT_BF16;
+    random.param = DSOPT_DTYPE_BF16;
     random.desc.flags = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     random.desc.seed = 5;
     expect_same_bits(random, "stochastic rounding");
     Setting delta;
-    delta.out = DSOPT_F32;
+    delta.out = DSOPT_DTYPE_F32;
     delta.step_flags = DSOPT_STEP_DELTA;
     expect_same_bits(delta, "delta");
 }
@@ -58,7 +59,7 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuInCompatMode) {
         for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
             if (flags != 0 && masters == DSOPT_MASTERS_FLAT) continue;
             Setting s;
-            s.param = s.grad = DSOPT_F16;
+            s.param = s.grad = DSOPT_DTYPE_F16;
             s.mixed = flags != 0;
             s.scaler = flags == 0;
             s.desc.compat = DSOPT_COMPAT_DEEPSPEED;
@@ -70,10 +71,10 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuInCompatMode) {
 }
 
 TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
-    for (const int32_t algorithm : {DSOPT_ADAMW, DSOPT_LAMB}) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         Setting s;
         s.algorithm = algorithm;
-        s.param = s.grad = DSOPT_F16;
+        s.param = s.grad = DSOPT_DTYPE_F16;
         s.scaler = true;
         s.desc.max_norm = 1;
         Side plain(true, s), graph(true, s);
@@ -142,7 +143,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     // A plain step with another learning rate and without one gradient; the graph must not see either.
     for (Side *each : {&side, &reference}) {
         each->gradients[4].data = nullptr;
-        OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 0.25));
+        OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
     }
     step = arguments();
     OK(dsopt_optimizer_step(side.optimizer, &step));
@@ -150,8 +151,8 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     reference.gradients[4].data = reference.grads[4].data();
-    OK(dsopt_optimizer_set(reference.optimizer, 0, DSOPT_LR, 1e-3));
-    OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_LR, 2e-3));
+    OK(dsopt_optimizer_set(reference.optimizer, 0, DSOPT_KEY_LR, 1e-3));
+    OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_KEY_LR, 2e-3));
     OK(reference.step());
     EXPECT_TRUE(same(side.everything(), reference.everything()));
     // Capturing again needs a plain step with the lists as they are now.
@@ -189,7 +190,7 @@ TEST_F(Cuda, RefusesACaptureBeforeTheFirstStepAndManyChangedPointersInOne) {
 
 TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     Setting s;
-    s.param = s.grad = DSOPT_BF16;
+    s.param = s.grad = DSOPT_DTYPE_BF16;
     s.scaler = true;
     s.sizes = {3, 1500000, 4096, 0, 2000001}; // pieces of 4 MiB and tails
     const std::string path = testing::TempDir() + "/dsopt-cuda-" + std::to_string(getpid()) + ".safetensors";
@@ -234,7 +235,7 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
         for (size_t i = 0; i < side->params.size(); ++i) {
             weights.push_back(side->gradients[i]);
             weights.back().data = side->params[i].data();
-            const int32_t dtypes[] = {DSOPT_F32, DSOPT_F16, DSOPT_BF16};
+            const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
             weights.back().dtype = dtypes[i % 3];
         }
         OK(dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
@@ -263,7 +264,7 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
         s.sizes.push_back(i % 50 == 0 ? 0 : i % 37 == 5 ? 4096 * 7 + i : i % 41 == 3 ? 4096 * (7 + i / 8) + i : i % 9);
     s.desc.max_norm = 0.5;
     s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
-    for (const int32_t algorithm : {DSOPT_ADAMW, DSOPT_LAMB}) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         s.algorithm = algorithm;
         expect_same_bits(s, "a long list");
     }
@@ -300,7 +301,8 @@ TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
             Side side(true, s);
             std::vector<char> gradient(5 * sizeof(float));
             for (int k = 0; k < 5; ++k)
-                put(&gradient[size_t(k) * sizeof(float)], DSOPT_F32, rank == bad && k == 2 ? NAN : float(k + rank));
+                put(&gradient[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
+                    rank == bad && k == 2 ? NAN : float(k + rank));
             side.grads[0].set(gradient);
             side.grads[1].set(std::vector<char>(4100 * sizeof(float)));
             dsopt_comm *comm = group.join(side.context, rank);
@@ -334,7 +336,7 @@ TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
     Setting s;
     Side side(true, s);
     DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_CUDA;
+    where.backend = DSOPT_BACKEND_CUDA;
     where.device = 1;
     where.flags = DSOPT_CONTEXT_CHECK_POINTERS;
     dsopt_context *context = nullptr;
@@ -342,9 +344,9 @@ TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
     dsopt_optimizer *optimizer = nullptr;
     OK(dsopt_optimizer_create(context, nullptr, &optimizer));
     dsopt_group group;
-    OK(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW));
+    OK(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
     dsopt_param param{};
-    param.tensor = {side.params[1].data(), 7, DSOPT_F32, 0};
+    param.tensor = {side.params[1].data(), 7, DSOPT_DTYPE_F32, 0};
     param.name = "elsewhere";
     OK(dsopt_optimizer_add_group(optimizer, &group, &param, 1));
     DSOPT_NEW(dsopt_step, step);

@@ -29,7 +29,7 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations, 0);
     }
-    OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 0.5));
+    OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
     EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
@@ -44,7 +44,7 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
             OK(adam.step());
             EXPECT_EQ(launches(adam), (std::vector<std::string>{"update4"}));
         }
-        s.algorithm = DSOPT_LAMB;
+        s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
         Side lamb(true, s);
         lamb.fill_gradients(1);
@@ -78,7 +78,7 @@ Setting onebit(int32_t algorithm, size_t count) {
     s.change = [](dsopt_group &group, int) {
         group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
         group.freeze_step = 2;
-        if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
+        if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
     };
     return s;
 }
@@ -90,15 +90,16 @@ TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
              "update4", "lamb_weights4", "end_onebit"},
         local{"decide", "begin_onebit", "local", "update4", "end_onebit"},
         sync{"decide", "begin_onebit", "feed", "finish", "update4", "end_onebit"};
-    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB}) {
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Side side(true, onebit(algorithm, 300));
         side.fill_gradients(0);
         for (int t = 0; t < 4; ++t) OK(side.step());
         for (int t = 0; t < 4; ++t) {
-            const auto &expected = algorithm == DSOPT_ONEBIT_ADAM   ? adam
-                                   : algorithm == DSOPT_ONEBIT_LAMB ? lamb
-                                   : t % 2 == 0                     ? local
-                                                                    : sync;
+            const auto &expected = algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM   ? adam
+                                   : algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? lamb
+                                   : t % 2 == 0                               ? local
+                                                                              : sync;
             EXPECT_EQ(launches(side), expected) << t;
             const fakert::Counters c = fakert::counters();
             EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations,
@@ -109,7 +110,8 @@ TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
 
 TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
     allow_many_blocks();
-    for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB}) {
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         std::vector<std::string> seen[2];
         for (const bool many : {false, true}) {
             const Ranks group(2);
@@ -138,14 +140,14 @@ struct Idle {
     dsopt_comm *comm = nullptr;
     explicit Idle(uint32_t flags) {
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
+        where.backend = DSOPT_BACKEND_CUDA;
         Side::good(dsopt_context_create(&where, &context));
         DSOPT_NEW(dsopt_comm_table, table);
         table.ranks = 2;
         table.memory = DSOPT_MEMORY_BACKEND;
         table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
         DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_TABLE;
+        desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         desc.flags = flags;
         Side::good(dsopt_comm_create(context, &desc, &comm));
@@ -160,7 +162,7 @@ struct Idle {
 
 TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) {
     allow_many_blocks();
-    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const Idle idle(flags);
         Setting s;
         s.desc.max_norm = 1;
@@ -206,7 +208,7 @@ TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
 TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
     const auto scenario = [] { // stops at the first failure
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
+        where.backend = DSOPT_BACKEND_CUDA;
         dsopt_context *context = nullptr;
         dsopt_optimizer *optimizer = nullptr;
         dsopt_status status = dsopt_context_create(&where, &context);
@@ -218,9 +220,9 @@ TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
         if (status == DSOPT_OK) status = dsopt_optimizer_create(context, &desc, &optimizer);
         dsopt_group group;
         dsopt_param param{};
-        param.tensor = {memory, 100, DSOPT_F32, 0};
-        dsopt_tensor grad{memory + 100, 100, DSOPT_F32, 0};
-        if (status == DSOPT_OK) status = dsopt_group_init(&group, sizeof group, DSOPT_LAMB);
+        param.tensor = {memory, 100, DSOPT_DTYPE_F32, 0};
+        dsopt_tensor grad{memory + 100, 100, DSOPT_DTYPE_F32, 0};
+        if (status == DSOPT_OK) status = dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_LAMB);
         if (status == DSOPT_OK) status = dsopt_optimizer_add_group(optimizer, &group, &param, 1);
         DSOPT_NEW(dsopt_step, step);
         step.grads = &grad;

@@ -21,7 +21,7 @@ protected:
     static void plain(dsopt_group &g, int) {
         g.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
         g.freeze_step = 4;
-        if (g.algorithm == DSOPT_ZERO_ONE_ADAM) {
+        if (g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
             g.var_interval_steps = 2;
             g.local_interval_steps = 2;
             g.max_local_interval = 4;
@@ -45,7 +45,7 @@ protected:
             for (int t = 0; t < 14; ++t) {
                 side.fill_gradients(t + 20 * rank, t == bad_step && rank == ranks - 1 ? 4 : -1);
                 if (!setting.sizes.empty()) side.gradients[3].data = t == 6 ? nullptr : side.grads[3].data();
-                if (t == 9) Side::good(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_LR, 5e-3));
+                if (t == 9) Side::good(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 5e-3));
                 const dsopt_status status = side.step();
                 EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
                 if (status != DSOPT_OK) return;
@@ -78,16 +78,17 @@ protected:
         }
     }
     static const char *name_of(int32_t algorithm) {
-        return algorithm == DSOPT_ONEBIT_ADAM     ? "1-bit Adam"
-               : algorithm == DSOPT_ZERO_ONE_ADAM ? "0/1 Adam"
-                                                  : "1-bit LAMB";
+        return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM     ? "1-bit Adam"
+               : algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "0/1 Adam"
+                                                            : "1-bit LAMB";
     }
-    static constexpr int32_t kFamily[] = {DSOPT_ONEBIT_ADAM, DSOPT_ZERO_ONE_ADAM, DSOPT_ONEBIT_LAMB};
+    static constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                          DSOPT_ALGORITHM_ONEBIT_LAMB};
 };
 
 TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInBothModes) {
     for (const int32_t algorithm : kFamily)
-        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED})
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const int ranks : {1, 2, 3}) {
                 Setting s = setting(algorithm);
                 s.desc.compat = compat;
@@ -100,12 +101,12 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithMastersAScalerClippingAndSkippedSteps
     for (const int32_t algorithm : kFamily)
         for (const int bad_step : {1, 3, 8}) { // before the variance freezes, as it does, afterwards
             Setting s = setting(algorithm);
-            s.param = DSOPT_F16;
-            s.grad = DSOPT_BF16;
+            s.param = DSOPT_DTYPE_F16;
+            s.grad = DSOPT_DTYPE_BF16;
             s.scaler = s.shifted = true;
             s.desc.max_norm = 1;
             s.step_flags = DSOPT_STEP_ZERO_GRADS;
-            s.out = DSOPT_BF16;
+            s.out = DSOPT_DTYPE_BF16;
             expect_same_bits(s, 2, bad_step, name_of(algorithm));
         }
 }
@@ -114,7 +115,7 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuUnderTheOriginalsWrappers) {
     for (const int32_t algorithm : kFamily)
         for (const int32_t masters : {DSOPT_MASTERS_FLAT, DSOPT_MASTERS_PER_TENSOR}) {
             Setting s = setting(algorithm);
-            s.param = s.grad = DSOPT_F16;
+            s.param = s.grad = DSOPT_DTYPE_F16;
             s.desc.compat = DSOPT_COMPAT_DEEPSPEED;
             s.desc.masters = masters;
             s.scaler = true;
@@ -124,7 +125,7 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuUnderTheOriginalsWrappers) {
 
 TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithMasksAndGradientsThatItAverages) {
     for (const int32_t algorithm : kFamily)
-        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             Setting s = setting(algorithm);
             s.desc.compat = compat;
             s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
@@ -135,9 +136,9 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithMasksAndGradientsThatItAverages) {
 }
 
 TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithAGroupThatIsNotFrozen) {
-    for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED})
+    for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
         for (const int ranks : {1, 2}) {
-            Setting s = setting(DSOPT_ONEBIT_ADAM);
+            Setting s = setting(DSOPT_ALGORITHM_ONEBIT_ADAM);
             s.desc.compat = compat;
             s.change = second_is_not_frozen;
             expect_same_bits(s, ranks, -1, compat ? "compat" : "standard");
@@ -146,7 +147,7 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithAGroupThatIsNotFrozen) {
 
 TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithTheMomentumInBits) {
     for (const int bad_step : {-1, 4, 8}) { // 4: the first exchange
-        Setting s = setting(DSOPT_ONEBIT_ADAM);
+        Setting s = setting(DSOPT_ALGORITHM_ONEBIT_ADAM);
         s.desc.flags = DSOPT_OPTIMIZER_MOMENTUM_BITS;
         s.desc.max_norm = 1;
         s.gaps = true;
@@ -165,10 +166,10 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInTwoLevels) {
             s.gaps = true;
             expect_same_bits(s, shape.per_node * shape.nodes, -1, name_of(algorithm), shape.per_node);
         }
-        Setting s = setting(DSOPT_ONEBIT_ADAM);
+        Setting s = setting(DSOPT_ALGORITHM_ONEBIT_ADAM);
         s.desc.flags = DSOPT_OPTIMIZER_MOMENTUM_BITS;
         s.desc.max_norm = 1;
-        s.param = s.grad = DSOPT_F16;
+        s.param = s.grad = DSOPT_DTYPE_F16;
         s.scaler = true;
         s.exports_every = 4;
         expect_same_bits(s, shape.per_node * shape.nodes, 6, "momentum in bits", shape.per_node);
@@ -177,14 +178,14 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInTwoLevels) {
 
 TEST_F(CudaOneBit, TakesStepsWhereNothingGoesIntoExchanges) {
     for (const int32_t algorithm : kFamily)
-        for (const int32_t compat : {DSOPT_STANDARD, DSOPT_COMPAT_DEEPSPEED}) {
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             Setting s = setting(algorithm);
             s.sizes = {};
             s.desc.compat = compat;
             expect_same_bits(s, 2, -1, name_of(algorithm));
-            if (compat == DSOPT_STANDARD) expect_same_bits(s, 4, -1, name_of(algorithm), 2);
+            if (compat == DSOPT_COMPAT_NONE) expect_same_bits(s, 4, -1, name_of(algorithm), 2);
         }
-    Setting s = setting(DSOPT_ONEBIT_ADAM);
+    Setting s = setting(DSOPT_ALGORITHM_ONEBIT_ADAM);
     s.change = [](dsopt_group &g, int) {
         plain(g, 0);
         g.flags |= DSOPT_GROUP_NON_FREEZE;
@@ -197,10 +198,10 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
     const struct {
         int32_t compat;
         int per_node, nodes;
-    } rows[] = {{DSOPT_STANDARD, 0, 1},         {DSOPT_STANDARD, 0, 2},         {DSOPT_STANDARD, 0, 3},
-                {DSOPT_STANDARD, 0, 5},         {DSOPT_COMPAT_DEEPSPEED, 0, 1}, {DSOPT_COMPAT_DEEPSPEED, 0, 2},
-                {DSOPT_COMPAT_DEEPSPEED, 0, 3}, {DSOPT_COMPAT_DEEPSPEED, 0, 5}, {DSOPT_STANDARD, 2, 2},
-                {DSOPT_STANDARD, 3, 1},         {DSOPT_STANDARD, 1, 3},         {DSOPT_STANDARD, 2, 3}};
+    } rows[] = {{DSOPT_COMPAT_NONE, 0, 1},      {DSOPT_COMPAT_NONE, 0, 2},      {DSOPT_COMPAT_NONE, 0, 3},
+                {DSOPT_COMPAT_NONE, 0, 5},      {DSOPT_COMPAT_DEEPSPEED, 0, 1}, {DSOPT_COMPAT_DEEPSPEED, 0, 2},
+                {DSOPT_COMPAT_DEEPSPEED, 0, 3}, {DSOPT_COMPAT_DEEPSPEED, 0, 5}, {DSOPT_COMPAT_NONE, 2, 2},
+                {DSOPT_COMPAT_NONE, 3, 1},      {DSOPT_COMPAT_NONE, 1, 3},      {DSOPT_COMPAT_NONE, 2, 3}};
     for (const auto &row : rows) {
         const Nodes nodes(row.per_node > 0 ? row.per_node : 1, row.nodes);
         const int count = nodes.count();
@@ -213,7 +214,7 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
             Ranks::run(count, [&](int rank) {
                 const int d = rank / nodes.per_node, l = rank % nodes.per_node;
                 DSOPT_NEW(dsopt_context_desc, where);
-                where.backend = device ? DSOPT_CUDA : DSOPT_CPU;
+                where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
                 dsopt_context *context = nullptr;
                 OK(dsopt_context_create(&where, &context));
                 dsopt_comm *comm = group.across[size_t(l)].join(context, d), *node = nullptr;
@@ -223,7 +224,7 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
                     std::vector<dsopt_tensor> list;
                     for (const int64_t n : sizes) {
                         memory.emplace_back(device, size_t(n) * sizeof(float), n % 2 ? sizeof(float) : 0);
-                        list.push_back({memory.back().data(), n, DSOPT_F32, 0});
+                        list.push_back({memory.back().data(), n, DSOPT_DTYPE_F32, 0});
                     }
                     DSOPT_NEW(dsopt_compressed, args);
                     args.tensors = list.data();
@@ -246,7 +247,7 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
                             const int64_t n = sizes[i];
                             std::vector<char> values(static_cast<size_t>(n) * sizeof(float));
                             for (int64_t k = 0; k < n; ++k)
-                                put(&values[size_t(k) * sizeof(float)], DSOPT_F32,
+                                put(&values[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
                                     std::sin(float(k * (rank + 2) + call + int64_t(i))));
                             memory[i].set(values);
                         }
@@ -284,7 +285,7 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
             OK(dsopt_optimizer_reset(side->optimizer, DSOPT_RESET_COUNTERS, nullptr));
             int32_t what = -1;
             OK(dsopt_optimizer_next_reduction(side->optimizer, 0, &what));
-            EXPECT_EQ(what, DSOPT_REDUCE_FULL);
+            EXPECT_EQ(what, DSOPT_REDUCTION_FULL);
             for (int t = 0; t < 6; ++t) {
                 side->fill_gradients(t);
                 OK(side->step());
@@ -347,7 +348,7 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
 }
 
 TEST_F(CudaOneBit, RefusesToBeCaptured) {
-    Side side(true, setting(DSOPT_ONEBIT_ADAM));
+    Side side(true, setting(DSOPT_ALGORITHM_ONEBIT_ADAM));
     side.fill_gradients(0);
     OK(side.step());
     cudaStream_t stream = nullptr;

@@ -27,17 +27,17 @@ protected:
     }
 };
 
-TEST_F(CudaSmall, StepsAdamInFp32LikeTheCpu) { compare(small(DSOPT_ADAM), -1); }
+TEST_F(CudaSmall, StepsAdamInFp32LikeTheCpu) { compare(small(DSOPT_ALGORITHM_ADAM), -1); }
 
 TEST_F(CudaSmall, StepsLambWithClippingLikeTheCpu) {
-    Setting s = small(DSOPT_LAMB);
+    Setting s = small(DSOPT_ALGORITHM_LAMB);
     s.desc.max_norm = 0.5;
     compare(s, -1);
 }
 
 TEST_F(CudaSmall, SkipsAndStepsMixedLambWithAScalerLikeTheCpu) {
-    Setting s = small(DSOPT_LAMB);
-    s.param = s.grad = DSOPT_F16;
+    Setting s = small(DSOPT_ALGORITHM_LAMB);
+    s.param = s.grad = DSOPT_DTYPE_F16;
     s.scaler = s.shifted = true;
     compare(s, 2);
 }
@@ -46,9 +46,9 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
     const struct {
         int32_t algorithm, compat;
         int steps;
-    } rows[] = {{DSOPT_ONEBIT_ADAM, DSOPT_STANDARD, 2},
-                {DSOPT_ZERO_ONE_ADAM, DSOPT_STANDARD, 4},
-                {DSOPT_ONEBIT_LAMB, DSOPT_COMPAT_DEEPSPEED, 3}};
+    } rows[] = {{DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE, 2},
+                {DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_COMPAT_NONE, 4},
+                {DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_COMPAT_DEEPSPEED, 3}};
     for (const auto &row : rows) {
         Setting s = small(row.algorithm);
         s.sizes = {5, 4100};
@@ -56,7 +56,8 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
         s.change = [](dsopt_group &group, int) {
             group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
             group.freeze_step = 1;
-            if (group.algorithm == DSOPT_ZERO_ONE_ADAM) group.local_interval_steps = group.max_local_interval = 2;
+            if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                group.local_interval_steps = group.max_local_interval = 2;
         };
         std::vector<std::vector<std::vector<char>>> results[2];
         for (const bool device : {false, true}) {
@@ -93,7 +94,7 @@ TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
 }
 
 TEST_F(CudaSmall, WorksOnListsLikeTheCpu) {
-    const Setting s = small(DSOPT_ADAM);
+    const Setting s = small(DSOPT_ALGORITHM_ADAM);
     Side host(false, s), device(true, s);
     dsopt_norm_result results[2] = {};
     for (Side *side : {&host, &device}) {

@@ -59,7 +59,7 @@ std::string new_id() {
 std::unique_ptr<Comm> make(const std::string &id, int rank, int ranks, int timeout_ms = 60000) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
-    desc.kind = DSOPT_COMM_HCCL;
+    desc.kind = DSOPT_COMM_KIND_HCCL;
     desc.rank = rank;
     desc.ranks = ranks;
     desc.timeout_ms = timeout_ms;
@@ -68,7 +68,7 @@ std::unique_ptr<Comm> make(const std::string &id, int rank, int ranks, int timeo
     return dsopt::make_comm(context(), desc);
 }
 double add(Comm &comm, double value) {
-    comm.all_reduce(&value, 1, DSOPT_F64, DSOPT_SUM, nullptr);
+    comm.all_reduce(&value, 1, DSOPT_DTYPE_F64, DSOPT_OP_SUM, nullptr);
     return value;
 }
 class Fault {
@@ -78,7 +78,7 @@ public:
 };
 
 template <class T> void check_reduce(Comm &comm, int32_t dtype) {
-    for (const int32_t op : {DSOPT_SUM, DSOPT_MAX})
+    for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX})
         for (const size_t count : {size_t(1), size_t(1000)}) {
             std::vector<T> data(count), wanted(count);
             for (size_t i = 0; i < count; ++i) {
@@ -86,7 +86,7 @@ template <class T> void check_reduce(Comm &comm, int32_t dtype) {
                 data[i] = of(comm.rank());
                 wanted[i] = of(0);
                 for (int rank = 1; rank < comm.ranks(); ++rank)
-                    wanted[i] = op == DSOPT_SUM ? T(wanted[i] + of(rank)) : std::max(wanted[i], of(rank));
+                    wanted[i] = op == DSOPT_OP_SUM ? T(wanted[i] + of(rank)) : std::max(wanted[i], of(rank));
             }
             comm.all_reduce(data.data(), int64_t(count), dtype, op, nullptr);
             EXPECT_EQ(data, wanted);
@@ -98,9 +98,9 @@ TEST(Hccl, CollectivesInHostMemory) {
         const std::string id = new_id();
         run_ranks(ranks, [&](int rank) {
             const auto comm = make(id, rank, ranks);
-            check_reduce<float>(*comm, DSOPT_F32);
-            check_reduce<double>(*comm, DSOPT_F64);
-            check_reduce<int32_t>(*comm, DSOPT_I32);
+            check_reduce<float>(*comm, DSOPT_DTYPE_F32);
+            check_reduce<double>(*comm, DSOPT_DTYPE_F64);
+            check_reduce<int32_t>(*comm, DSOPT_DTYPE_I32);
             for (const size_t bytes : {size_t(1), size_t(777), size_t(3)}) {
                 const auto value = [&](int from, int to, size_t i) { return char(from * 50 + to * 7 + int(i % 41)); };
                 std::vector<char> rows(bytes * size_t(ranks)), columns(rows.size()), wanted(rows.size()),
@@ -190,7 +190,8 @@ TEST(Hccl, DifferentSizesBecomeAStatus) {
     run_ranks(2, [&](int rank) {
         const auto comm = make(id, rank, 2, 60000);
         float values[3] = {};
-        EXPECT_TRUE(fails([&] { comm->all_reduce(values, rank + 1, DSOPT_F32, DSOPT_SUM, nullptr); }, DSOPT_ERR_COMM));
+        EXPECT_TRUE(
+            fails([&] { comm->all_reduce(values, rank + 1, DSOPT_DTYPE_F32, DSOPT_OP_SUM, nullptr); }, DSOPT_ERR_COMM));
     });
 }
 
@@ -220,7 +221,7 @@ TEST(Hccl, BorrowedCommunicatorKnowsItsRanks) {
         ASSERT_EQ(init(2, id.data(), uint32_t(rank), &theirs), 0);
         dsopt_comm_desc desc{};
         desc.size = sizeof desc;
-        desc.kind = DSOPT_COMM_HCCL;
+        desc.kind = DSOPT_COMM_KIND_HCCL;
         desc.native = theirs;
         const auto comm = dsopt::make_comm(context(), desc);
         EXPECT_EQ(comm->rank(), rank);

@@ -26,7 +26,7 @@ def comm_of(ranks):
     """One rank of so many; what the others would send stays as it is."""
     table = dsopt_abi.idle_table(lib, ranks)
     kept.append(table)
-    desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_TABLE, table=ctypes.addressof(table))
+    desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table))
     comm = ctypes.c_void_p()
     check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(comm)))
     return comm
@@ -40,7 +40,7 @@ def sent(comm):
 
 def sizes(numels, ranks, node, data=False):
     """Arguments of an exchange, with floats of worker and server. `data`: with memory."""
-    tensors = (lib.dsopt_tensor * len(numels))(*(lib.dsopt_tensor(None, n, lib.DSOPT_F32) for n in numels))
+    tensors = (lib.dsopt_tensor * len(numels))(*(lib.dsopt_tensor(None, n, lib.DSOPT_DTYPE_F32) for n in numels))
     args = lib.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
     worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
     check(lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server), ctypes.byref(space)))
@@ -74,7 +74,7 @@ for numels in LISTS:
 for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     comm = comm_of(ranks)
     result, value = lib.dsopt_norm_result(), ctypes.c_float(1)
-    tensor = lib.dsopt_tensor(ctypes.addressof(value), 1, lib.DSOPT_F32)
+    tensor = lib.dsopt_tensor(ctypes.addressof(value), 1, lib.DSOPT_DTYPE_F32)
     check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), ctypes.c_int64(1), lib.DSOPT_NORM_L2, ctypes.c_double(0), comm,
                                  ctypes.byref(result), None))
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)

@@ -38,7 +38,7 @@ dsopt_comm *world(int timeout_ms = 60000) {
 /// A call that every rank must make: the norm of a tensor with one element, over the ranks.
 dsopt_status meet(dsopt_comm *comm, double *norm = nullptr, int32_t kind = DSOPT_NORM_L2) {
     float value = float(rank + 1);
-    const dsopt_tensor tensor = {&value, 1, DSOPT_F32, 0};
+    const dsopt_tensor tensor = {&value, 1, DSOPT_DTYPE_F32, 0};
     dsopt_norm_result result = {};
     const dsopt_status status = dsopt_tensors_norm(context(), &tensor, 1, kind, 0, comm, &result, nullptr);
     if (norm != nullptr) *norm = result.norm;
@@ -73,14 +73,14 @@ struct Table {
 };
 
 template <class T> void check_reduce(Table &table, int32_t dtype, size_t count) {
-    for (const int32_t op : {DSOPT_SUM, DSOPT_MAX}) {
+    for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX}) {
         std::vector<T> data(count), wanted(count);
         for (size_t i = 0; i < count; ++i) {
             const auto of = [&](int other) { return T((other + 1) * int(i % 91) - 50); };
             data[i] = of(rank);
             wanted[i] = of(0);
             for (int other = 1; other < ranks; ++other)
-                wanted[i] = op == DSOPT_SUM ? T(wanted[i] + of(other)) : std::max(wanted[i], of(other));
+                wanted[i] = op == DSOPT_OP_SUM ? T(wanted[i] + of(other)) : std::max(wanted[i], of(other));
         }
         std::vector<T> apart(count);
         EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), apart.data(), int64_t(count), dtype, op, nullptr) == 0);
@@ -93,9 +93,9 @@ template <class T> void check_reduce(Table &table, int32_t dtype, size_t count) 
 void collectives() {
     Table table;
     for (const size_t count : {size_t(0), size_t(1), size_t(511), size_t(512), size_t(513), size_t(5000)}) {
-        check_reduce<float>(table, DSOPT_F32, count);
-        check_reduce<double>(table, DSOPT_F64, count);
-        check_reduce<int32_t>(table, DSOPT_I32, count);
+        check_reduce<float>(table, DSOPT_DTYPE_F32, count);
+        check_reduce<double>(table, DSOPT_DTYPE_F64, count);
+        check_reduce<int32_t>(table, DSOPT_DTYPE_I32, count);
     }
     const auto value = [](int from, int to, size_t i) { return char(from * 37 + to * 11 + int(i % 113)); };
     for (const size_t bytes :
@@ -129,7 +129,8 @@ void same_bits() {
     std::vector<float> data(3000);
     for (size_t i = 0; i < data.size(); ++i)
         data[i] = std::ldexp(std::sin(float(i + 1) * float(rank + 3)), int(i * 7 + size_t(rank) * 5) % 40 - 20);
-    EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), data.data(), 3000, DSOPT_F32, DSOPT_SUM, nullptr) == 0);
+    EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), data.data(), 3000, DSOPT_DTYPE_F32, DSOPT_OP_SUM, nullptr) ==
+           0);
     std::vector<float> first = data;
     EXPECT(MPI_Bcast(first.data(), 3000, MPI_FLOAT, 0, MPI_COMM_WORLD) == MPI_SUCCESS);
     EXPECT(std::memcmp(first.data(), data.data(), data.size() * sizeof(float)) == 0);
@@ -144,13 +145,13 @@ void step() {
     EXPECT(dsopt_optimizer_create(context(), &how, &opt) == DSOPT_OK);
     dsopt_comm_destroy(comm); // lives on in the optimizer
     dsopt_group group;
-    EXPECT(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW) == DSOPT_OK);
+    EXPECT(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW) == DSOPT_OK);
     std::vector<float> weight(100, 0.5f), grad(100, float(rank + 1));
     dsopt_param param = {};
-    param.tensor = {weight.data(), 100, DSOPT_F32, 0};
+    param.tensor = {weight.data(), 100, DSOPT_DTYPE_F32, 0};
     param.flags = DSOPT_PARAM_MODEL_PARALLEL;
     EXPECT(dsopt_optimizer_add_group(opt, &group, &param, 1) == DSOPT_OK);
-    const dsopt_tensor gradient = {grad.data(), 100, DSOPT_F32, 0};
+    const dsopt_tensor gradient = {grad.data(), 100, DSOPT_DTYPE_F32, 0};
     DSOPT_NEW(dsopt_step, step);
     step.grads = &gradient;
     step.count = 1;

@@ -35,7 +35,7 @@ class Device {
 public:
     Device(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
+        where.backend = DSOPT_BACKEND_CUDA;
         where.device = rank;
         onebit_run::must(dsopt_context_create(&where, &context));
         const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms, flags);

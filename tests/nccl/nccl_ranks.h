@@ -58,7 +58,7 @@ inline testing::AssertionResult fails(const Outcome &outcome, dsopt_status statu
 inline std::shared_ptr<const dsopt::Context> cuda_context(int device = 0) {
     dsopt_context_desc desc{};
     desc.size = sizeof desc;
-    desc.backend = DSOPT_CUDA;
+    desc.backend = DSOPT_BACKEND_CUDA;
     desc.device = device;
     desc.threads = 1;
     return std::make_shared<const dsopt::Context>(desc);
@@ -71,7 +71,7 @@ inline std::string new_id() {
 inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
-    desc.kind = DSOPT_COMM_NCCL;
+    desc.kind = DSOPT_COMM_KIND_NCCL;
     desc.rank = rank;
     desc.ranks = ranks;
     desc.timeout_ms = timeout_ms;
@@ -133,7 +133,7 @@ public:
     }
     /// Adds up one number over the ranks.
     double add(double value) const {
-        comm->all_reduce(&value, 1, DSOPT_F64, DSOPT_SUM, stream);
+        comm->all_reduce(&value, 1, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream);
         return value;
     }
 

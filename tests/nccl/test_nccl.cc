@@ -19,13 +19,15 @@ Bytes bytes_of(int rank, size_t count) {
 }
 template <class T> void exercise_sums(const Rank &rank, Place place, size_t count, int32_t dtype) {
     const int ranks = rank.comm->ranks();
-    for (const int32_t op : {DSOPT_SUM, DSOPT_MAX}) {
+    for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX}) {
         std::vector<T> own(count), wanted(count);
         for (size_t i = 0; i < count; ++i) {
             for (int other = 0; other < ranks; ++other) {
                 const T theirs = T(int(i % 57) * (other + 1) - 100);
                 if (other == rank.comm->rank()) own[i] = theirs;
-                wanted[i] = other == 0 ? theirs : op == DSOPT_SUM ? T(wanted[i] + theirs) : std::max(wanted[i], theirs);
+                wanted[i] = other == 0           ? theirs
+                            : op == DSOPT_OP_SUM ? T(wanted[i] + theirs)
+                                                 : std::max(wanted[i], theirs);
             }
         }
         Bytes data(count * sizeof(T)), result(count * sizeof(T));
@@ -49,9 +51,9 @@ void exercise(const Rank &rank) {
     const int ranks = comm.ranks();
     for (const Place place : {Place::host, Place::backend}) {
         for (const size_t count : {0, 1, 1000, 20000}) {
-            exercise_sums<float>(rank, place, count, DSOPT_F32);
-            exercise_sums<double>(rank, place, count, DSOPT_F64);
-            exercise_sums<int32_t>(rank, place, count, DSOPT_I32);
+            exercise_sums<float>(rank, place, count, DSOPT_DTYPE_F32);
+            exercise_sums<double>(rank, place, count, DSOPT_DTYPE_F64);
+            exercise_sums<int32_t>(rank, place, count, DSOPT_DTYPE_I32);
         }
         for (const size_t bytes : {size_t(1), size_t(3), size_t(4), size_t(70001)}) {
             Bytes gathered, rows, columns;
@@ -211,7 +213,7 @@ TEST(Nccl, DifferentCallsAreNamedByTheDouble) {
     run_ranks(2, [&](int rank) {
         double values[2] = {};
         const Outcome outcome = outcome_of(
-            [&] { world[rank].comm->all_reduce(values, rank + 1, DSOPT_F64, DSOPT_SUM, world[rank].stream); });
+            [&] { world[rank].comm->all_reduce(values, rank + 1, DSOPT_DTYPE_F64, DSOPT_OP_SUM, world[rank].stream); });
         EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "elements"));
     });
 }
@@ -311,7 +313,7 @@ protected:
         dsopt_comm_desc desc{};
         desc.flags = flags;
         desc.size = sizeof desc;
-        desc.kind = DSOPT_COMM_NCCL;
+        desc.kind = DSOPT_COMM_KIND_NCCL;
         desc.timeout_ms = timeout_ms;
         desc.native = native;
         return desc;
@@ -330,7 +332,7 @@ TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
 }
 
 TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
-    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const auto mine = std::make_unique<Rank>(cuda_context(), desc(theirs[0], 200, flags));
         EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
         mine->comm->abort();
@@ -344,14 +346,14 @@ TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
 }
 
 TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
-    const Rank mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_ENQUEUE));
+    const Rank mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     std::thread aborts([&] {
         while (mine.comm->info().calls == 0) give_time(); // it is enqueued
         mine.comm->abort();
     });
     EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
     aborts.join();
-    const Rank other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_ENQUEUE));
+    const Rank other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     EXPECT_EQ(other.add(1), 2);
 }
 
@@ -372,15 +374,15 @@ TEST_F(Borrowed, WithAnIdAsWellIsRefused) {
 // ------------------------------------------------------------------------------------------------ through the C header
 TEST(NcclHeader, IdHasItsSize) {
     size_t bytes = 0;
-    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, nullptr, &bytes), DSOPT_OK);
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, nullptr, &bytes), DSOPT_OK);
     EXPECT_EQ(bytes, 128u);
     char a[200] = {}, b[200] = {};
     bytes = 127;
-    EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, a, &bytes), DSOPT_ERR_SHAPE);
+    EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, a, &bytes), DSOPT_ERR_SHAPE);
     bytes = sizeof a;
-    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, a, &bytes), DSOPT_OK) << dsopt_last_error();
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, a, &bytes), DSOPT_OK) << dsopt_last_error();
     EXPECT_EQ(bytes, 128u);
-    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_NCCL, b, &bytes), DSOPT_OK);
+    ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, b, &bytes), DSOPT_OK);
     EXPECT_NE(std::memcmp(a, b, 128), 0);
 }
 
@@ -389,7 +391,7 @@ TEST(NcclHeader, RefusesWhatDoesNotFit) {
     dsopt_comm *comm = nullptr;
     ASSERT_EQ(dsopt_context_create(nullptr, &cpu), DSOPT_OK);
     DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_CUDA;
+    where.backend = DSOPT_BACKEND_CUDA;
     ASSERT_EQ(dsopt_context_create(&where, &gpu), DSOPT_OK);
     const std::string id = new_id();
     dsopt_comm_desc desc = desc_of(id, 0, 1, 0);
@@ -412,7 +414,7 @@ class Trainer {
 public:
     Trainer(const std::string &id, int rank, int ranks, int timeout_ms) : param_(values(0.5f)), grad_(values(3)) {
         DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_CUDA;
+        where.backend = DSOPT_BACKEND_CUDA;
         where.device = rank;
         EXPECT_EQ(dsopt_context_create(&where, &context_), DSOPT_OK);
         const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms);
@@ -422,9 +424,9 @@ public:
         how.max_norm = 1;
         EXPECT_EQ(dsopt_optimizer_create(context_, &how, &opt_), DSOPT_OK);
         dsopt_group group;
-        EXPECT_EQ(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW), DSOPT_OK);
+        EXPECT_EQ(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW), DSOPT_OK);
         dsopt_param param{};
-        param.tensor = {param_.data(), kCount, DSOPT_F32, 0};
+        param.tensor = {param_.data(), kCount, DSOPT_DTYPE_F32, 0};
         param.flags = DSOPT_PARAM_MODEL_PARALLEL;
         EXPECT_EQ(dsopt_optimizer_add_group(opt_, &group, &param, 1), DSOPT_OK) << dsopt_last_error();
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
@@ -438,7 +440,7 @@ public:
     Trainer(const Trainer &) = delete;
     Trainer &operator=(const Trainer &) = delete;
     dsopt_status step() const {
-        const dsopt_tensor grad = {grad_.data(), kCount, DSOPT_F32, 0};
+        const dsopt_tensor grad = {grad_.data(), kCount, DSOPT_DTYPE_F32, 0};
         DSOPT_NEW(dsopt_step, step);
         step.grads = &grad;
         step.count = 1;
@@ -580,7 +582,7 @@ TEST(NoNccl, IsMissingWithATextThatHelps) {
     EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_MISSING, "DSOPT_NCCL_LIBRARY"));
     dsopt_comm_desc borrowed{};
     borrowed.size = sizeof borrowed;
-    borrowed.kind = DSOPT_COMM_NCCL;
+    borrowed.kind = DSOPT_COMM_KIND_NCCL;
     borrowed.native = &borrowed;
     EXPECT_TRUE(fails(outcome_of([&] { (void)dsopt::make_comm(context, borrowed); }), DSOPT_ERR_MISSING, "native"));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// DSOPT_COMM_ENQUEUE: exchanges in the order of the stream. What ranks come to is what they come to with a host that
+// DSOPT_COMM_FLAG_ENQUEUE: exchanges in the order of the stream. What ranks come to is what they come to with a host that
 // waits, and with threads on the CPU.
 #include "fakert.h"
 #include "nccl_device.h"
@@ -36,7 +36,7 @@ public:
         desc.expert_count = 1;
         must(dsopt_optimizer_create(context, &desc, &opt_));
         dsopt_group group;
-        must(dsopt_group_init(&group, sizeof group, DSOPT_ADAMW));
+        must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
         for (const bool second : {false, true}) {
             std::vector<dsopt_param> params;
             for (size_t t = second ? 2 : 0; t < (second ? 4u : 2u); ++t) {
@@ -45,7 +45,7 @@ public:
                 grads_.push_back(memory_.allocate(values.size() * sizeof(float)));
                 memory_.write(weights_[t], values.data(), values.size() * sizeof(float));
                 dsopt_param param{};
-                param.tensor = {weights_[t], kSizes[t], DSOPT_F32, 0};
+                param.tensor = {weights_[t], kSizes[t], DSOPT_DTYPE_F32, 0};
                 param.expert = t % 2 ? 1 : 0;
                 params.push_back(param);
             }
@@ -74,7 +74,7 @@ public:
     }
     void step() {
         std::vector<dsopt_tensor> list;
-        for (size_t t = 0; t < grads_.size(); ++t) list.push_back({grads_[t], kSizes[t], DSOPT_F32, 0});
+        for (size_t t = 0; t < grads_.size(); ++t) list.push_back({grads_[t], kSizes[t], DSOPT_DTYPE_F32, 0});
         DSOPT_NEW(dsopt_step, step);
         step.grads = list.data();
         step.count = int64_t(list.size());
@@ -173,7 +173,7 @@ std::vector<std::vector<std::string>> on_the_host() {
 TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
     const auto wanted = on_the_host();
     ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "nothing of the report is in it";
-    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_ENQUEUE)}) {
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
             const ThreeComms place(ids, rank, flags);
@@ -193,7 +193,7 @@ TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     std::barrier together(kRanks);
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(together);
-        const ThreeComms place(ids, rank, DSOPT_COMM_ENQUEUE);
+        const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
         Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
         trainer.fill(1);
         trainer.step();
@@ -218,7 +218,7 @@ TEST(NcclEnqueued, StepInAGraphGivesTheBitsOfPlainSteps) {
     for (const bool captured : {false, true}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
-            const ThreeComms place(ids, rank, DSOPT_COMM_ENQUEUE);
+            const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
             Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
             trainer.fill(1);
             trainer.step();
@@ -250,7 +250,7 @@ TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
         const auto wanted = onebit_run::run_threads(setting, kRanks);
         const std::string id = new_id();
         run_ranks(kRanks, [&](int rank) {
-            const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+            const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
             onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
             EXPECT_TRUE(trainer.run() == wanted[size_t(rank)]) << onebit_run::name_of(setting) << ", rank " << rank;
         });
@@ -262,7 +262,7 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     const std::string id = new_id();
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(together);
-        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::Setting setting;
         setting.freeze_step = 2;
         setting.max_norm = 20;
@@ -290,7 +290,7 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     std::barrier over(kRanks);
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(over);
-        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::Rank trainer(device.context, device.comm, rank, {}, device_memory(device.stream));
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -313,7 +313,7 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
     std::barrier over(kRanks);
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(over);
-        Device device(id, rank, kRanks, 60000, DSOPT_COMM_ENQUEUE);
+        Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         auto trainer = std::make_unique<onebit_run::Rank>(device.context, device.comm, rank, onebit_run::Setting{},
                                                           device_memory(device.stream));
         must(trainer->step(1));
@@ -330,7 +330,7 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
 }
 
 TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
-    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     std::thread other([&] {
         give_time();
         world[0].comm->abort();
@@ -342,23 +342,24 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
 
 TEST(NcclEnqueued, HostThatNeedsTheResultItselfHearsOfAFailure) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:async,1:0:async");
-    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     run_ranks(kRanks, [&](int rank) { EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_COMM)); });
 }
 
 TEST(NcclEnqueued, HostThatNeedsTheResultItselfTimesOut) {
-    const World world(kRanks, 1500, DSOPT_COMM_ENQUEUE);
+    const World world(kRanks, 1500, DSOPT_COMM_FLAG_ENQUEUE);
     EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_TIMEOUT, "1500 ms"));
     world[1].comm->abort();
 }
 
 TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
-    const World world(kRanks, 60000, DSOPT_COMM_ENQUEUE);
+    const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     run_ranks(kRanks, [&](int rank) {
         const DeviceBytes data(Bytes(64, 0));
         const auto add = [&] {
-            world[rank].comm->all_reduce(data.data(), 8, DSOPT_F64, DSOPT_SUM, world[rank].stream, Place::backend);
+            world[rank].comm->all_reduce(data.data(), 8, DSOPT_DTYPE_F64, DSOPT_OP_SUM, world[rank].stream,
+                                         Place::backend);
         };
         add();
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);

@@ -33,7 +33,7 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
         setting.sizes = {300, 1, 33, 4100};
         setting.calls = 6; // not between two synchronisations
         // The original's synchronisations leave ranks apart by roundings.
-        if (setting.algorithm == DSOPT_ZERO_ONE_ADAM && setting.compat != DSOPT_STANDARD) continue;
+        if (setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && setting.compat != DSOPT_COMPAT_NONE) continue;
         for (const int from : {1, 2}) {
             std::vector<std::string> files(static_cast<size_t>(from));
             onebit_run::with_threads(from, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
@@ -70,7 +70,7 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
 TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
     // Of a rank: one call in the first step, then norms, all-to-all and all-gather.
     for (const char *where : {"1:2:hang", "1:3:hang"})
-        for (const int32_t algorithm : {DSOPT_ONEBIT_ADAM, DSOPT_ONEBIT_LAMB}) {
+        for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
             const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);
             onebit_run::Setting setting;
             setting.algorithm = algorithm;

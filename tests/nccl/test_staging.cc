@@ -46,7 +46,7 @@ struct Behind {
 
 dsopt_comm_desc local_desc(const std::string &id, int rank, int ranks) {
     dsopt_comm_desc desc = desc_of(id, rank, ranks, 60000);
-    desc.kind = DSOPT_COMM_LOCAL;
+    desc.kind = DSOPT_COMM_KIND_LOCAL;
     return desc;
 }
 std::string local_id() {
@@ -78,7 +78,7 @@ TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
                 const dsopt_comm_table table = behind.table(with);
                 dsopt_comm_desc desc{};
                 desc.size = sizeof desc;
-                desc.kind = DSOPT_COMM_TABLE;
+                desc.kind = DSOPT_COMM_KIND_TABLE;
                 desc.table = &table;
                 const Rank mine(context, desc);
                 exercise(mine);
@@ -95,7 +95,7 @@ TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
     table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 77; };
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
-    desc.kind = DSOPT_COMM_TABLE;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     const Rank mine(cuda_context(), desc);
     char from[6] = {}, to[12];
@@ -119,7 +119,7 @@ TEST(TableCodes, NegativeStatusIsTakenAsItIs) {
         table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return code; };
         dsopt_comm_desc desc{};
         desc.size = sizeof desc;
-        desc.kind = DSOPT_COMM_TABLE;
+        desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         const Rank mine(cuda_context(), desc);
         EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), test.status)) << test.code;

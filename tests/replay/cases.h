@@ -10,7 +10,7 @@ namespace replay {
 struct Case {
     GoldenFile &file;
     Comparison &comparison;
-    int32_t backend; ///< DSOPT_CPU or DSOPT_CUDA
+    int32_t backend; ///< DSOPT_BACKEND_CPU or DSOPT_BACKEND_CUDA
 };
 
 void replay_fused_adam(const Case &recorded);

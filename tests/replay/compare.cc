@@ -18,9 +18,9 @@ std::string shape_text(const std::vector<int64_t> &shape) {
 /// The place of a finite value in the sorted list of all values of a 16-bit format; neighbours differ by 1, both zeros
 /// are 0.
 int64_t place(double value, int32_t dtype) {
-    const int fraction_bits = dtype == DSOPT_F16 ? 10 : 7;
+    const int fraction_bits = dtype == DSOPT_DTYPE_F16 ? 10 : 7;
     const int smallest =
-        dtype == DSOPT_F16 ? -14 : -126; // exponent of the smallest normal number, shared by subnormals
+        dtype == DSOPT_DTYPE_F16 ? -14 : -126; // exponent of the smallest normal number, shared by subnormals
     int exponent = 0;
     (void)std::frexp(value, &exponent); // |value| = f * 2^exponent, f in [0.5, 1)
     exponent = value == 0 ? smallest : std::max(exponent - 1, smallest);
@@ -38,8 +38,9 @@ double share_used(double got, double want, int32_t dtype, const Rule &rule, doub
     if (rule.kind == Rule::within) {
         allowed = rule.allowed;
     } else if (rule.kind == Rule::by_dtype) {
-        if (dtype == DSOPT_F16 || dtype == DSOPT_BF16) return double(std::abs(place(got, dtype) - place(want, dtype)));
-        if (dtype == DSOPT_F32 || dtype == DSOPT_F64) allowed = float_tolerance * peak;
+        if (dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16)
+            return double(std::abs(place(got, dtype) - place(want, dtype)));
+        if (dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F64) allowed = float_tolerance * peak;
     }
     return allowed > 0 ? std::abs(got - want) / allowed : HUGE_VAL;
 }

@@ -22,7 +22,7 @@ public:
         dsopt_context *context = nullptr;
         check(dsopt_context_create(&desc, &context), "dsopt_context_create");
         context_.reset(context);
-        memory_ = backend == DSOPT_CUDA ? cuda_memory(desc.device) : host_memory();
+        memory_ = backend == DSOPT_BACKEND_CUDA ? cuda_memory(desc.device) : host_memory();
     }
     dsopt_context *context() const { return context_.get(); }
     Memory &memory() const { return *memory_; }

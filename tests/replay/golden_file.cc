@@ -19,8 +19,9 @@ struct DtypeRow {
     int32_t dtype;
     size_t size;
 };
-constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_F64, 8},   {"F32", DSOPT_F32, 4}, {"F16", DSOPT_F16, 2},
-                                   {"BF16", DSOPT_BF16, 2}, {"I64", DSOPT_I64, 8}, {"I32", DSOPT_I32, 4},
+constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_DTYPE_F64, 8}, {"F32", DSOPT_DTYPE_F32, 4},
+                                   {"F16", DSOPT_DTYPE_F16, 2}, {"BF16", DSOPT_DTYPE_BF16, 2},
+                                   {"I64", DSOPT_I64, 8},       {"I32", DSOPT_DTYPE_I32, 4},
                                    {"U8", DSOPT_U8, 1}};
 
 const DtypeRow &dtype_row(int32_t dtype) {
@@ -108,11 +109,11 @@ const char *dtype_name(int32_t dtype) { return dtype_row(dtype).name; }
 
 double to_double(const void *data, int32_t dtype, int64_t index) {
     switch (dtype) {
-    case DSOPT_F64: return load<double>(data, index);
-    case DSOPT_F32: return double(load<float>(data, index));
-    case DSOPT_F16: return f16_to_double(load<uint16_t>(data, index));
-    case DSOPT_BF16: return bf16_to_double(load<uint16_t>(data, index));
-    case DSOPT_I32: return load<int32_t>(data, index);
+    case DSOPT_DTYPE_F64: return load<double>(data, index);
+    case DSOPT_DTYPE_F32: return double(load<float>(data, index));
+    case DSOPT_DTYPE_F16: return f16_to_double(load<uint16_t>(data, index));
+    case DSOPT_DTYPE_BF16: return bf16_to_double(load<uint16_t>(data, index));
+    case DSOPT_DTYPE_I32: return load<int32_t>(data, index);
     case DSOPT_U8: return load<uint8_t>(data, index);
     case DSOPT_I64: {
         const int64_t value = load<int64_t>(data, index), limit = int64_t(1) << 53;

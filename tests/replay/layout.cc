@@ -34,7 +34,10 @@ std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_
         const size_t comma = std::min(text.find(',', begin), text.size());
         const std::string word = text.substr(begin, comma - begin);
         begin = comma + 1;
-        const int32_t dtype = word == "f32" ? DSOPT_F32 : word == "f16" ? DSOPT_F16 : word == "bf16" ? DSOPT_BF16 : 0;
+        const int32_t dtype = word == "f32"    ? DSOPT_DTYPE_F32
+                              : word == "f16"  ? DSOPT_DTYPE_F16
+                              : word == "bf16" ? DSOPT_DTYPE_BF16
+                                               : 0;
         if (dtype == 0) fail("metadata %s: '%s' is not a dtype that the engine steps", key.c_str(), word.c_str());
         dtypes.push_back(dtype);
     }
@@ -174,11 +177,11 @@ dsopt_group common_group(Layout &layout, size_t index, int32_t algorithm) {
 
 dsopt_group adam_group(Layout &layout, size_t index) {
     const bool decoupled = layout.common_flag("adam_w_mode", true);
-    return common_group(layout, index, decoupled ? DSOPT_ADAMW : DSOPT_ADAM);
+    return common_group(layout, index, decoupled ? DSOPT_ALGORITHM_ADAMW : DSOPT_ALGORITHM_ADAM);
 }
 
 dsopt_group lamb_group(Layout &layout, size_t index) {
-    dsopt_group group = common_group(layout, index, DSOPT_LAMB);
+    dsopt_group group = common_group(layout, index, DSOPT_ALGORITHM_LAMB);
     group.min_trust = layout.hyper(index, "min_coeff");
     group.max_trust = layout.hyper(index, "max_coeff");
     if (layout.common_flag("eps_inside_sqrt", false)) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;

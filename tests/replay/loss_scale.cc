@@ -5,8 +5,8 @@ namespace replay {
 
 int32_t read_wrapper(GoldenFile &file) {
     const std::string &name = file.text("wrapper");
-    if (name == "fused") return DSOPT_SCALER_FUSED;
-    if (name == "unfused") return DSOPT_SCALER_UNFUSED;
+    if (name == "fused") return DSOPT_PROFILE_FUSED;
+    if (name == "unfused") return DSOPT_PROFILE_UNFUSED;
     fail("metadata wrapper: '%s' is neither fused nor unfused", name.c_str());
 }
 

@@ -9,7 +9,7 @@ namespace replay {
 /// Loss scales are powers of two in disguise, or have to be the same double all the same.
 constexpr Rule exact_rule{Rule::exact, 0};
 
-/// Metadata `wrapper`: DSOPT_SCALER_FUSED or DSOPT_SCALER_UNFUSED, the profile of the scaler inside it.
+/// Metadata `wrapper`: DSOPT_PROFILE_FUSED or DSOPT_PROFILE_UNFUSED, the profile of the scaler inside it.
 int32_t read_wrapper(GoldenFile &file);
 
 /// A scaler that moves, from `init_scale`, `min_scale`, `scale_window` and, where it is recorded, `scale_factor`.

@@ -107,12 +107,12 @@ int run(int argc, char **argv) {
         become_emulated(argv);
         return 2;
     }
-    if (backend == "cuda" && !usable(DSOPT_CUDA)) return 77; // what tests take for "skipped"
+    if (backend == "cuda" && !usable(DSOPT_BACKEND_CUDA)) return 77; // what tests take for "skipped"
 
     int passed = 0, failed = 0;
     for (const std::string &path : paths) {
         std::string text;
-        const bool ok = run_case(path, backend == "cpu" ? DSOPT_CPU : DSOPT_CUDA, text);
+        const bool ok = run_case(path, backend == "cpu" ? DSOPT_BACKEND_CPU : DSOPT_BACKEND_CUDA, text);
         ++(ok ? passed : failed);
         print_line(ok ? "PASS" : "FAIL", case_name(path) + " " + text);
     }

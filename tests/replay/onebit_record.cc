@@ -5,18 +5,19 @@
 
 namespace replay {
 bool is_onebit(int32_t algorithm) {
-    return algorithm == DSOPT_ONEBIT_ADAM || algorithm == DSOPT_ZERO_ONE_ADAM || algorithm == DSOPT_ONEBIT_LAMB;
+    return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM || algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ||
+           algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 
 dsopt_group onebit_adam_group(Layout &layout, size_t index) {
-    dsopt_group group = common_group(layout, index, DSOPT_ONEBIT_ADAM);
+    dsopt_group group = common_group(layout, index, DSOPT_ALGORITHM_ONEBIT_ADAM);
     group.freeze_step = int64_t(layout.common("freeze_step"));
     if (layout.hyper_flag(index, "non_freeze", false)) group.flags |= DSOPT_GROUP_NON_FREEZE;
     return group;
 }
 
 dsopt_group zero_one_adam_group(Layout &layout, size_t index) {
-    dsopt_group group = common_group(layout, index, DSOPT_ZERO_ONE_ADAM);
+    dsopt_group group = common_group(layout, index, DSOPT_ALGORITHM_ZERO_ONE_ADAM);
     group.freeze_step = int64_t(layout.common("var_freeze_step"));
     group.var_interval_steps = int64_t(layout.common("var_update_scaler"));
     group.local_interval_steps = int64_t(layout.common("local_step_scaler"));
@@ -25,7 +26,7 @@ dsopt_group zero_one_adam_group(Layout &layout, size_t index) {
 }
 
 dsopt_group onebit_lamb_group(Layout &layout, size_t index) {
-    dsopt_group group = common_group(layout, index, DSOPT_ONEBIT_LAMB);
+    dsopt_group group = common_group(layout, index, DSOPT_ALGORITHM_ONEBIT_LAMB);
     group.freeze_step = int64_t(layout.common("freeze_step"));
     group.min_trust = layout.hyper(index, "min_coeff");
     group.max_trust = layout.hyper(index, "max_coeff");
@@ -38,7 +39,7 @@ dsopt_group onebit_lamb_group(Layout &layout, size_t index) {
 
 std::vector<Vector> compressed_vectors(const Layout &layout, const std::vector<dsopt_group> &groups, bool flat) {
     std::vector<Vector> vectors;
-    if (groups[0].algorithm == DSOPT_ONEBIT_LAMB) {
+    if (groups[0].algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
         vectors.push_back({"flat", 0, false});
         for (const int64_t index : layout.order()) vectors[0].numel += layout.numel(index);
         return vectors;
@@ -84,15 +85,15 @@ OneBitRecord::OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &lay
                            output("worker_scale", {}), output("server_scale", {}), vector.frozen ? -1 : place,
                            own.padded, own.chunk});
         place += !vector.frozen;
-        if (algorithm_ == DSOPT_ONEBIT_LAMB && own.padded > vector.numel)
+        if (algorithm_ == DSOPT_ALGORITHM_ONEBIT_LAMB && own.padded > vector.numel)
             pad_ = output("exp_avg_pad", {own.padded - vector.numel});
     }
     for (size_t g = 0; g < groups_; ++g) group_of_.insert(group_of_.end(), layout_.group(g).size(), g);
-    const char *state = algorithm_ == DSOPT_ZERO_ONE_ADAM ? "momentum_accumulator" : "exp_avg_sq_fresh";
-    if (algorithm_ == DSOPT_ONEBIT_ADAM) return;
+    const char *state = algorithm_ == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "momentum_accumulator" : "exp_avg_sq_fresh";
+    if (algorithm_ == DSOPT_ALGORITHM_ONEBIT_ADAM) return;
     for (size_t p = 0; p < layout_.order().size(); ++p) {
         const int64_t index = layout_.order()[p];
-        const bool joins = flat && algorithm_ == DSOPT_ZERO_ONE_ADAM;
+        const bool joins = flat && algorithm_ == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (joins && p > 0 && group_of_[p] == group_of_[p - 1]) {
             per_param_.back().params.push_back(int64_t(p));
             continue;
@@ -112,15 +113,15 @@ void OneBitRecord::prepare(Optimizer &optimizer) {
         const int64_t index = layout_.order()[p];
         const std::string name = "exp_avg_mask/" + layout_.item(index);
         if (file_.find(name) == nullptr) continue;
-        const Tensor &mask = comparison_.input(name, DSOPT_F32, {layout_.numel(index)});
-        const int64_t entry = optimizer.state_index("mask", int64_t(p), DSOPT_F32, layout_.numel(index));
+        const Tensor &mask = comparison_.input(name, DSOPT_DTYPE_F32, {layout_.numel(index)});
+        const int64_t entry = optimizer.state_index("mask", int64_t(p), DSOPT_DTYPE_F32, layout_.numel(index));
         check(dsopt_optimizer_import(optimizer.get(), entry, mask.data, size_t(mask.numel) * sizeof(float)),
               "dsopt_optimizer_import");
     }
 }
 
 std::vector<double> OneBitRecord::words(Optimizer &optimizer, const char *name, int64_t numel) {
-    const int32_t dtype = std::strncmp(name, "trust", 5) == 0 ? DSOPT_F32 : DSOPT_I32;
+    const int32_t dtype = std::strncmp(name, "trust", 5) == 0 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_I32;
     return optimizer.state_values(optimizer.state_index(name, -1, dtype, numel));
 }
 
@@ -128,10 +129,10 @@ void OneBitRecord::compare_errors(int64_t t, Optimizer &optimizer) {
     if (errors_.empty()) return;
     const size_t count = padded_.size();
     const auto worker = optimizer.state_values(
-        optimizer.state_index("worker_error", -1, DSOPT_F32,
+        optimizer.state_index("worker_error", -1, DSOPT_DTYPE_F32,
                               padded_.empty() ? 0 : padded_.back().worker + padded_.back().padded + int64_t(count)));
     const auto server = optimizer.state_values(
-        optimizer.state_index("server_error", -1, DSOPT_F32,
+        optimizer.state_index("server_error", -1, DSOPT_DTYPE_F32,
                               padded_.empty() ? 0 : padded_.back().server + padded_.back().chunk + int64_t(count)));
     const bool exchanged = wire_.exchanges(rank_) != exchanges_;
     for (const Errors &e : errors_) {
@@ -162,21 +163,21 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
     put("compressed_calls", compressed ? double(padded_.size()) : 0);
     int32_t reduction = 0;
     check(dsopt_optimizer_next_reduction(optimizer.get(), 0, &reduction), "dsopt_optimizer_next_reduction");
-    put("enable_backward_allreduce", reduction == DSOPT_REDUCE_FULL);
+    put("enable_backward_allreduce", reduction == DSOPT_REDUCTION_FULL);
     const std::vector<double> schedule = words(optimizer, "schedule", 8);
     put("step", schedule[0]);
-    put(algorithm_ == DSOPT_ZERO_ONE_ADAM ? "local_step_stage" : "compression_stage", schedule[1]);
+    put(algorithm_ == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "local_step_stage" : "compression_stage", schedule[1]);
     const auto count = int64_t(layout_.order().size());
     for (const PerParam &p : per_param_) {
         std::vector<double> all;
         for (const int64_t place : p.params) {
             const int64_t numel = layout_.numel(layout_.order()[size_t(place)]);
-            const auto part = optimizer.state_values(optimizer.state_index(p.state, place, DSOPT_F32, numel));
+            const auto part = optimizer.state_values(optimizer.state_index(p.state, place, DSOPT_DTYPE_F32, numel));
             all.insert(all.end(), part.begin(), part.end());
         }
         comparison_.row(*p.recorded, t, all);
     }
-    if (algorithm_ == DSOPT_ZERO_ONE_ADAM) {
+    if (algorithm_ == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         put("var_interval", std::max(1.0, schedule[2]));
         put("var_counter", schedule[3]);
         put("local_step_interval", std::max(1.0, schedule[4]));
@@ -194,7 +195,7 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
         }
         comparison_.row(lrs, t, got);
     }
-    if (algorithm_ == DSOPT_ONEBIT_LAMB) {
+    if (algorithm_ == DSOPT_ALGORITHM_ONEBIT_LAMB) {
         const auto row = [&](const char *name, const char *state) {
             comparison_.row(comparison_.output(file_.name_of(name, rank_), {steps_, count}), t,
                             words(optimizer, state, count));
@@ -205,7 +206,7 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
         if (pad_ != nullptr)
             comparison_.row(
                 *pad_, t,
-                optimizer.state_values(optimizer.state_index("exp_avg_pad", -1, DSOPT_F32, pad_->row_numel())));
+                optimizer.state_values(optimizer.state_index("exp_avg_pad", -1, DSOPT_DTYPE_F32, pad_->row_numel())));
     }
 }
 

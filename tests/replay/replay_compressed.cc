@@ -24,13 +24,14 @@ public:
                 shape.insert(shape.begin(), steps);
                 return &comparison_.output(file_.name_of(name, rank, item), shape);
             };
-            arrays_.emplace_back(engine_, DSOPT_F32, numels[b]);
+            arrays_.emplace_back(engine_, DSOPT_DTYPE_F32, numels[b]);
             tensors_.push_back(arrays_.back().tensor());
-            buffers_.push_back({&comparison_.input(file_.name_of("input", rank, item), DSOPT_F32, {steps, numels[b]}),
-                                output("output", {numels[b]}), output("worker_error", {place.padded}),
-                                output("server_error", {place.chunk}), output("worker_scale", {}),
-                                output("server_scale", {}), output("worker_sign_bits", {wire.ranks(), place.chunk / 8}),
-                                output("server_sign_bits", {place.chunk / 8})});
+            buffers_.push_back(
+                {&comparison_.input(file_.name_of("input", rank, item), DSOPT_DTYPE_F32, {steps, numels[b]}),
+                 output("output", {numels[b]}), output("worker_error", {place.padded}),
+                 output("server_error", {place.chunk}), output("worker_scale", {}), output("server_scale", {}),
+                 output("worker_sign_bits", {wire.ranks(), place.chunk / 8}),
+                 output("server_sign_bits", {place.chunk / 8})});
         }
         args_.size = sizeof args_;
         args_.tensors = tensors_.data();
@@ -42,7 +43,7 @@ public:
         worker_floats_ = worker;
         server_floats_ = server;
         for (const int64_t numel : {worker, server, int64_t(args_.workspace_bytes / 4 + 128)}) {
-            memory_.emplace_back(engine_, DSOPT_F32, numel);
+            memory_.emplace_back(engine_, DSOPT_DTYPE_F32, numel);
             memory_.back().upload(std::vector<float>(size_t(numel) + 1).data());
         }
         args_.worker_error = static_cast<float *>(memory_[0].data());

@@ -60,14 +60,14 @@ Setup::Setup(GoldenFile &file) :
         fail("metadata dry_run_call: the wrappers' constructor makes it, not '%s'", file.text("dry_run_call").c_str());
     file.ignore("min_sign_margin");
     const int32_t wrapper = read_wrapper(file);
-    flat = wrapper == DSOPT_SCALER_FUSED;
+    flat = wrapper == DSOPT_PROFILE_FUSED;
     if (flat && inner->has_trust_ratios)
         fail("metadata wrapper: around %s it must be unfused, flat masters would have one trust ratio", inner->name);
 
     const std::vector<int32_t> dtypes = dtype_list(file, "dtype", layout.param_count());
     if (dtypes.empty()) fail("metadata param_shapes: there are no parameters");
     dtype = dtypes[0];
-    if (dtype == DSOPT_F32 || std::count(dtypes.begin(), dtypes.end(), dtype) != int64_t(dtypes.size()))
+    if (dtype == DSOPT_DTYPE_F32 || std::count(dtypes.begin(), dtypes.end(), dtype) != int64_t(dtypes.size()))
         fail("metadata dtype: a wrapper has one dtype of 16 bits, not '%s'", file.text("dtype").c_str());
     max_norm = layout.common("clip_grad");
     read_scaler(file, wrapper);
@@ -78,7 +78,7 @@ Setup::Setup(GoldenFile &file) :
 }
 
 void Setup::read_scaler(GoldenFile &file, int32_t profile) {
-    if (dtype == DSOPT_BF16) {
+    if (dtype == DSOPT_DTYPE_BF16) {
         // Never scaled, whatever was asked for. The unfused wrapper's machine counts calls all the same.
         for (const char *key : {"loss_scale_static", "init_scale", "min_scale", "scale_window"}) file.ignore(key);
         if (!flat) scaler = static_scale(profile, 1);
@@ -115,7 +115,7 @@ public:
         add_groups();
         add_states();
         const int64_t steps = setup_.steps, count = setup_.layout.param_count();
-        lr_ = &comparison_.input(file_.name_of("lr", rank_), DSOPT_F64, {steps});
+        lr_ = &comparison_.input(file_.name_of("lr", rank_), DSOPT_DTYPE_F64, {steps});
         if (setup_.onebit) {
             record_ = std::make_unique<OneBitRecord>(file_, comparison_, setup.layout, setup_.groups, setup_.flat, wire,
                                                      rank, steps);
@@ -130,10 +130,10 @@ public:
         divisor_ = &scalar("combined_scale");
         norm_ = &scalar("global_grad_norm");
         step_ = &scalar("step");
-        step_state_ = optimizer_.state_index("step", -1, DSOPT_I32, count);
+        step_state_ = optimizer_.state_index("step", -1, DSOPT_DTYPE_I32, count);
         if (setup_.inner->has_trust_ratios) {
             coeff_ = &comparison_.output(file_.name_of("lamb_coeff", rank_), {steps, count});
-            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_F32, count);
+            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_DTYPE_F32, count);
         }
     }
 
@@ -152,7 +152,7 @@ public:
             if (present) p.gradient.upload(p.grad->row(t));
             grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
         }
-        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_LR, lr_->value(t));
+        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr_->value(t));
         used_ = scaler_info().dynamic;
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
@@ -239,12 +239,12 @@ private:
         int64_t numel = 0;
         for (int64_t p = begin; p < end; ++p) numel += setup_.layout.numel(setup_.layout.order()[size_t(p)]);
         for (const std::string name : {"master", "exp_avg", "exp_avg_sq"}) {
-            State state{&output(name + "_init/" + item, DSOPT_F32, {numel}),
-                        &output(file_.name_of(name, rank_, item), DSOPT_F32, {setup_.steps, numel}),
+            State state{&output(name + "_init/" + item, DSOPT_DTYPE_F32, {numel}),
+                        &output(file_.name_of(name, rank_, item), DSOPT_DTYPE_F32, {setup_.steps, numel}),
                         {}};
             for (int64_t p = begin; p < end; ++p) {
                 const int64_t own = setup_.layout.numel(setup_.layout.order()[size_t(p)]);
-                state.entries.push_back(optimizer_.state_index(name, p, DSOPT_F32, own));
+                state.entries.push_back(optimizer_.state_index(name, p, DSOPT_DTYPE_F32, own));
             }
             states_.push_back(std::move(state));
         }

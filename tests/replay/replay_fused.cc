@@ -23,7 +23,7 @@ public:
         layout_(file_),
         engine_(recorded.backend),
         optimizer_(engine_, make_desc()),
-        scale_(engine_, DSOPT_F32, 1) {
+        scale_(engine_, DSOPT_DTYPE_F32, 1) {
         steps_ = read_steps(file_);
         expect_one_rank(file_);
         if (lamb_) {
@@ -38,14 +38,14 @@ public:
             p.exp_avg_sq_state = find_state("exp_avg_sq", place, *p.exp_avg_sq);
         }
         const int64_t count = layout_.param_count();
-        lr_ = &comparison_.input("lr", DSOPT_F64, {steps_});
+        lr_ = &comparison_.input("lr", DSOPT_DTYPE_F64, {steps_});
         if (file_.find("grad_present") != nullptr)
             present_ = &comparison_.input("grad_present", DSOPT_U8, {steps_, count});
         step_ = &comparison_.output("state_step", {steps_, count});
-        step_state_ = optimizer_.state_index("step", -1, DSOPT_I32, count);
+        step_state_ = optimizer_.state_index("step", -1, DSOPT_DTYPE_I32, count);
         if (lamb_) {
             coeff_ = &comparison_.output("lamb_coeff", {steps_, count});
-            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_F32, count);
+            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_DTYPE_F32, count);
         }
         layout_.finish();
     }
@@ -65,7 +65,7 @@ private:
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
         desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original never looks
         for (const int32_t dtype : dtypes_)
-            if (dtype != DSOPT_F32) desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
+            if (dtype != DSOPT_DTYPE_F32) desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
         return desc;
     }
 
@@ -124,7 +124,7 @@ private:
             grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
             outs.push_back(p.out.empty() ? p.weights.absent() : p.out[0].tensor());
         }
-        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_LR, lr_->value(t));
+        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr_->value(t));
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
         step.count = int64_t(grads.size());

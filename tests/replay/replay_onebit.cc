@@ -33,20 +33,20 @@ public:
             const auto output = [&](const char *name) {
                 return &comparison_.output(file_.name_of(name, rank_, item), {steps_, numel});
             };
-            Param p{&comparison_.input(file_.name_of("grad", rank_, item), DSOPT_F32, {steps_, numel}),
+            Param p{&comparison_.input(file_.name_of("grad", rank_, item), DSOPT_DTYPE_F32, {steps_, numel}),
                     output("param"),
                     output("exp_avg"),
                     output("exp_avg_sq"),
                     0,
                     0,
-                    Array(engine_, DSOPT_F32, numel),
-                    Array(engine_, DSOPT_F32, numel)};
-            p.weights.upload(comparison_.input("param_init/" + item, DSOPT_F32, {numel}).data);
+                    Array(engine_, DSOPT_DTYPE_F32, numel),
+                    Array(engine_, DSOPT_DTYPE_F32, numel)};
+            p.weights.upload(comparison_.input("param_init/" + item, DSOPT_DTYPE_F32, {numel}).data);
             params_.push_back(std::move(p));
         }
-        lr_ = &comparison_.input(file_.name_of("lr", rank_), DSOPT_F64, {steps_});
+        lr_ = &comparison_.input(file_.name_of("lr", rank_), DSOPT_DTYPE_F64, {steps_});
         record_ = std::make_unique<OneBitRecord>(file_, comparison_, layout_, groups_, false, wire, rank, steps_);
-        if (groups_[0].algorithm == DSOPT_ONEBIT_LAMB)
+        if (groups_[0].algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
             coeff_ = &comparison_.output(file_.name_of("lamb_coeff", rank_), {steps_, layout_.param_count()});
         make();
     }
@@ -57,7 +57,7 @@ public:
             p.gradient.upload(p.grad->row(t));
             grads.push_back(p.gradient.tensor());
         }
-        optimizer_->set(DSOPT_ALL_GROUPS, DSOPT_LR, lr_->value(t));
+        optimizer_->set(DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr_->value(t));
         record_->before();
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
@@ -73,9 +73,9 @@ public:
         }
         record_->compare(t, *optimizer_, t == 0);
         if (coeff_ != nullptr)
-            comparison_.row(
-                *coeff_, t,
-                optimizer_->state_values(optimizer_->state_index("trust_ratio", -1, DSOPT_F32, layout_.param_count())));
+            comparison_.row(*coeff_, t,
+                            optimizer_->state_values(
+                                optimizer_->state_index("trust_ratio", -1, DSOPT_DTYPE_F32, layout_.param_count())));
     }
 
     std::vector<char> save() {
@@ -129,8 +129,9 @@ private:
         for (place = 0; place < params_.size(); ++place) {
             Param &p = params_[place];
             const int64_t index = layout_.order()[place];
-            p.exp_avg_state = optimizer_->state_index("exp_avg", int64_t(place), DSOPT_F32, layout_.numel(index));
-            p.exp_avg_sq_state = optimizer_->state_index("exp_avg_sq", int64_t(place), DSOPT_F32, layout_.numel(index));
+            p.exp_avg_state = optimizer_->state_index("exp_avg", int64_t(place), DSOPT_DTYPE_F32, layout_.numel(index));
+            p.exp_avg_sq_state =
+                optimizer_->state_index("exp_avg_sq", int64_t(place), DSOPT_DTYPE_F32, layout_.numel(index));
         }
         record_->prepare(*optimizer_);
     }

@@ -22,7 +22,7 @@ void replay(const Case &recorded, const dsopt_scaler_desc &desc, bool has_hyster
 
     const Engine engine(recorded.backend);
     Scaler scaler(engine, desc);
-    Array flag(engine, DSOPT_I32, 1);
+    Array flag(engine, DSOPT_DTYPE_I32, 1);
     int32_t failures = 0;
     for (int64_t t = 0; t < steps; ++t) {
         const int32_t given = overflow.value(t) != 0;
@@ -40,7 +40,7 @@ void replay(const Case &recorded, const dsopt_scaler_desc &desc, bool has_hyster
 
 void replay_dynamic_loss_scaler(const Case &recorded) {
     GoldenFile &file = recorded.file;
-    dsopt_scaler_desc desc = dynamic_scale(file, DSOPT_SCALER_DYNAMIC);
+    dsopt_scaler_desc desc = dynamic_scale(file, DSOPT_PROFILE_DYNAMIC);
     desc.factor = positive(file, "scale_factor"); // never left out: it is an argument there
     desc.hysteresis = positive_int(file, "delayed_shift");
     const bool refill = file.flag("consecutive_hysteresis");

@@ -54,14 +54,14 @@ int Wire::all_reduce(void *self, const void *send, void *recv, int64_t count, in
             const double value = to_double(other.data, dtype, i);
             double &sum = wide[size_t(i)];
             const bool first = &other == &end.wire->ends_[0];
-            sum = first ? value : op == DSOPT_SUM ? sum + value : std::max(sum, value);
-            narrow[size_t(i)] = op == DSOPT_SUM && !first ? narrow[size_t(i)] + float(value) : float(sum);
+            sum = first ? value : op == DSOPT_OP_SUM ? sum + value : std::max(sum, value);
+            narrow[size_t(i)] = op == DSOPT_OP_SUM && !first ? narrow[size_t(i)] + float(value) : float(sum);
         }
     if (!end.wire->meet()) return 1; // all have read
     for (int64_t i = 0; i < count; ++i) {
-        if (dtype == DSOPT_F32)
+        if (dtype == DSOPT_DTYPE_F32)
             static_cast<float *>(recv)[i] = narrow[size_t(i)];
-        else if (dtype == DSOPT_F64)
+        else if (dtype == DSOPT_DTYPE_F64)
             static_cast<double *>(recv)[i] = wide[size_t(i)];
         else
             static_cast<int32_t *>(recv)[i] = int32_t(wide[size_t(i)]);

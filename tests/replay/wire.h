@@ -56,7 +56,7 @@ public:
     Comm(const Engine &engine, Wire &wire, int64_t rank) {
         const dsopt_comm_table table = wire.table(rank);
         DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_TABLE;
+        desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         dsopt_comm *comm = nullptr;
         check(dsopt_comm_create(engine.context(), &desc, &comm), "dsopt_comm_create");
@@ -82,7 +82,7 @@ std::vector<Padded> padded_layout(const std::vector<int64_t> &numels, int64_t ra
 struct Row {
     const unsigned char *data;
     size_t vectors;
-    double scale(size_t vector) const { return to_double(data, DSOPT_F32, int64_t(vector)); }
+    double scale(size_t vector) const { return to_double(data, DSOPT_DTYPE_F32, int64_t(vector)); }
     std::vector<double> bytes(const Padded &vector) const;
 };
 
