@@ -215,17 +215,6 @@ int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
         return me.api.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
     });
 }
-int broadcast(void *self, void *buffer, int64_t bytes, int32_t root, void *) {
-    Endpoint &me = of(self);
-    // From and to the one device buffer.
-    return me.call(buffer, 0, buffer, bytes, [&](void *, void *recv) {
-        if (me.rank == root) {
-            const Result copied = me.api.copy(recv, size_t(bytes), buffer, size_t(bytes), to_device);
-            if (copied != 0) return copied;
-        }
-        return me.api.broadcast(recv, uint64_t(bytes), uint8, uint32_t(root), me.comm(), me.stream());
-    });
-}
 
 } // namespace
 
@@ -250,7 +239,6 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     table.ranks = endpoint->ranks;
     table.all_reduce = all_reduce;
     table.all_gather = all_gather;
-    table.broadcast = broadcast;
     if (api.all_to_all != nullptr) table.all_to_all = all_to_all;
     table.error = [](void *self, char *text, size_t capacity) { return of(self).describe(text, capacity), 0; };
     table.abort = [](void *self) { of(self).abort(); };

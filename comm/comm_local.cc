@@ -205,19 +205,6 @@ struct Endpoint {
             }
         });
     }
-    static int broadcast(void *self, void *buffer, int64_t bytes, int32_t root, void *) {
-        Endpoint &me = of(self);
-        if (root < 0 || root >= me.meeting->ranks()) return DSOPT_ERR_ARGUMENT;
-        return me.meeting->collect(me.rank, {Offer::cast, 0, root, bytes, buffer}, me.timeout_ms,
-                                   [&](const auto &offers) {
-                                       if (me.rank != root)
-                                           std::memcpy(buffer, offers[size_t(root)].data, size_t(bytes));
-                                   });
-    }
-    static int barrier(void *self) {
-        Endpoint &me = of(self);
-        return me.meeting->collect(me.rank, {Offer::wait, 0, 0, 0, nullptr}, me.timeout_ms, [](const auto &) {});
-    }
     static int error(void *self, char *text, size_t capacity) {
         of(self).meeting->describe(text, capacity);
         return 0;
@@ -252,8 +239,6 @@ std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, co
                                  .all_reduce = Endpoint::all_reduce,
                                  .all_to_all = Endpoint::all_to_all,
                                  .all_gather = Endpoint::all_gather,
-                                 .broadcast = Endpoint::broadcast,
-                                 .barrier = Endpoint::barrier,
                                  .error = Endpoint::error,
                                  .abort = Endpoint::abort,
                                  .destroy = Endpoint::destroy,

@@ -205,12 +205,6 @@ int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *st
         return session.api.all_gather(send, recv, size_t(bytes), uint8, session.comm, stream);
     });
 }
-int broadcast(void *self, void *buffer, int64_t bytes, int32_t root, void *stream) {
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        return session.api.broadcast(buffer, buffer, size_t(bytes), uint8, root, session.comm, stream);
-    });
-}
 int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
     return of(self).call(stream, [&] {
         const Session &session = of(self).session();
@@ -326,7 +320,6 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     table.memory = DSOPT_MEMORY_BACKEND;
     table.all_reduce = all_reduce;
     table.all_gather = all_gather;
-    table.broadcast = broadcast;
     if (session->api.send != nullptr && session->api.recv != nullptr) table.all_to_all = all_to_all;
     table.error = error;
     table.abort = abort;

@@ -28,7 +28,6 @@ struct Api {
     Result (*all_reduce)(void *send, void *recv, uint64_t count, DataType type, Operation op, Communicator comm,
                          Stream s);
     Result (*all_gather)(void *send, void *recv, uint64_t count, DataType type, Communicator comm, Stream stream);
-    Result (*broadcast)(void *buffer, uint64_t count, DataType type, uint32_t root, Communicator comm, Stream stream);
     Result (*all_to_all)(const void *send, uint64_t count, DataType type, const void *recv, uint64_t recv_count,
                          DataType recv_type, Communicator comm, Stream stream); // or NULL
     Result (*async_error)(Communicator comm, Result *error);                    // or NULL
@@ -51,7 +50,6 @@ struct Api {
         hccl.need(rank_id, "HcclGetRankId");
         hccl.need(all_reduce, "HcclAllReduce");
         hccl.need(all_gather, "HcclAllGather");
-        hccl.need(broadcast, "HcclBroadcast");
         hccl.find(all_to_all, "HcclAlltoAll");
         hccl.find(async_error, "HcclGetCommAsyncError");
         hccl.find(error_string, "HcclGetErrorString");

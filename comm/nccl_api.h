@@ -41,8 +41,6 @@ struct Api {
     Result (*all_reduce)(const void *send, void *recv, size_t count, DataType type, Operation op, Communicator comm,
                          Stream stream);
     Result (*all_gather)(const void *send, void *recv, size_t count, DataType type, Communicator comm, Stream stream);
-    Result (*broadcast)(const void *send, void *recv, size_t count, DataType type, int root, Communicator comm,
-                        Stream stream);
     Result (*group_start)();
     Result (*group_end)();
     Result (*send)(const void *data, size_t count, DataType type, int peer, Communicator comm,
@@ -64,7 +62,6 @@ struct Api {
         library.find(last_error, "ncclGetLastError");
         library.need(all_reduce, "ncclAllReduce");
         library.need(all_gather, "ncclAllGather");
-        library.need(broadcast, "ncclBroadcast");
         library.need(group_start, "ncclGroupStart");
         library.need(group_end, "ncclGroupEnd");
         library.find(send, "ncclSend");

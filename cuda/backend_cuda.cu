@@ -30,6 +30,13 @@ __global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state
     scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
     *scale = scale_in_use(*state);
 }
+__global__ void write_scaler_kernel(const ScalerState value, ScalerState *state, float *scale) {
+    *state = value;
+    *scale = scale_in_use(value);
+}
+__global__ void write_reduction_kernel(const ScheduleRules rules, const ScheduleState *schedule, int32_t *reduction) {
+    *reduction = next_reduction_of(rules, schedule);
+}
 
 /// Parts of StepPlan::extra.
 struct Extra {
@@ -181,6 +188,18 @@ public:
         check(::gpu::launch("update_scaler", update_scaler_kernel, 1, 1, 0, as_stream(stream), rules, state, scale,
                             overflow),
               "update_scaler");
+    }
+    void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const override {
+        const OnDevice on(device_);
+        check(::gpu::launch("write_scaler", write_scaler_kernel, 1, 1, 0, as_stream(stream), value, state, scale),
+              "write_scaler");
+    }
+    void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
+                         void *stream) const override {
+        const OnDevice on(device_);
+        check(::gpu::launch("write_reduction", write_reduction_kernel, 1, 1, 0, as_stream(stream), rules, schedule,
+                            reduction),
+              "write_reduction");
     }
 
     // These serve calls in which the host asks, and may wait: after everything on the device, on a stream of their own.
@@ -368,8 +387,8 @@ void CudaBackend::step(const StepPlan &plan) const {
     d.plan.groups =
         reinterpret_cast<const Hyper *>(static_cast<char *>(table) + rounded(size_t(plan.count) * sizeof(TensorJob)));
     const bool peers = has_peers(plan.comms);
-    d.decided = plan.read_gradients || plan.grad_norms != nullptr || plan.grad_scale != nullptr ||
-                plan.scaler != nullptr || peers || counted || plan.onebit != nullptr;
+    d.decided = plan.read_gradients || plan.grad_norms != nullptr || plan.grad_scale != nullptr || plan.lr != nullptr ||
+                plan.hyper != nullptr || plan.scaler != nullptr || peers || counted || plan.onebit != nullptr;
     if (plan.onebit != nullptr && plan.onebit->stage != Stage::full)
         d.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
 

@@ -93,7 +93,7 @@ __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table
     outcome.nonfinite = found.sum;
     outcome.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
     outcome.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
-    table.reasons() = reasons_to_skip(plan, outcome);
+    note_reasons(plan, table, outcome);
 }
 
 /// By one thread, between the passes.

@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneB
                          with = by.sum(plan.sums_b + job.first_leaf, leaves);
             if (by.lead)
                 plan.trust_ratio[i] =
-                    frozen_trust(b.trust, factor, without, with, plan.groups[job.group].weight_decay > 0,
+                    frozen_trust(b.trust, factor, without, with, hyper_of(plan, job.group).weight_decay > 0,
                                  b.trust_average[i], b.scaling[i], b.trust_factor[i]);
         });
 }
@@ -330,8 +330,7 @@ __global__ void __launch_bounds__(kThreads) begin_onebit_kernel(const DeviceOneB
             if (b.trust_factor[i] == 0) b.trust_factor[i] = 1;
     if (b.stage == Stage::local || b.stage == Stage::sync)
         for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) {
-            const double lr = plan.lr != nullptr ? double(plan.lr[g]) : plan.groups[g].lr;
-            write_double(b.lr_sum + 2 * g, read_double(b.lr_sum + 2 * g) + lr);
+            write_double(b.lr_sum + 2 * g, read_double(b.lr_sum + 2 * g) + hyper_of(plan, g).lr);
         }
 }
 

@@ -15,33 +15,45 @@
  *     dsopt_optimizer_save(opt, "run.safetensors", NULL);
  *     dsopt_optimizer_destroy(opt); dsopt_context_destroy(ctx);
  *
- * Two ways to step, one argument struct:
- *   dsopt_optimizer_step   the optimizer remembers parameters, state and counters. One thread at a time.
- *   dsopt_optimizer_apply  the optimizer is a constant; everything that changes is in the caller's tensors. Any number
- * of threads.
+ * There are two ways to step. Both take the same argument struct:
  *
- * Rules that hold for every function here:
- *  - Units: counts are elements or tensors, sizes are bytes. "Backend memory" is host memory on the CPU backend and
- * memory of the context's device on CUDA. `stream` is a cudaStream_t of that device, NULL the legacy default stream;
- * the CPU backend ignores it and has finished when a call returns.
- *  - Structs that begin with `size`: set every byte to zero, set `size`, then set what you need; 0 and NULL mean "the
- * default" in every field except those of dsopt_group, which dsopt_group_init fills. DSOPT_NEW(type, name) does it in C
- * and C++. A struct shorter than in version 0.1 is refused, and so are bytes behind the last field known to this
- * library that are not zero (DSOPT_ERR_VERSION). A NULL desc is an all-zero desc. Structs without `size` travel in
- * arrays and never change.
- *  - Handles are released, not freed: an object lives on while another one was made from it, so handles may be
- * destroyed in any order (finalizers of garbage-collected languages do). destroy(NULL) does nothing.
- *  - Pointers in arguments are borrowed for the call; tensor memory until the stream has passed it. Exceptions are said
- * where they are.
- *  - Outputs come last and are untouched on failure. A failed call changes nothing. An option that would have no effect
- * is refused (DSOPT_ERR_UNSUPPORTED), never ignored. Reserved fields must be 0.
- *  - Every status function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _INTERNAL.
- *  - Thread-safety, unless said otherwise: free on distinct objects; one thread at a time on one object (another one
- * gets DSOPT_ERR_BUSY from dsopt_optimizer_* calls); a context serves all threads.
- *  - Results: an element-wise step gives the same bits on every backend, instruction set, thread count, order and
- * packing of the lists; norms give the same bits for any thread count and instruction set. Denormals are kept.
- * Arithmetic is fp32, multiply and add rounded separately, whatever the storage type.
- *  - Since: 0.1 for everything that does not say otherwise.
+ *   dsopt_optimizer_step    The optimizer remembers parameters, state and counters. One thread at a time.
+ *   dsopt_optimizer_apply   The optimizer is constant. Everything that changes is in tensors of the caller. Any number
+ *                           of threads. docs/functional.md has the whole functional form.
+ *
+ * Rules that hold for every function:
+ *
+ *  - Units. Counts are elements or tensors. Sizes are bytes. Times are milliseconds.
+ *  - Memory. "Backend memory" is host memory on the CPU backend, and memory of the context's device on CUDA.
+ *  - Streams. `stream` is a cudaStream_t of the context's device; NULL is the legacy default stream. The CPU backend
+ *    ignores it: its work is done when the call returns.
+ *  - Structs that begin with `size` can grow. Set every byte to zero, set `size`, then set the fields you need. A field
+ *    that is 0 or NULL has its default; only dsopt_group is different, and dsopt_group_init fills it. DSOPT_NEW does
+ *    both steps in C and C++. A struct shorter than in version 0.2 is refused with DSOPT_ERR_VERSION, and so are
+ *    non-zero bytes behind the last field that this library knows. A NULL desc is a desc with every default.
+ *    Structs without `size` travel in arrays and never change.
+ *  - Reserved fields must be 0.
+ *  - Integers. Fields and arguments that take a constant of this header are int32_t, and so is every enum: its last
+ *    member, *_SIGNED = -1, only makes the type signed for all compilers and generators of bindings.
+ *  - Ownership. Pointers in arguments are borrowed for the call, tensor memory until the stream has passed the call.
+ *    Exceptions are said at the function. Tensors of a list that is documented as an input are only read.
+ *  - Handles. An object lives as long as a handle to it, or an object that was made from it. Handles may be destroyed
+ *    in any order. Destroying NULL does nothing. A handle must not be destroyed while another thread is in a call with
+ *    that same handle; dsopt_optimizer_retain gives each owner its own.
+ *  - Failure. Every function that can fail returns a dsopt_status; dsopt_last_error has the reason in words. A failed
+ *    call changes nothing and leaves its outputs as they were. Exceptions are said at the function.
+ *  - An option that would have no effect is refused with DSOPT_ERR_UNSUPPORTED.
+ *  - Every function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _HOOK and _INTERNAL.
+ *  - Threads. Calls on different objects may run at the same time. One object takes one call at a time, except where
+ *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
+ *    also a call on its scaler and on its comms. A context serves any number of threads.
+ *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
+ *    DSOPT_ERR_FORKED. The child may create new contexts. Their CPU work runs on threads of their own, not on OpenMP,
+ *    whose threads do not survive a fork.
+ *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
+ *    and for any order and packing of the lists. Norms give the same bits for any number of threads and any instruction
+ *    set. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
+ *  - Since: 0.1, unless a line says otherwise. Nothing is frozen before 1.0.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -50,8 +62,7 @@
 extern "C" {
 #endif
 
-/* ---------------------------------------------------------------------------------------------- visibility and version
- */
+/* ------------------------------------------------------------------------------------------- visibility and version */
 #if defined(__GNUC__)
 #define DSOPT_API __attribute__((visibility("default")))
 #define DSOPT_CHECK __attribute__((warn_unused_result))
@@ -61,12 +72,14 @@ extern "C" {
 #endif
 
 #define DSOPT_VERSION_MAJOR 0
-#define DSOPT_VERSION_MINOR 1
+#define DSOPT_VERSION_MINOR 2
 #define DSOPT_VERSION_PATCH 0
-#define DSOPT_ABI_VERSION 0
+#define DSOPT_ABI_VERSION 1
 
-/** A zeroed struct with its size set: `DSOPT_NEW(dsopt_step, s);` declares `dsopt_step s`. Other languages zero and set
- * `size`. */
+/**
+ * `DSOPT_NEW(dsopt_step, step);` declares the variable `step`, zeroed and with its size set.
+ * In C++ it is two statements: it cannot be a class member or const. Other languages zero the struct and set `size`.
+ */
 #ifdef __cplusplus
 #define DSOPT_NEW(type, name)                                                                                          \
     type name = type();                                                                                                \
@@ -75,546 +88,481 @@ extern "C" {
 #define DSOPT_NEW(type, name) type name = {.size = sizeof(type)}
 #endif
 
-/** Version of the loaded library, major * 10000 + minor * 100 + patch. Never fails. Thread-safety: any. */
+/** Version of the loaded library: major * 10000 + minor * 100 + patch. Cannot fail. Thread-safety: any. */
 DSOPT_API int32_t dsopt_version(void);
 
-/** DSOPT_ABI_VERSION of the loaded library: equal numbers fit together. Never fails. Thread-safety: any. */
+/**
+ * DSOPT_ABI_VERSION of the loaded library. Header and library fit together if their numbers are equal. Cannot fail.
+ * Thread-safety: any.
+ */
 DSOPT_API int32_t dsopt_abi_version(void);
 
 /**
- * What the loaded file is, as a JSON object: version, abi, compiler, "backends" and "comms" built in and usable here,
- * "isa" (the CPU instruction set that will be used), checkpoint format. Static storage. Thread-safety: any.
+ * What the loaded library is, as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are built in
+ * and usable on this machine, "isa" (the CPU instruction set in use), "threads", "checkpoint_format".
+ * @return static storage, "{}" if memory is short. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);
 
-/* ------------------------------------------------------------------------------------------------------------- status
- */
+/* ----------------------------------------------------------------------------------------------------------- status */
+/** The result of a call: one of enum dsopt_status_code. */
 typedef int32_t dsopt_status;
-enum {
+
+enum dsopt_status_code {
     DSOPT_OK = 0,
-    /* the call is wrong */
-    DSOPT_ERR_ARGUMENT = 10,  /**< null, negative, out of range, not finite; the text names argument, field or tensor */
-    DSOPT_ERR_SHAPE = 11,     /**< count or numel is not what was registered, or numel * size overflows */
-    DSOPT_ERR_DTYPE = 12,     /**< not a dtype of this build, or not for this list */
-    DSOPT_ERR_ALIGNMENT = 13, /**< pointer not aligned to its element */
-    DSOPT_ERR_OVERLAP = 14,   /**< two tensors share bytes */
-    DSOPT_ERR_DEVICE = 15,    /**< memory of another device, with DSOPT_CONTEXT_CHECK_POINTERS */
-    DSOPT_ERR_WORKSPACE = 16, /**< workspace missing or too small; the text says how many bytes */
-    DSOPT_ERR_VERSION =
-        17, /**< struct shorter than version 0.1, or fields that this library does not know are not zero */
-    DSOPT_ERR_UNSUPPORTED = 18, /**< valid elsewhere, not in this combination or build; the text names the option */
-    DSOPT_ERR_STATE = 19,       /**< wrong moment: no groups yet, parameters not bound */
-    DSOPT_ERR_BUSY = 20,        /**< the object is in use by another thread */
-    DSOPT_ERR_FORKED = 21,      /**< made before fork(): in the child only destroy works */
-    DSOPT_ERR_SKIPS = 22,       /**< the skip budget is used up: that many steps in a row were skipped */
-    /* the system is at fault */
-    DSOPT_ERR_NOMEM = 30,    /**< out of host or backend memory */
-    DSOPT_ERR_MISSING = 31,  /**< a driver or library that the call needs is not on this machine */
-    DSOPT_ERR_IO = 32,       /**< open, read, write, flush or rename failed; the text has the system's reason */
-    DSOPT_ERR_INTERNAL = 33, /**< a defect of dsopt */
-    DSOPT_ERR_BACKEND = 34,  /**< the device or its driver failed; the text has its reason */
-    /* communication; sticky for the comm */
-    DSOPT_ERR_COMM = 50,    /**< a collective failed; the text has the provider's reason */
-    DSOPT_ERR_TIMEOUT = 51, /**< a peer did not come within the comm's time-out */
-    DSOPT_ERR_ABORTED = 52, /**< dsopt_comm_abort was called */
-    /* files */
-    DSOPT_ERR_FORMAT = 70,   /**< not a dsopt checkpoint, or a damaged header */
-    DSOPT_ERR_CHECKSUM = 71, /**< tensor data do not match their checksum */
-    DSOPT_ERR_MISMATCH = 72  /**< another algorithm, other names, dtypes or sizes than this optimizer's; also of
-                                other ranks, with DSOPT_OPTIMIZER_CHECK_RANKS */
+    /* The call is wrong. */
+    /** An argument is null, negative, out of range or not finite. The text names the argument, field or tensor. */
+    DSOPT_ERR_ARGUMENT = 10,
+    /** A count or numel differs from what was registered, or numel * size overflows. */
+    DSOPT_ERR_SHAPE = 11,
+    /** The dtype is unknown to this build, or wrong for this list. */
+    DSOPT_ERR_DTYPE = 12,
+    /** A pointer is not aligned to its element. */
+    DSOPT_ERR_ALIGNMENT = 13,
+    /** Two tensors share bytes. */
+    DSOPT_ERR_OVERLAP = 14,
+    /** Memory of another device, or host memory. Only with DSOPT_CONTEXT_CHECK_POINTERS. */
+    DSOPT_ERR_DEVICE = 15,
+    /** The workspace is missing or too small. The text says how many bytes are needed. */
+    DSOPT_ERR_WORKSPACE = 16,
+    /** A struct is shorter than in version 0.2, or has non-zero fields that this library does not know. */
+    DSOPT_ERR_VERSION = 17,
+    /** Not possible in this combination or build, or without effect. The text names the option. */
+    DSOPT_ERR_UNSUPPORTED = 18,
+    /** Not possible now: for example no groups yet, or a parameter has no memory. */
+    DSOPT_ERR_STATE = 19,
+    /** The object is in use by another thread. */
+    DSOPT_ERR_BUSY = 20,
+    /** The object was made before fork(): in the child it can only be destroyed. */
+    DSOPT_ERR_FORKED = 21,
+    /** The skip budget is used up: that many steps in a row were skipped. */
+    DSOPT_ERR_SKIPS = 22,
+    /** `parallel_for` returned before it had run every piece exactly once, or threw. What the call writes is undefined
+     * in part: weights, state and outputs must be loaded again. The objects stay usable. Since: 0.2 */
+    DSOPT_ERR_HOOK = 23,
+    /* The system is at fault. */
+    /** Out of host or backend memory. */
+    DSOPT_ERR_NOMEM = 30,
+    /** A driver or library that the call needs is not on this machine. */
+    DSOPT_ERR_MISSING = 31,
+    /** Opening, reading, writing, flushing or renaming failed. The text has the system's reason. */
+    DSOPT_ERR_IO = 32,
+    /** A defect of dsopt. */
+    DSOPT_ERR_INTERNAL = 33,
+    /** The device or its driver failed. The text has its reason. */
+    DSOPT_ERR_BACKEND = 34,
+    /* Communication. The comm is lost: each later call on it returns the same status. */
+    /** A collective failed. The text has the provider's reason. */
+    DSOPT_ERR_COMM = 50,
+    /** A peer did not come within the comm's time-out. */
+    DSOPT_ERR_TIMEOUT = 51,
+    /** dsopt_comm_abort was called. */
+    DSOPT_ERR_ABORTED = 52,
+    /* Files. */
+    /** Not a dsopt checkpoint, or its header is damaged. */
+    DSOPT_ERR_FORMAT = 70,
+    /** Tensor data do not match their checksum. */
+    DSOPT_ERR_CHECKSUM = 71,
+    /** Algorithm, names, dtypes or sizes differ from this optimizer's; with DSOPT_OPTIMIZER_CHECK_RANKS also from those
+     * of other ranks. */
+    DSOPT_ERR_MISMATCH = 72,
+    DSOPT_ERR_SIGNED = -1
 };
 
-/** Name of a status, "DSOPT_ERR_SHAPE"; "unknown status" for others. Static storage. Thread-safety: any. */
+/**
+ * Name of a status, such as "DSOPT_ERR_SHAPE"; "unknown status" for other numbers. Static storage. Thread-safety: any.
+ */
 DSOPT_API const char *dsopt_status_name(dsopt_status status);
 
-/** Text of the last failure in the calling thread, "" if there was none; valid until its next failing dsopt call. Never
- * NULL. */
+/**
+ * Reason of the last failure in the calling thread. "" if there was none, never NULL.
+ * @return valid until the thread's next failing call of this library. Thread-safety: any.
+ */
 DSOPT_API const char *dsopt_last_error(void);
 
-/* ------------------------------------------------------------------------------------------------- dtypes and tensors
- */
-enum {
+/* ----------------------------------------------------------------------------------------------- dtypes and tensors */
+enum dsopt_dtype {
     DSOPT_DTYPE_F32 = 1,
     DSOPT_DTYPE_F16 = 2,
     DSOPT_DTYPE_BF16 = 3,
+    /** State tensors that count. */
     DSOPT_DTYPE_I32 = 4,
-    DSOPT_U8 = 5,
-    DSOPT_I64 = 6,
-    DSOPT_DTYPE_F64 = 7
+    /** Only as an argument of dsopt_comm_table.all_reduce: no tensor has it. */
+    DSOPT_DTYPE_F64 = 5,
+    DSOPT_DTYPE_SIGNED = -1
 };
 
-/** A dense array. `numel` 0 with NULL data is legal everywhere. In a gradient list NULL data means "no gradient this
- * time". */
+/**
+ * A dense array in backend memory. An empty tensor (numel 0, data NULL) is legal in every list.
+ * In a list of gradients, NULL data means "no gradient this time".
+ */
 typedef struct dsopt_tensor {
-    void *data; /**< aligned to its element */
+    /** Aligned to its element. Not written to where the tensor is an input. */
+    void *data;
+    /** Number of elements. */
     int64_t numel;
-    int32_t dtype;    /**< DSOPT_DTYPE_F32 ... */
-    int32_t reserved; /**< 0 */
+    /** enum dsopt_dtype. */
+    int32_t dtype;
+    int32_t reserved;
 } dsopt_tensor;
 
-/* ------------------------------------------------------------------------------------------------------------ context
- */
+/* ---------------------------------------------------------------------------------------------------------- handles */
+/** Backend, device and hooks. Serves any number of threads. */
 typedef struct dsopt_context dsopt_context;
+/** Groups, parameters, and the state that belongs to them. */
+typedef struct dsopt_optimizer dsopt_optimizer;
+/** A loss scale. May serve several optimizers. */
+typedef struct dsopt_scaler dsopt_scaler;
+/** One rank's end of a set of ranks that communicate. */
+typedef struct dsopt_comm dsopt_comm;
 
-enum { DSOPT_BACKEND_CPU = 0, DSOPT_BACKEND_CUDA = 1 };
-enum { DSOPT_LOG_ERROR = 1, DSOPT_LOG_WARN = 2, DSOPT_LOG_INFO = 3, DSOPT_LOG_TRACE = 4 };
+/* ---------------------------------------------------------------------------------------------------------- context */
+enum dsopt_backend { DSOPT_BACKEND_CPU = 0, DSOPT_BACKEND_CUDA = 1, DSOPT_BACKEND_SIGNED = -1 };
 
-enum {
-    DSOPT_CONTEXT_CHECK_POINTERS =
-        1 /**< CUDA: every step asks the driver where each pointer belongs, and memory of another device, or of
-               the host only, is DSOPT_ERR_DEVICE. For debugging: it costs a driver call a pointer */
+enum dsopt_log_level {
+    DSOPT_LOG_ERROR = 1,
+    DSOPT_LOG_WARN = 2,
+    DSOPT_LOG_INFO = 3,
+    DSOPT_LOG_TRACE = 4,
+    DSOPT_LOG_SIGNED = -1
 };
 
-/** Runs `body(arg, i)` for every i in [0, n), in any order and on any thread, and returns when all are done. */
+enum dsopt_context_flags {
+    /** CUDA, for debugging: each step asks the driver to which device each pointer belongs. Memory of another device or
+     * of the host is DSOPT_ERR_DEVICE. Costs one driver call per pointer. */
+    DSOPT_CONTEXT_CHECK_POINTERS = 1,
+    DSOPT_CONTEXT_SIGNED = -1
+};
+
+/**
+ * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
+ * when all of them are done. The calling thread should run pieces too: a pool whose threads all wait inside dsopt would
+ * otherwise never finish. Pieces that were not run, ran twice, or an exception: DSOPT_ERR_HOOK.
+ */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
-/** All optional. The hooks are called from any thread that is inside a dsopt call with this context or with an object
- * made from it. */
+/**
+ * Every field is optional. `allocate`, `release`, `parallel_for` and `log` are called only by threads that are inside a
+ * dsopt call with this context, or with an object made from it; never by threads that dsopt started.
+ */
 typedef struct dsopt_context_desc {
     size_t size;
-    int32_t backend;   /**< DSOPT_BACKEND_CPU or DSOPT_BACKEND_CUDA */
-    int32_t device;    /**< CUDA ordinal; 0 on the CPU */
-    int32_t threads;   /**< into how many parts a step is cut, and how many workers run them; 0 = as many as cores */
-    int32_t log_level; /**< highest level passed to `log`; 0 = the environment's DSOPT_LOG (error, warn, info, trace),
-                          else warn */
-    void *(*allocate)(void *user, size_t bytes, size_t alignment,
-                      void *stream); /**< backend memory; NULL return = out of memory */
-    void (*release)(void *user, void *memory, size_t bytes, void *stream); /**< given together with `allocate` */
-    dsopt_parallel_for
-        parallel_for; /**< thread pool of the caller in place of OpenMP; dsopt_step can bring another one */
-    void (*log)(void *user, int32_t level, const char *text); /**< NULL: nothing is ever printed */
-    void *user;                                               /**< first argument of the four hooks */
-    int64_t chunk; /**< smallest piece of work in elements, a multiple of 4096 (the leaf of all reductions); 0 = 4096 */
-    uint32_t flags; /**< DSOPT_CONTEXT_... */
-    uint32_t reserved;
+    /** enum dsopt_backend. */
+    int32_t backend;
+    /** CUDA ordinal; 0 on the CPU. */
+    int32_t device;
+    /** Into how many pieces a step is cut, and how many workers run them. 0 = number of cores. OpenMP keeps a team of
+     * workers for each calling thread; programs that call from many threads should bring `parallel_for`. */
+    int32_t threads;
+    /** Highest level passed to `log`. 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn. */
+    int32_t log_level;
+    /** Backend memory, at least 64-byte aligned. Returns NULL when out of memory. */
+    void *(*allocate)(void *user, size_t bytes, size_t alignment, void *stream);
+    /** Given together with `allocate`. */
+    void (*release)(void *user, void *memory, size_t bytes, void *stream);
+    /** Thread pool that replaces OpenMP. dsopt_step can bring another one for its call. */
+    dsopt_parallel_for parallel_for;
+    /** NULL: nothing is ever printed. */
+    void (*log)(void *user, int32_t level, const char *text);
+    /** First argument of the four hooks. */
+    void *user;
+    /** Smallest piece of work in elements: a multiple of 4096, which is the leaf of all reductions. 0 = 4096. */
+    int64_t chunk;
+    /** enum dsopt_context_flags. */
+    int32_t flags;
+    int32_t reserved;
 } dsopt_context_desc;
 
 /**
- * @param[in]  desc  NULL = CPU with all defaults. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the
- * instruction set.
- * @param[out] ctx   the new context; release with dsopt_context_destroy.
- * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: backend not built in; DSOPT_ERR_MISSING: no driver or device. Thread-safety:
- * any.
+ * Create a context. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the CPU instruction set.
+ * @param[in]  desc  NULL = CPU with every default.
+ * @param[out] ctx   release with dsopt_context_destroy.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the backend is not in this build; DSOPT_ERR_MISSING: no driver or device.
+ * Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context **ctx);
+
 /** Release the handle. Never blocks. */
 DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 
-/* --------------------------------------------------------------------------------------------------------------- comm
- */
-/*
- * Ranks that agree on norms and on skipped steps. Every rank makes the same calls in the same order. A comm is used by
- * one thread at a time, but dsopt_comm_query and dsopt_comm_abort may be called from any thread at any time.
- *
- * The first failure loses the comm: later calls return its status without trying. A rank that does not come, that died
- * or that made another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
- * provider notices. Every kind works with every context unless it says otherwise: data that are not in the memory the
- * kind works in are staged by the engine.
- *
- * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
- * (DSOPT_ERR_STATE, the comm is as good as before), unless all of them were made with DSOPT_COMM_FLAG_ENQUEUE.
- */
-typedef struct dsopt_comm dsopt_comm;
-
-enum {
-    DSOPT_COMM_KIND_SELF = 0,  /**< one rank */
-    DSOPT_COMM_KIND_LOCAL = 1, /**< ranks are threads of this process, host memory */
-    /** NCCL 2.4 or later, found at run time; needs a CUDA context, works in device memory. A copy that the process has
-     * loaded is taken first; else the environment's DSOPT_NCCL_LIBRARY (an absolute path), else libnccl.so.2.
-     * DSOPT_ERR_MISSING without one. Time-outs count from the call, with what is on the stream before it. Inside the
-     * library they bind with communicators that do not block: those made here from 2.14 on. */
-    DSOPT_COMM_KIND_NCCL = 2,
-    /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or what DSOPT_HCCL_LIBRARY and
-     * DSOPT_ASCENDCL_LIBRARY name. Takes host memory and uses the Ascend device that is current in the creating thread
-     * (DSOPT_ERR_STATE: none). Tested against a double of both libraries, never on that hardware. */
-    DSOPT_COMM_KIND_HCCL = 3,
-    DSOPT_COMM_KIND_TABLE = 4 /**< the caller's functions; for MPI see dsopt_mpi.h */
-};
+/* -------------------------------------------------------------------------------------------- groups and parameters */
 /**
- * Exchanges of device memory are put on the stream and the host does not wait for them: NCCL, or a TABLE that takes
- * memory of a CUDA context, whose functions then come back once the exchange is enqueued and can be captured.
- *  - A step waits for nothing but, with values that the host needs: the comparison of lists before the first exchange
- *    of bits and with CHECK_RANKS, a skip budget, and what dsopt_optimizer_step says of the 1-bit family.
- *  - `timeout_ms` bounds enqueueing and waits for results that the host needs, and nothing else. A peer that hangs
- *    holds up the stream, and whoever waits for the device (a skip budget, reading a schedule, releasing memory),
- *    until dsopt_comm_abort (from any thread) or, with `native`, until its owner aborts it.
- *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights and
- *    state: load a checkpoint.
- *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use. dsopt_comm_destroy
- *    may abort what is still there.
- *  - Counters count what is enqueued and captured, not replays. All calls of a comm go to one stream, or to several
- *    that the caller keeps in order.
+ * Algorithms. In the formulas g is the unscaled, clipped gradient, t the step of the tensor, m and v the running means
+ * of g and g^2, c1 = 1 - beta1^t, c2 = 1 - beta2^t, wd the weight decay.
  */
-enum { DSOPT_COMM_FLAG_ENQUEUE = 1 };
-enum { DSOPT_OP_SUM = 0, DSOPT_OP_MAX = 1 };
-enum {
-    DSOPT_MEMORY_HOST = 0,
-    DSOPT_MEMORY_BACKEND = 1 /**< of the context: device memory on CUDA */
-};
-
-/**
- * Collectives of the caller (MPI, Gloo, ...). Functions return 0, or their own error code, or a status of this header
- * as a negative number where they know it: -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT, -DSOPT_ERR_ABORTED. They block until
- * done; with DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`.
- * Optional functions that are NULL are made from the others, at a price in bytes: broadcast from all_gather, all_gather
- * from broadcast, all_to_all from all_gather, and each of them from all_reduce of I32 where nothing else is there;
- * barrier from all_reduce.
- */
-typedef struct dsopt_comm_table {
-    size_t size;
-    void *self; /**< first argument of every function; must live until `destroy` */
-    int32_t rank;
-    int32_t ranks;
-    int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
-                      void *stream);                                                                   /**< F32, F64,
-       I32; SUM, MAX; send may be recv; every rank must get the same bits */
-    int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
-    int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream); /**< optional */
-    int (*broadcast)(void *self, void *buffer, int64_t bytes, int32_t root, void *stream);             /**< optional */
-    int (*barrier)(void *self);                                                                        /**< optional */
-    int (*error)(void *self, char *text,
-                 size_t capacity); /**< optional: state of the communicator, any thread; 0 = fine */
-    void (*abort)(void *self);     /**< optional: make blocked calls return, any thread, more than once */
-    void (*destroy)(void *self);   /**< optional: last call; must not wait for other ranks for ever */
-    int32_t memory;                /**< what the functions take: DSOPT_MEMORY_... */
-    int32_t reserved;
-} dsopt_comm_table;
-
-typedef struct dsopt_comm_desc {
-    size_t size;
-    int32_t kind;       /**< DSOPT_COMM_...; SELF needs nothing else */
-    int32_t rank;       /**< with `id`: this rank */
-    int32_t ranks;      /**< with `id`: number of ranks */
-    int32_t timeout_ms; /**< longest wait in any call, but see ENQUEUE; 0 = 600000; -1 = none. TABLE: the functions' own
-                           affair, must be 0 */
-    const void *id;     /**< bytes of dsopt_comm_unique_id, the same on all ranks; creating is then collective */
-    size_t id_bytes;
-    const dsopt_comm_table *table; /**< TABLE: copied */
-    void *native;   /**< in place of `id`, NCCL: an ncclComm_t of the caller on the context's device; HCCL: an HcclComm;
-                       from a copy of the library that the process has loaded. Borrowed until the comm and what was made
-                       with it are gone: never aborted or destroyed here. After a time-out its collective stays on the
-                       stream */
-    uint32_t flags; /**< DSOPT_COMM_FLAG_ENQUEUE or 0 */
-    uint32_t reserved;
-} dsopt_comm_desc;
-
-/** Kinds of collectives, and what a rank sends in one, which is what counters count (no headers, no retries). */
-enum {
-    DSOPT_COLLECTIVE_ALL_REDUCE = 0, /**< 2 (ranks - 1) / ranks of the data, what a ring needs at least; receives so */
-    DSOPT_COLLECTIVE_ALL_TO_ALL = 1, /**< a row to each other rank; receives as many */
-    DSOPT_COLLECTIVE_ALL_GATHER = 2, /**< its row to each other rank; receives theirs */
-    DSOPT_COLLECTIVE_BROADCAST = 3,  /**< the root the data once, others nothing; those receive it */
-    DSOPT_COLLECTIVE_BARRIER = 4,    /**< nothing */
-    DSOPT_COLLECTIVE_SLOTS = 8       /**< length of lists; places that are not named are 0 */
-};
-typedef struct dsopt_comm_info {
-    size_t size;
-    int32_t rank, ranks;
-    dsopt_status status; /**< DSOPT_OK, or the first failure of this comm */
-    int32_t reserved;
-    /* Since creation, of all kinds, and then of each. With one rank next to nothing is called. */
-    int64_t calls;      /**< calls of the provider's functions: one that is made from others counts as those */
-    int64_t bytes_sent; /**< payload put on the wire by this rank in calls that did not fail */
-    int64_t bytes_received;
-    int64_t calls_of[DSOPT_COLLECTIVE_SLOTS];
-    int64_t sent_of[DSOPT_COLLECTIVE_SLOTS];
-    int64_t received_of[DSOPT_COLLECTIVE_SLOTS];
-} dsopt_comm_info;
-
-/**
- * Make a bootstrap blob on one rank; carry it to the others by any means.
- * @param[in]     kind   DSOPT_COMM_KIND_LOCAL (16 bytes), DSOPT_COMM_KIND_NCCL (128), DSOPT_COMM_KIND_HCCL (4108).
- * @param[out]    id     may be NULL to ask for the size only.
- * @param[in,out] bytes  capacity of `id`; then the size.
- * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no blob, or is not in this build; DSOPT_ERR_SHAPE: capacity;
- * DSOPT_ERR_MISSING: its library is not on this machine; DSOPT_ERR_COMM: it refused. Thread-safety: any.
- */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
-/**
- * Make a comm; collective where `id` is given.
- * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM: the provider refused, or the ranks do not
- * fit together; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
- * context, not in this build, or an option without effect; DSOPT_ERR_DEVICE: `native` belongs to another device;
- * DSOPT_ERR_BACKEND. The caller keeps a table, and what `native` is, when this fails.
- */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
-                                                     dsopt_comm **comm);
-/** Rank, size, health and counters, without waiting; `info->size` must be set. Thread-safety: any. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info);
-/** Make every blocked or later call on this comm return DSOPT_ERR_ABORTED, on all ranks of a LOCAL one. Other ranks of
- * other kinds learn of it as of a rank that died. Never blocks for long. Thread-safety: any. */
-DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
-/** Release the handle. The last owner of an NCCL comm waits for the other ranks to let go of theirs, 5 seconds at most;
- * where ending it takes the library still longer, it is left behind. */
-DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
-
-/* -------------------------------------------------------------------------------------------------------- loss scaler
- */
-typedef struct dsopt_scaler dsopt_scaler;
-
-/** Where zero fields of dsopt_scaler_desc come from. */
-enum {
-    DSOPT_PROFILE_DEFAULT = 0, /**< init 2^16, factor 2, window 1000, min 1, hysteresis 1 */
-    DSOPT_PROFILE_FUSED = 1,   /**< FP16_Optimizer: init 2^32, min 1. Hysteresis is ignored there, hence refused here */
-    DSOPT_PROFILE_UNFUSED = 2, /**< FP16_UnfusedOptimizer: init 2^16, min 0.25, likewise */
-    DSOPT_PROFILE_DYNAMIC = 3  /**< DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN */
-};
-enum {
-    /** Never changes by itself; overflow skips the step all the same. */
-    DSOPT_SCALER_STATIC = 1,
-    /** Consecutive hysteresis: every good step refills the budget. */
-    DSOPT_SCALER_REFILL = 2,
-    /** Overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else. */
-    DSOPT_SCALER_FAIL_AT_MIN = 4,
-    /** Takes FAIL_AT_MIN out of the DYNAMIC profile; both together are refused. */
-    DSOPT_SCALER_KEEP_AT_MIN = 8,
-    /** Steps only record overflow; dsopt_scaler_update makes the transition, once an iteration. Needed for a second
-     * optimizer (else DSOPT_ERR_STATE when that is created). */
-    DSOPT_SCALER_SHARED = 16,
-    /** Grow in the step that makes `window` good ones (2023 form), not in the one after it. */
-    DSOPT_SCALER_GROWTH_AT_WINDOW = 32
-};
-typedef struct dsopt_scaler_desc {
-    size_t size;
-    int32_t profile;    /**< DSOPT_PROFILE_DEFAULT ... */
-    uint32_t flags;     /**< DSOPT_SCALER_STATIC ... */
-    double init;        /**< 0 = of the profile; STATIC: 1 */
-    double factor;      /**< > 1; 0 = 2 */
-    double min;         /**< 0 = of the profile */
-    double max;         /**< 0 = none */
-    int32_t window;     /**< good steps until growth; 0 = 1000 */
-    int32_t hysteresis; /**< overflows until the scale shrinks (delayed_shift); 0 = 1 */
-} dsopt_scaler_desc;
-typedef struct dsopt_scaler_info {
-    size_t size;
-    double scale;           /**< what the next backward pass must use, override included */
-    double dynamic;         /**< the machine's own value */
-    int64_t updates;        /**< transitions so far (cur_iter) */
-    int64_t last_overflow;  /**< number of the last one with overflow (last_overflow_iter), -1 if none */
-    int32_t hysteresis;     /**< overflows left until the scale shrinks */
-    int32_t overridden;     /**< 1 while an override is set */
-    int32_t failures;       /**< overflows at the minimum, with FAIL_AT_MIN */
-    int32_t skipped_in_row; /**< transitions with overflow in a row */
-} dsopt_scaler_info;
-enum { DSOPT_SCALE_VALUE = 0, DSOPT_SCALE_OVERRIDE = 1, DSOPT_SCALE_CLEAR_OVERRIDE = 2 };
-
-/**
- * The machine (updates i, last overflow l): on overflow, with the budget of `hysteresis` at 1, scale = max(scale /
- * factor, min); else one less in the budget; l = i. On a good step with k = i - l - 1 > 0 and k a multiple of `window`:
- * scale = min(scale * factor, max) and a full budget. Then i + 1. (DeepSpeed's loss_scaler.py.)
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect.
- */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc,
-                                                       dsopt_scaler **scaler);
-/** Release the handle; optimizers that it is attached to keep the scaler alive. */
-DSOPT_API void dsopt_scaler_destroy(dsopt_scaler *scaler);
-/** One float in backend memory, fixed for the scaler's life: the loss, or its gradient, is multiplied by it. NULL only
- * for NULL. */
-DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
-/** Stream-ordered: set the value, set an override (used by backward and unscaling; the machine pauses), or clear it. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
-/**
- * One transition. With DSOPT_SCALER_SHARED once an iteration, after the last step; else for a scaler used without an
- * optimizer.
- * @param[in] overflow  an int32 in backend memory, nonzero = overflow; NULL = what the attached optimizers recorded.
- */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
-/** Current values; `info->size` must be set. Waits for the work that was enqueued with this scaler. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info);
-/** Multiply a loss (one F32, F16 or BF16 in backend memory) by the scale, in place and in stream order: the backward
- * helper. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss,
-                                                           void *stream);
-
-/* ---------------------------------------------------------------------------------------------- groups and parameters
- */
-/** Algorithms. Formulas are with g the unscaled, clipped gradient, t the step of the tensor, c1 = 1 - beta1^t, c2 = 1 -
- * beta2^t. */
-enum {
-    DSOPT_ALGORITHM_ADAM =
-        2, /**< Kingma and Ba 2015, decay as L2: g += wd p; m, v; p -= lr (m/c1) / (sqrt(v/c2) + eps) */
-    DSOPT_ALGORITHM_ADAMW =
-        3, /**< Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p) */
-    DSOPT_ALGORITHM_LAMB =
-        4, /**< You et al. 2020 as in DeepSpeed's FusedLamb: u = m/(sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u with
-              one trust ratio r = clamp(|p|/|u|, min_trust, max_trust) a tensor, 1 where a norm is 0 */
-    /** 1-bit Adam (Tang et al. 2021). Up to freeze_step AdamW without bias correction on averaged gradients; then v
-     * stays, each rank puts its own gradient into m, m becomes the 1-bit mean over the data-parallel ranks, and p -= lr
-     * (m / (sqrt(v) + eps) + wd p). */
+enum dsopt_algorithm {
+    /** Kingma and Ba 2015, decay as L2: g += wd p; p -= lr (m/c1) / (sqrt(v/c2) + eps). */
+    DSOPT_ALGORITHM_ADAM = 2,
+    /** Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p). */
+    DSOPT_ALGORITHM_ADAMW = 3,
+    /** You et al. 2020, as in DeepSpeed's FusedLamb: u = m / (sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u.
+     * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 where a norm is 0.
+     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are over all its shards; compat mode takes one ratio per
+     * shard, as the original does. */
+    DSOPT_ALGORITHM_LAMB = 4,
+    /**
+     * The first fused Adam of apex: p -= lr sqrt(c2)/c1 (m / (sqrt(v) + eps) + wd p). eps acts on the uncorrected v.
+     */
+    DSOPT_ALGORITHM_ADAM_LEGACY = 7,
+    /* The 1-bit family: data-parallel ranks exchange one bit per element. None has bias correction. docs/onebit.md */
+    /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v stays, each rank
+     * adds its own gradient to m, m becomes the 1-bit mean over the ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
     DSOPT_ALGORITHM_ONEBIT_ADAM = 16,
-    /** 0/1 Adam (Lu et al. 2022). Up to freeze_step v moves in steps whose number is a multiple of an interval that
-     * doubles every var_interval_steps of them, on averaged gradients; in the others m takes the 1-bit mean of the
-     * gradients. Then ranks step alone, and every interval, which doubles every local_interval_steps steps up to
-     * max_local_interval, the 1-bit mean of how far they went brings them together again. */
+    /** 0/1 Adam, Lu et al. 2022. Up to freeze_step, v moves only in some steps, at an interval that doubles every
+     * var_interval_steps of them; those steps average gradients in full, and in the others m takes the 1-bit mean of
+     * the gradients. After freeze_step each rank steps alone. At an interval that doubles every local_interval_steps
+     * steps, up to max_local_interval, the 1-bit mean of the distances they went brings the ranks together again. */
     DSOPT_ALGORITHM_ZERO_ONE_ADAM = 17,
-    /** 1-bit LAMB (Li et al. 2021). Up to freeze_step LAMB without bias correction; then as 1-bit Adam, with the
-     * running mean of the trust ratio times a factor that follows how the variance would have gone on. */
+    /** 1-bit LAMB, Li et al. 2021. Up to freeze_step it is LAMB. After that it is as 1-bit Adam, with the running mean
+     * of the trust ratio times a factor that follows how the variance would have gone on. */
     DSOPT_ALGORITHM_ONEBIT_LAMB = 18,
-    DSOPT_ALGORITHM_ADAM_LEGACY =
-        7 /**< apex's first fused Adam: p -= lr sqrt(c2)/c1 (m/(sqrt(v) + eps) + wd p): eps acts on the uncorrected v */
+    DSOPT_ALGORITHM_SIGNED = -1
 };
-enum {
+
+enum dsopt_group_flags {
+    /** c1 = c2 = 1. */
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
-    DSOPT_GROUP_EPS_INSIDE_SQRT = 2, /**< sqrt(v + eps); LAMB and ADAM_LEGACY, refused elsewhere */
-    DSOPT_GROUP_AMSGRAD = 4,         /**< refused: no algorithm here has it */
-    DSOPT_GROUP_SPARSE = 8,          /**< refused: gradients are dense */
-    /** 1-bit Adam: never compressed, the variance never frozen. In exchange steps the engine averages its gradients
-     * itself, so the answer of dsopt_optimizer_next_reduction holds for all groups. */
-    DSOPT_GROUP_NON_FREEZE = 16
+    /** sqrt(v + eps) in place of sqrt(v) + eps. LAMB and ADAM_LEGACY only. */
+    DSOPT_GROUP_EPS_INSIDE_SQRT = 2,
+    /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
+     * engine averages its gradients itself, so dsopt_optimizer_next_reduction holds for all groups. */
+    DSOPT_GROUP_NON_FREEZE = 16,
+    DSOPT_GROUP_SIGNED = -1
 };
 
 /**
- * Algorithm and hyper-parameters of some parameters. Filled by dsopt_group_init; fields that the algorithm does not use
- * are 0 there and must stay 0. Groups of one optimizer may differ in algorithm.
+ * Algorithm and hyper-parameters of some parameters. dsopt_group_init fills it. Fields that the algorithm does not use
+ * are 0 and must stay 0. The groups of an optimizer may have different algorithms, of the 1-bit family one at most.
  */
 typedef struct dsopt_group {
     size_t size;
+    /** enum dsopt_algorithm. */
     int32_t algorithm;
-    uint32_t flags;      /**< DSOPT_GROUP_... */
-    double lr;           /**< finite, >= 0 */
-    double beta1, beta2; /**< in [0, 1) */
-    double eps;          /**< finite, >= 0 */
-    double weight_decay; /**< finite, >= 0 */
-    double max_norm; /**< clip by the L2 norm of this group's gradients alone; 0 = off. See also dsopt_optimizer_desc */
-    double min_trust, max_trust; /**< LAMB: bounds of the trust ratio, 0 <= min <= max */
-    /* The 1-bit family; the same in all its groups, of which an optimizer has one algorithm. */
-    int64_t freeze_step;          /**< number of the last step that changes the variance, >= 1 */
-    int64_t var_interval_steps;   /**< 0/1 Adam, >= 1; the original's var_update_scaler */
-    int64_t local_interval_steps; /**< 0/1 Adam, >= 1; the original's local_step_scaler */
-    int64_t max_local_interval;   /**< 0/1 Adam, >= 1; the original's local_step_clipper */
-    double trust_beta;            /**< 1-bit LAMB, in [0, 1): of the running mean of the trust ratio (coeff_beta) */
-    double trust_threshold; /**< 1-bit LAMB, in [0, 1): relative change of the factor in a step (factor_threshold) */
-    double trust_min_change, trust_max_change; /**< 1-bit LAMB: bounds of the factor, 0 <= min <= max */
+    /** enum dsopt_group_flags. */
+    int32_t flags;
+    /** Learning rate: finite, >= 0. */
+    double lr;
+    /** Decay of the moments, in [0, 1). */
+    double beta1, beta2;
+    /** Finite, >= 0. */
+    double eps;
+    /** Finite, >= 0. */
+    double weight_decay;
+    /** Clip by the L2 norm of this group's gradients alone. 0 = off. See also dsopt_optimizer_desc.max_norm. */
+    double max_norm;
+    /** LAMB: bounds of the trust ratio, 0 <= min_trust <= max_trust. */
+    double min_trust, max_trust;
+    /* The 1-bit family. The next four must be the same in all its groups. */
+    /** Number of the last step that changes the variance, >= 1. */
+    int64_t freeze_step;
+    /** 0/1 Adam, >= 1. The original's var_update_scaler. */
+    int64_t var_interval_steps;
+    /** 0/1 Adam, >= 1. The original's local_step_scaler. */
+    int64_t local_interval_steps;
+    /** 0/1 Adam, >= 1. The original's local_step_clipper. */
+    int64_t max_local_interval;
+    /** 1-bit LAMB, in [0, 1): decay of the running mean of the trust ratio. The original's coeff_beta. */
+    double trust_beta;
+    /** 1-bit LAMB, in [0, 1): largest relative change of the factor per step. The original's factor_threshold. */
+    double trust_threshold;
+    /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
+    double trust_min_change, trust_max_change;
 } dsopt_group;
 
-/** What the global norm makes of a parameter's gradient. */
-enum {
-    DSOPT_PARAM_MODEL_PARALLEL =
-        1, /**< sharded over the model comm: every rank's part counts. Others count on its rank 0 */
-    DSOPT_PARAM_REPLICATED = 2, /**< exists on another pipeline stage too, which counts it: left out of norms here */
-    /** The 1-bit family: the mean is multiplied with state tensor "mask", where 0 keeps what has no gradient from being
-     * moved by noise. It starts as zeros: fill it before the first step. */
-    DSOPT_PARAM_MASKED = 4
+enum dsopt_param_flags {
+    /** Sharded over the model comm: this rank has one shard, and each rank's shard counts in norms. The gradients of
+     * parameters without this flag count in norms on model rank 0 only. */
+    DSOPT_PARAM_MODEL_PARALLEL = 1,
+    /** Another pipeline stage has the same parameter and counts it: left out of norms here. */
+    DSOPT_PARAM_REPLICATED = 2,
+    /** The 1-bit family: the exchanged mean is multiplied with state tensor "mask". A 0 there keeps an element that
+     * never has a gradient from being moved by noise. The mask starts as zeros: fill it before the first step. */
+    DSOPT_PARAM_MASKED = 4,
+    DSOPT_PARAM_SIGNED = -1
 };
 
-/** One parameter as registered. No `size`: it travels in arrays. */
+/** One parameter as registered. It travels in arrays and has no `size`. */
 typedef struct dsopt_param {
-    dsopt_tensor tensor; /**< F32, F16 or BF16; data may be NULL: bound later, or given at each call */
-    const char *name;    /**< copied; UTF-8, at most 1000 bytes, unique in the optimizer; NULL = "p<index>" */
-    const int64_t *dims; /**< copied; optional, for checkpoints; the product must be numel */
-    int32_t ndim;        /**< 0 = flat; at most 8 */
-    uint32_t flags;      /**< DSOPT_PARAM_... */
-    int64_t offset; /**< where this piece begins if it is a slice of a tensor of that name: stochastic rounding follows
-                       it */
-    int32_t expert; /**< 0 = dense; k = its ranks in expert comm k - 1 hold different experts, whose squares add up */
-    int32_t reserved; /**< 0 */
+    /** F32, F16 or BF16. NULL data: bound later, or given at each call. */
+    dsopt_tensor tensor;
+    /** Copied. UTF-8, 1 to 1000 bytes, unique in the optimizer. NULL = "p<index>". */
+    const char *name;
+    /** Copied. Optional shape, for checkpoints and dsopt_state_info. The product must be numel. */
+    const int64_t *dims;
+    /** Length of `dims`, at most 8. 0 = flat. */
+    int32_t ndim;
+    /** enum dsopt_param_flags. */
+    int32_t flags;
+    /** Where this piece begins if it is a slice of a tensor of that name. Used by stochastic rounding, else 0. */
+    int64_t offset;
+    /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and their squares add up. */
+    int32_t expert;
+    /** dsopt_optimizer_add_params: index of the parameter's group. dsopt_optimizer_add_group: 0. Since: 0.2 */
+    int32_t group;
 } dsopt_param;
 
 /**
- * Every default of an algorithm, as the original documents them (lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay,
- * trust 0.01 to 10; 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta 0.9, threshold 0.1, change
- * 0.5 to 4, no bias correction).
- * @param[in] size  sizeof(dsopt_group) of the caller's header.
+ * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
+ * 1e-8, no decay, trust ratio 0.01 to 10. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta
+ * 0.9, trust_threshold 0.1, change 0.5 to 4.
+ * @param[out] group      every byte is written.
+ * @param[in]  size       sizeof(dsopt_group) in the caller's header.
+ * @param[in]  algorithm  enum dsopt_algorithm.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown algorithm. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm);
 
-/* ---------------------------------------------------------------------------------------------------------- optimizer
- */
-typedef struct dsopt_optimizer dsopt_optimizer;
-
-enum { DSOPT_COMPAT_NONE = 0, DSOPT_COMPAT_DEEPSPEED = 1 };
-enum { DSOPT_NONFINITE_AUTO = 0, DSOPT_NONFINITE_SKIP = 1, DSOPT_NONFINITE_APPLY = 2 };
-enum {
-    DSOPT_OPTIMIZER_NO_MASTER = 1,    /**< 16-bit parameters without an fp32 master */
-    DSOPT_OPTIMIZER_REPORT_NORMS = 2, /**< weight and update norm in the report (no further pass over memory) */
-    DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING =
-        4, /**< with NO_MASTER: BF16 parameters are rounded up or down at random, in proportion. The
-                random number follows from seed, name, step and element alone: any sharding gives the same */
-    DSOPT_OPTIMIZER_ACCUMULATE = 8, /**< an F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate */
-    DSOPT_OPTIMIZER_TIMING = 16,    /**< times per phase in the report */
-    /** When dsopt_optimizer_next_reduction says FULL the step averages the gradients over the data-parallel ranks
-     * itself (into F32 workspace; the caller's are not changed). For the 1-bit family. */
-    DSOPT_OPTIMIZER_AVERAGES = 32,
-    /** Before the first collective of every step the data-parallel ranks compare what they are about to do: their
-     * lists (names, sizes, dtypes, groups, algorithms; of experts not the names), the number of calls, step and stage
-     * of the 1-bit family's schedule, and, where the caller averages, which gradients are there. If they differ every
-     * rank gets DSOPT_ERR_MISMATCH, nothing is changed and the comm is as good as before; so too if a rank refuses its
-     * arguments, which alone gets the reason. Without it such ranks hang, fail as the comm does, or drift apart. One
-     * all-reduce of 100 bytes, which compares the lists of the 1-bit family with the first dsopt_optimizer_step after
-     * every new group in any case; with a node comm also whether both comms fit together, by two short ones more */
-    DSOPT_OPTIMIZER_CHECK_RANKS = 64,
-    /** 1-bit Adam in standard mode: once the variance is frozen the momentum is what the last exchange brought, a bit
-     * an element and a few scales, and is kept as that in exp_avg_bits: a step moves 8 bytes an element less, to the
-     * same bits. exp_avg is brought up to date by dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group,
-     * and holds an older momentum in between. No masks; no effect with one rank, or one node */
-    DSOPT_OPTIMIZER_MOMENTUM_BITS = 128
+/* -------------------------------------------------------------------------------------------------------- optimizer */
+enum dsopt_compat {
+    /** The default: without the quirks of the original. */
+    DSOPT_COMPAT_NONE = 0,
+    /** DeepSpeed's optimizers step by step, quirks included. docs/compat.md lists every difference. */
+    DSOPT_COMPAT_DEEPSPEED = 1,
+    DSOPT_COMPAT_SIGNED = -1
 };
-enum {
-    DSOPT_MASTERS_PER_TENSOR = 0, /**< compat mode: FP16_UnfusedOptimizer */
-    DSOPT_MASTERS_FLAT =
-        1 /**< the masters of a group lie one behind the other without gaps; compat mode: FP16_Optimizer */
+
+/** What a step does about Inf and NaN in gradients. */
+enum dsopt_nonfinite {
+    /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. */
+    DSOPT_NONFINITE_AUTO = 0,
+    /** Always look, which is one more read of the gradients, and skip. */
+    DSOPT_NONFINITE_SKIP = 1,
+    /** Apply them. */
+    DSOPT_NONFINITE_APPLY = 2,
+    DSOPT_NONFINITE_SIGNED = -1
+};
+
+enum dsopt_optimizer_flags {
+    /** 16-bit parameters without an fp32 master. */
+    DSOPT_OPTIMIZER_NO_MASTER = 1,
+    /** Weight norm and update norm in the report. Needs no further pass over memory. Not for the 1-bit family. */
+    DSOPT_OPTIMIZER_REPORT_NORMS = 2,
+    /** With NO_MASTER: BF16 parameters are rounded up or down at random, in proportion to the distance. The random
+     * number depends on seed, name, step and element only, so any sharding gives the same bits. */
+    DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING = 4,
+    /** An F32 gradient accumulator per parameter, see dsopt_optimizer_accumulate. */
+    DSOPT_OPTIMIZER_ACCUMULATE = 8,
+    /** Times per phase in the report. */
+    DSOPT_OPTIMIZER_TIMING = 16,
+    /** The 1-bit family: when dsopt_optimizer_next_reduction says FULL, the step averages the gradients over the
+     * data-parallel ranks itself, into F32 workspace. The caller's gradients are not changed. */
+    DSOPT_OPTIMIZER_AVERAGES = 32,
+    /** Before each step the data-parallel ranks compare what they are about to do: parameter lists, number of calls,
+     * stage of the 1-bit family, and (where the caller averages) which gradients are present. The values of gradients
+     * are not compared. If ranks differ, each gets DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If
+     * one rank refuses its arguments, it gets that reason and the others get DSOPT_ERR_MISMATCH. Without this flag such
+     * ranks hang, fail as the comm does, or drift apart. Cost: one all-reduce of 100 bytes per step, two more with a
+     * node comm. The 1-bit family compares parameter lists at the first step after each new group even without it. */
+    DSOPT_OPTIMIZER_CHECK_RANKS = 64,
+    /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
+     * exp_avg_bits, so that a step moves 8 bytes per element less. The weights get the same bits. Then exp_avg holds an
+     * older momentum between calls; dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group bring it up to
+     * date. Not with masks. No effect with one rank or one node. */
+    DSOPT_OPTIMIZER_MOMENTUM_BITS = 128,
+    DSOPT_OPTIMIZER_SIGNED = -1
+};
+
+enum dsopt_masters {
+    /** Each master by itself. Compat mode: FP16_UnfusedOptimizer. */
+    DSOPT_MASTERS_PER_TENSOR = 0,
+    /** The masters of a group lie one behind the other without gaps. Compat mode: FP16_Optimizer. */
+    DSOPT_MASTERS_FLAT = 1,
+    DSOPT_MASTERS_SIGNED = -1
 };
 
 typedef struct dsopt_optimizer_desc {
     size_t size;
-    int32_t
-        compat; /**< DSOPT_COMPAT_NONE, or DSOPT_COMPAT_DEEPSPEED: the original step by step, quirks included. Without
-                       masters that is FusedAdam and FusedLamb: betas and 1 - beta in fp32, Adam's steps counted by one
-                       counter a group, moments in the parameter's dtype. With masters it is the fp16 wrapper that
-                       `masters` names: the first use of the state takes a step on zero gradients, absent gradients are
-                       zeros, the scale moves before gradients are divided by it, a norm that is not finite in fp32
-                       counts as 1, experts count by their weights (FLAT) or not at all, and non-finite gradients
-                       without a scaler are applied (FLAT) */
-    uint32_t flags; /**< DSOPT_OPTIMIZER_... */
-    int32_t
-        nonfinite; /**< Inf or NaN in a gradient. AUTO: skip the step if the gradients are read for scaling or clipping
-                      anyway, else apply; SKIP: always look (one more read of the gradients); APPLY: let them through */
-    int32_t masters;  /**< DSOPT_MASTERS_... */
-    double max_norm;  /**< clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm); 0 = off. Where a
-                         group has its own max_norm too, the larger of the two divisors holds */
-    double max_value; /**< clip every element of the unscaled gradient to [-max_value, max_value], after the norm; 0 =
-                         off */
-    dsopt_scaler *scaler;       /**< kept; NULL = no loss scaling */
-    dsopt_comm *data;           /**< kept: data-parallel ranks, which agree on skipping; NULL = one */
-    dsopt_comm *model;          /**< kept: model-parallel ranks, which add up norms and agree on skipping; NULL = one */
-    dsopt_comm *const *experts; /**< kept: expert_count comms of expert-parallel ranks */
+    /** enum dsopt_compat. */
+    int32_t compat;
+    /** enum dsopt_optimizer_flags. */
+    int32_t flags;
+    /** enum dsopt_nonfinite. */
+    int32_t nonfinite;
+    /** enum dsopt_masters. */
+    int32_t masters;
+    /** Clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm). 0 = off. Where a group has a
+     * max_norm of its own too, the larger of the two divisors counts. */
+    double max_norm;
+    /** Clip every element of the unscaled gradient to [-max_value, max_value], after clipping by norm. 0 = off. */
+    double max_value;
+    /** Kept. NULL = no loss scaling. */
+    dsopt_scaler *scaler;
+    /** Kept. Data-parallel ranks, which agree on skipping. NULL = one rank. */
+    dsopt_comm *data;
+    /** Kept. Model-parallel ranks, which add up norms and agree on skipping. NULL = one rank. */
+    dsopt_comm *model;
+    /** The comms are kept, the array is not. Expert-parallel ranks, see dsopt_param.expert. */
+    dsopt_comm *const *experts;
+    /** Length of `experts`, at most 1024. */
     int32_t expert_count;
-    int32_t skip_budget; /**< after this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS; 0 =
-                            never */
-    uint64_t seed;       /**< of STOCHASTIC_ROUNDING */
-    dsopt_comm *node;    /**< kept: the ranks of this node, as in dsopt_compressed; NULL = one. The data-parallel ranks
-                            are then those of all nodes, and `data` has those with the same rank in their node: the
-                            1-bit family exchanges in two levels, and skips and norms are agreed over both */
+    /** After this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS. 0 = never. */
+    int32_t skip_budget;
+    /** Seed of STOCHASTIC_ROUNDING. */
+    uint64_t seed;
+    /** Kept. The ranks of this node, as in dsopt_compressed; NULL = one. Then the data-parallel ranks are those of all
+     * nodes, and `data` has the ranks with the same rank in their node. The 1-bit family exchanges in two levels, and
+     * skipping and norms are agreed over both comms. */
+    dsopt_comm *node;
 } dsopt_optimizer_desc;
 
 /**
- * An optimizer without parameters yet.
- * @param[in] desc  NULL = standard mode, no scaling, no clipping, fp32 masters for 16-bit parameters.
+ * Create an optimizer without parameters.
+ * @param[in]  desc  NULL = standard mode, no scaling, no clipping, fp32 masters for 16-bit parameters.
+ * @param[out] opt   release with dsopt_optimizer_destroy.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect;
  * DSOPT_ERR_STATE: the scaler has an optimizer already and is not SHARED. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc,
                                                           dsopt_optimizer **opt);
-/** Release the handle and, when nothing else uses them, the state tensors that the engine owns. */
+
+/**
+ * Release the handle. The last one also frees the state tensors that the engine owns. On CUDA that waits for the
+ * device.
+ */
 DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
 
 /**
- * Append a group. Its parameters follow those of earlier groups: every list of this API has that one flat order. May be
- * called between steps: existing state is kept (but error feedback of the 1-bit family, which starts anew), the lists
- * of later calls are longer, and a state list bound before must be bound anew.
- * @param[in] params  copied, names too; tensor memory is borrowed until the optimizer is destroyed or bound to other
- * memory.
- * @param[in] count   0 is legal.
+ * Make one more handle to the same optimizer. Each handle is destroyed by its owner, in any order and by any thread.
+ * For owners that do not know of one another, such as a compiled program whose asynchronous calls of
+ * dsopt_optimizer_apply may outlive the object that made it.
+ * @param[out] other  release with dsopt_optimizer_destroy.
+ * @return DSOPT_OK. Thread-safety: any, beside every other call. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other);
+
+/**
+ * Append a group and its parameters. The parameters of all calls, in the order of registration, are the flat order of
+ * every list of this API. May be called between steps: existing state is kept, except that error feedback of the 1-bit
+ * family starts anew. Lists of later calls are longer, and a state list that was bound must be bound again.
+ * @param[in] group   copied.
+ * @param[in] params  copied, names and dims too. Tensor memory is borrowed until the optimizer is destroyed or bound to
+ *                    other memory. NULL if count is 0.
+ * @param[in] count   number of parameters; 0 is legal.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
- * _ALIGNMENT; _OVERLAP: with each other or with earlier ones; _UNSUPPORTED: an option that this algorithm does not
- * have; _STATE: parameters for exchanges of the 1-bit family once its variance is frozen, which they would not have.
+ * _ALIGNMENT; _OVERLAP: with one another or with earlier ones; _UNSUPPORTED: an option that the algorithm does not
+ * have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
                                                              const dsopt_param *params, int64_t count);
 
-enum { DSOPT_ALL_GROUPS = -1 };
-enum {
+/**
+ * Append parameters to existing groups: dsopt_param.group says to which. A model whose groups alternate (decay for
+ * weights, none for biases) adds its groups without parameters first, and then all parameters in its own order.
+ * Standard mode; in compat mode the parameters of a group must follow one another, as in the original.
+ * @param[in] params  as in dsopt_optimizer_add_group.
+ * @return as dsopt_optimizer_add_group; DSOPT_ERR_ARGUMENT also for an unknown group. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params,
+                                                              int64_t count);
+
+enum dsopt_group_index {
+    /** In place of the index of one group. */
+    DSOPT_ALL_GROUPS = -1
+};
+
+/** Hyper-parameters that can be read and set later. */
+enum dsopt_key {
+    /* Of a group: the fields of dsopt_group. */
     DSOPT_KEY_LR = 1,
     DSOPT_KEY_BETA1 = 2,
     DSOPT_KEY_BETA2 = 3,
@@ -623,398 +571,1074 @@ enum {
     DSOPT_KEY_GROUP_MAX_NORM = 6,
     DSOPT_KEY_MIN_TRUST = 7,
     DSOPT_KEY_MAX_TRUST = 8,
-    DSOPT_KEY_BIAS_CORRECTION = 9,  /**< 0 or 1 */
-    DSOPT_KEY_EPS_INSIDE_SQRT = 10, /**< 0 or 1 */
-    DSOPT_KEY_ALGORITHM = 11,       /**< read only */
-    DSOPT_KEY_FREEZE_STEP = 12,     /**< of all groups at once */
-    /* of the optimizer; group must be DSOPT_ALL_GROUPS: */
+    /** 0 or 1. */
+    DSOPT_KEY_BIAS_CORRECTION = 9,
+    /** 0 or 1. */
+    DSOPT_KEY_EPS_INSIDE_SQRT = 10,
+    /** Read only. */
+    DSOPT_KEY_ALGORITHM = 11,
+    /** The 1-bit family; only for all groups at once. */
+    DSOPT_KEY_FREEZE_STEP = 12,
+    /* Of the optimizer: `group` must be DSOPT_ALL_GROUPS. */
     DSOPT_KEY_MAX_NORM = 32,
+    /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */
+    DSOPT_KEY_CALLS = 33,
     DSOPT_KEY_MAX_VALUE = 34,
-    DSOPT_KEY_SKIP_BUDGET = 35, /**< setting it also forgives the skips so far */
-    DSOPT_KEY_CALLS =
-        33 /**< number of steps so far, skipped ones included; set by a caller that keeps its own checkpoints */
+    /** Setting it also forgives the skips so far. */
+    DSOPT_KEY_SKIP_BUDGET = 35,
+    DSOPT_KEY_SIGNED = -1
 };
+
 /**
- * Change a hyper-parameter from the next step on. With DSOPT_ALL_GROUPS every group, or none on failure.
+ * Change a hyper-parameter from the next call on.
+ * @param[in] group  index, or DSOPT_ALL_GROUPS: every group, or none on failure.
+ * @param[in] key    enum dsopt_key.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm
- * has none such.
+ * has no such hyper-parameter; DSOPT_ERR_STATE: no groups.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
-/** Read one; DSOPT_ALL_GROUPS reads group 0. @return as dsopt_optimizer_set; DSOPT_ERR_STATE: no groups. */
+
+/**
+ * Read a hyper-parameter. DSOPT_ALL_GROUPS reads group 0.
+ * @return as dsopt_optimizer_set. Thread-safety: any number of readers.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key,
                                                        double *value);
-/** Number of groups and of parameters; either output may be NULL. */
+
+/**
+ * Number of groups and of parameters.
+ * @param[out] groups, params  either may be NULL.
+ * @return DSOPT_OK. Thread-safety: any number of readers.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params);
 
-/* ------------------------------------------------------------------------------------------------------ state tensors
- */
+/* ---------------------------------------------------------------------------------------------------- state tensors */
 /*
- * Everything that a step changes apart from the parameters is a list of state tensors in one fixed order: per parameter
- * (master, exp_avg, exp_avg_sq, grad_accum; 0/1 Adam: anchor, in compat mode momentum_accumulator; 1-bit LAMB:
- * exp_avg_sq_fresh; mask), then of the optimizer (1-bit family: worker_error and server_error as in dsopt_compressed,
- * active: I32, a bit an element whose variance is not 0, with MOMENTUM_BITS exp_avg_bits: I32, the rows of the last
- * exchange, never in files, schedule: I32, 8 words; 0/1 Adam lr_sum: a double a group as
- * I32 words; 1-bit LAMB trust_average, trust_factor and trust_scaling: F32, one a parameter, exp_avg_pad; with a scaler
- * loss_scale: F32, one, and scaler: I32, 12 words; trust_ratio where a group is LAMB: F32, one a parameter; step: I32,
- * one a parameter). Export writes errors as what is owed, followed by scales of 0. Each is there only where it is used.
- * loss_scale and scaler are the attached scaler's own memory. Names, sizes and order are known from the groups, before
- * the first step and without memory: a framework can allocate the list, keep it in its own checkpoints, and pass it to
- * apply or bind it. State tensors are F32, but in compat mode with NO_MASTER the moments have the parameter's dtype.
+ * Everything that a step changes, apart from the parameters, is a list of state tensors. Their names, sizes and order
+ * follow from the groups, so a framework can allocate the list before the first step, keep it in its own checkpoints,
+ * bind it or pass it to dsopt_optimizer_apply. First come those of parameter 0, then of parameter 1 and so on, then
+ * those of the whole optimizer; within each the order is that of this table. A tensor is there only where it is used.
+ *
+ *   of each parameter (numel and dims of the parameter)      present
+ *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER
+ *   exp_avg               F32* running mean of gradients      always
+ *   exp_avg_sq            F32* running mean of squares        always
+ *   grad_accum            F32  sum of gradients               ACCUMULATE
+ *   anchor                F32  weights at the last exchange   0/1 Adam, standard mode; rank local
+ *   momentum_accumulator  F32  changes since the exchange     0/1 Adam, compat mode; rank local
+ *   exp_avg_sq_fresh      F32  variance as it would be        1-bit LAMB
+ *   mask                  F32  0 = do not move                DSOPT_PARAM_MASKED
+ *
+ *   of the optimizer      elements                            present
+ *   worker_error          F32  see dsopt_compressed           1-bit family with several ranks; rank local
+ *   server_error          F32  see dsopt_compressed           1-bit family with several ranks; rank local
+ *   active                I32  a bit per element with v != 0  1-bit family with several ranks, standard mode
+ *   exp_avg_bits          I32  bits of the last exchange      MOMENTUM_BITS; never in files
+ *   schedule              I32  8: dsopt_schedule_decode       1-bit family
+ *   lr_sum                I32  2 per group: a double          0/1 Adam
+ *   trust_average         F32  1 per parameter                1-bit LAMB
+ *   trust_factor          F32  1 per parameter                1-bit LAMB
+ *   trust_scaling         F32  1 per parameter                1-bit LAMB
+ *   exp_avg_pad           F32  momentum of the padding        1-bit LAMB with several ranks, compat mode
+ *   loss_scale            F32  1                              with a scaler
+ *   scaler                I32  12: dsopt_scaler_decode        with a scaler
+ *   trust_ratio           F32  1 per parameter                with a LAMB group
+ *   step                  I32  1 per parameter                always
+ *
+ * (*) In compat mode with NO_MASTER the moments have the parameter's dtype.
+ * Engine-owned loss_scale and scaler are the attached scaler's own memory.
+ * An export of worker_error and server_error is what is owed, followed by scales of 0.
  */
-enum {
-    DSOPT_STATE_FROM_PARAM = 1, /**< starts as a copy of the parameter (master), otherwise as `fill` in every element */
-    DSOPT_STATE_RANK_LOCAL = 2  /**< differs between data-parallel ranks */
+enum dsopt_state_flags {
+    /** Starts as a copy of the parameter. */
+    DSOPT_STATE_FROM_PARAM = 1,
+    /** Differs between data-parallel ranks. */
+    DSOPT_STATE_RANK_LOCAL = 2,
+    DSOPT_STATE_SIGNED = -1
 };
+
+/** One entry of the state list. */
 typedef struct dsopt_state_info {
     size_t size;
-    const char *name;    /**< "exp_avg", "step", ...; static storage */
-    int64_t param;       /**< parameter index; -1: of the whole optimizer */
-    dsopt_tensor tensor; /**< dtype and numel; data: where it is now, NULL while not allocated or bound */
-    double fill;
-    uint32_t flags; /**< DSOPT_STATE_... */
-    uint32_t reserved;
+    /** "exp_avg", "step", ... Static storage. */
+    const char *name;
+    /** Index of the parameter; -1: of the whole optimizer. */
+    int64_t param;
+    /** dtype, numel, and where it is now: NULL while it is neither allocated nor bound. */
+    dsopt_tensor tensor;
+    /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else one dimension. Owned
+     * by the optimizer, valid until parameters are added or the optimizer is gone. Since: 0.2 */
+    const int64_t *dims;
+    int32_t ndim;
+    /** enum dsopt_state_flags. */
+    int32_t flags;
 } dsopt_state_info;
 
-/** Length of the list. */
+/** Length of the list. @return DSOPT_OK. Thread-safety: any number of readers. */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state_count(const dsopt_optimizer *opt, int64_t *count);
-/** One entry; `info->size` must be set. @return DSOPT_OK; DSOPT_ERR_ARGUMENT: index. Thread-safety: any number of
- * readers. */
+
+/**
+ * One entry.
+ * @param[out] info  `info->size` must be set.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: index. Thread-safety: any number of readers.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index,
                                                          dsopt_state_info *info);
+
 /**
- * Copy one entry to host memory of exactly numel * size bytes. Before the first step this allocates and gives the
- * starting values.
+ * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values.
+ * Waits for the device.
+ * @param[out] host   numel * size bytes.
+ * @param[in]  bytes  exactly that number.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
                                                           size_t bytes);
-/** The reverse. @return as dsopt_optimizer_export. */
+
+/**
+ * Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
                                                           size_t bytes);
 
-enum { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2 };
+enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED = -1 };
+
 /**
- * Say where parameters or state are from now on; dtype and numel as registered. State entries with NULL data stay with
- * the engine. Contents are neither copied nor changed: bound state must hold its values (`fill`, or a saved state).
- * Bind anew after writing other values to it: of a device's schedule (1-bit family) the host keeps count. Borrowed
- * until then.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
+ * Say where parameters or state are from now on. dtype and numel stay as registered. Contents are neither copied nor
+ * changed: bound state must hold its values, from dsopt_optimizer_init_state or a saved state. If you overwrite bound
+ * state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would not notice.
+ * @param[in] what   enum dsopt_bind.
+ * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
+ * @param[in] count  number of parameters, or of state entries.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                         int64_t count);
 
-enum {
-    DSOPT_RESET_MASTERS = 1, /**< from the parameters, after new weights were loaded (refresh_fp32_params) */
+enum dsopt_reset {
+    /** Masters, from the parameters: after new weights were loaded (the original's refresh_fp32_params). */
+    DSOPT_RESET_MASTERS = 1,
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
-    DSOPT_RESET_GRADS = 8,  /**< accumulators */
-    DSOPT_RESET_ERRORS = 16 /**< error feedback of the 1-bit family */
+    /** Gradient accumulators. */
+    DSOPT_RESET_GRADS = 8,
+    /** Error feedback of the 1-bit family. */
+    DSOPT_RESET_ERRORS = 16,
+    DSOPT_RESET_SIGNED = -1
 };
-/** Give the named parts (an OR) their starting values, in stream order. @return DSOPT_OK; DSOPT_ERR_ARGUMENT;
- * DSOPT_ERR_STATE. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream);
 
-/* --------------------------------------------------------------------------------------------------------------- step
+/**
+ * Give parts of the state their starting values, in stream order.
+ * @param[in] what  an OR of enum dsopt_reset.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from.
  */
-enum {
-    DSOPT_STEP_ZERO_GRADS = 1, /**< set gradients to zero in the same pass, also when the step is skipped */
-    DSOPT_STEP_OUT_ONLY =
-        2, /**< do not write params: the new values go to `out` alone, which must then name every parameter. Refused, as
-              DELTA, for parameters of 0/1 Adam without a master: its local steps add up in them */
-    DSOPT_STEP_ACCUMULATED =
-        8, /**< gradients are those of dsopt_optimizer_accumulate; `grads` is NULL; accumulators are zeroed */
-    DSOPT_STEP_DELTA =
-        4 /**< as OUT_ONLY, and `out` gets new - old, zeros when skipped. Refused for parameters with a master */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream);
+
+/* ------------------------------------------------------------------------------------------------------------- step */
+enum dsopt_step_flags {
+    /** Set gradients to zero in the same pass, also when the step is skipped. Gradients are then written to. */
+    DSOPT_STEP_ZERO_GRADS = 1,
+    /** Do not write `params`: new values go only to `out`, which must then have memory for every parameter. Refused for
+     * 0/1 Adam without masters, whose local steps add up in the parameters. */
+    DSOPT_STEP_OUT_ONLY = 2,
+    /** As OUT_ONLY, and `out` gets new - old; zeros when skipped. Refused for parameters with a master. */
+    DSOPT_STEP_DELTA = 4,
+    /** dsopt_optimizer_step: the gradients are the accumulators of dsopt_optimizer_accumulate; `grads` is NULL. The
+     * accumulators are zeroed. In `apply` pass the accumulators as gradients instead. */
+    DSOPT_STEP_ACCUMULATED = 8,
+    /** `report` has -1 in every place that would be NaN. For tools that stop at any NaN. Since: 0.2 */
+    DSOPT_STEP_NO_NAN = 16,
+    DSOPT_STEP_SIGNED = -1
 };
-enum { DSOPT_REPORT_FLOATS = 16 };
-/** Places in dsopt_step.report; the others are 0. Norms are of unscaled gradients before clipping, NaN if not computed.
- */
-enum {
-    DSOPT_REPORT_SKIPPED = 0, /**< 1 if this step was skipped */
+
+/** Places in dsopt_step.report. Norms are of unscaled gradients before clipping, NaN if not computed. */
+enum dsopt_report_place {
+    /** 1 if this step was skipped. */
+    DSOPT_REPORT_SKIPPED = 0,
     DSOPT_REPORT_GRAD_NORM = 1,
-    DSOPT_REPORT_WEIGHT_NORM = 2, /**< before the step, with REPORT_NORMS */
-    DSOPT_REPORT_UPDATE_NORM = 3, /**< |new - old|, with REPORT_NORMS */
-    DSOPT_REPORT_NONFINITE = 4,   /**< number of Inf and NaN elements found, 0 if not looked for */
-    DSOPT_REPORT_FIRST_BAD = 5,   /**< index of the first parameter with one, -1 = none */
-    DSOPT_REPORT_DIVISOR = 6,     /**< what gradients were divided by: scale and clipping; of group 0 if groups clip by
-                                   themselves; 0 if skipped */
-    DSOPT_REPORT_SCALE_USED = 7,  /**< loss scale that the gradients carried, 1 without */
-    DSOPT_REPORT_SCALE_NEXT = 8,  /**< loss scale for the next backward pass */
-    DSOPT_REPORT_EXPERT_NORM = 9, /**< the experts' part of the norm, over all their ranks */
-    DSOPT_REPORT_SKIPPED_IN_ROW = 10 /**< by the scaler's count, 0 without */
+    /** Before the step. With REPORT_NORMS. */
+    DSOPT_REPORT_WEIGHT_NORM = 2,
+    /** |new - old|. With REPORT_NORMS. */
+    DSOPT_REPORT_UPDATE_NORM = 3,
+    /** Number of Inf and NaN elements found on this rank. 0 if nobody looked. */
+    DSOPT_REPORT_NONFINITE = 4,
+    /** Index of the first parameter with one, -1 = none. */
+    DSOPT_REPORT_FIRST_BAD = 5,
+    /** What gradients were divided by: scale and clipping. Group 0's if groups clip by themselves. 0 if skipped. */
+    DSOPT_REPORT_DIVISOR = 6,
+    /** Loss scale that the gradients carried; 1 without a scaler. */
+    DSOPT_REPORT_SCALE_USED = 7,
+    /** Loss scale for the next backward pass. */
+    DSOPT_REPORT_SCALE_NEXT = 8,
+    /** The experts' part of the norm, over all their ranks. */
+    DSOPT_REPORT_EXPERT_NORM = 9,
+    /** Steps skipped in a row by the scaler's count; 0 without a scaler. */
+    DSOPT_REPORT_SKIPPED_IN_ROW = 10,
+    /** Why the step was skipped: an OR of enum dsopt_skip. Since: 0.2 */
+    DSOPT_REPORT_REASONS = 11,
+    /** Length of the report. Places without a name are 0. */
+    DSOPT_REPORT_FLOATS = 16,
+    DSOPT_REPORT_SIGNED = -1
 };
 
-/** Arguments of one step. Only `grads` and `count` are always needed. Lists have `count` = all parameters, in order. */
+/** Why a step was skipped. Since: 0.2 */
+enum dsopt_skip {
+    /** Inf or NaN in a gradient. */
+    DSOPT_SKIP_GRADIENTS = 1,
+    /** A norm is not finite, or one of `grad_norms` is negative. */
+    DSOPT_SKIP_NORM = 2,
+    /** The loss scale or `grad_scale` is not positive, not finite, or so small that dividing by it overflows fp32. */
+    DSOPT_SKIP_SCALE = 4,
+    /** `lr` or `hyper` has a value that dsopt_optimizer_set would refuse. */
+    DSOPT_SKIP_HYPER = 8,
+    /** `skip` is not 0. */
+    DSOPT_SKIP_CALLER = 16,
+    /** Another rank had a reason. */
+    DSOPT_SKIP_PEER = 32,
+    DSOPT_SKIP_SIGNED = -1
+};
+
+/** Places in a row of dsopt_step.hyper. Since: 0.2 */
+enum dsopt_hyper_place {
+    DSOPT_HYPER_LR = 0,
+    DSOPT_HYPER_BETA1 = 1,
+    DSOPT_HYPER_BETA2 = 2,
+    DSOPT_HYPER_EPS = 3,
+    DSOPT_HYPER_WEIGHT_DECAY = 4,
+    /** dsopt_group.max_norm. */
+    DSOPT_HYPER_GROUP_MAX_NORM = 5,
+    /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN in the others. */
+    DSOPT_HYPER_MAX_NORM = 6,
+    /** Length of a row. Place 7 must be NaN. */
+    DSOPT_HYPER_FLOATS = 8,
+    DSOPT_HYPER_SIGNED = -1
+};
+
+/**
+ * Arguments of one step. Lists have one entry per parameter, in flat order. `grads` and `count` are always needed, all
+ * else is optional unless it says otherwise. The members from `lr` to `grad_norms` are in backend memory and are read
+ * when the stream gets there. A value there that the host would refuse skips the step (DSOPT_SKIP_SCALE, _HYPER,
+ * _NORM), whatever the policy for non-finite gradients.
+ */
 typedef struct dsopt_step {
     size_t size;
-    const dsopt_tensor *grads; /**< F32, F16 or BF16, free per tensor; data NULL = no gradient: the tensor and its
-                                  counter are left alone */
+    /** F32, F16 or BF16, free per tensor. NULL data = no gradient: the tensor and its counter are left alone. Only
+     * read, unless ZERO_GRADS is set. */
+    const dsopt_tensor *grads;
+    /** Number of parameters. */
     int64_t count;
-    const dsopt_tensor *params; /**< NULL = where they are bound. In `apply`: required */
-    const dsopt_tensor
-        *out; /**< optional: new weights rounded to the entry's dtype; data NULL = not wanted. Also written when the
-                 step is skipped or the gradient absent (then the unchanged weight). May be the parameter's memory */
-    const dsopt_tensor
-        *state; /**< NULL = where it is bound. In `apply`: required, all entries in list order, data never NULL */
+    /** Where the parameters are. NULL = where they are bound. Required in `apply`. */
+    const dsopt_tensor *params;
+    /** New weights, rounded to the entry's dtype. NULL data = not wanted. Also written when the step is skipped or the
+     * gradient is absent: then with the unchanged weight. May be the parameter's own memory. */
+    const dsopt_tensor *out;
+    /** Where the state is. In `apply` required: every entry, in list order, with memory unless it is empty. In `step`
+     * NULL, or entries with NULL data, mean where it is bound. */
+    const dsopt_tensor *state;
     int64_t state_count;
-    /* In backend memory, read when the stream gets there; NULL = the value set on the host. */
-    const float *lr; /**< one per group */
-    const float
-        *grad_scale;     /**< gradients are this much too large, beside the attached scaler's scale, and get divided by
-                            both: the number of accumulated micro-batches, or a scale that the caller keeps; NULL = 1 */
-    const int32_t *skip; /**< nonzero = write nothing but out, report and zeroed gradients; counters stay. To the scaler
-                            it is an overflow, as is every reason to skip */
-    const float
-        *grad_norms; /**< one per group: L2 norms of the gradients as given (scaled), which saves reading them for the
-                        norm; negative or not finite = overflow, the step is skipped unless the policy is APPLY */
-    float *report;   /**< out, DSOPT_REPORT_FLOATS floats */
-    void *workspace; /**< `apply`: backend memory, 256-byte aligned; `step`: NULL, the engine has its own */
+    /** Learning rate, one per group. NULL = the value set on the host. Not together with `hyper`. */
+    const float *lr;
+    /** Gradients are this much too large, in addition to the scaler's scale, and are divided by both: the number of
+     * accumulated micro-batches, or a scale that the caller keeps. NULL = 1. */
+    const float *grad_scale;
+    /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters stay. A scaler takes it for
+     * an overflow, as it takes every reason to skip. */
+    const int32_t *skip;
+    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. */
+    const float *grad_norms;
+    /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_place. */
+    float *report;
+    /** `apply`: backend memory of any alignment; nothing is kept in it. `step`: NULL, the engine has its own. */
+    void *workspace;
+    /** At least the number that dsopt_optimizer_workspace says, or 255 less if the memory is 256-byte aligned. */
     size_t workspace_bytes;
     void *stream;
-    dsopt_parallel_for parallel_for; /**< thread pool of this call (CPU backend) */
+    /** Thread pool for this call, CPU backend. */
+    dsopt_parallel_for parallel_for;
+    /** First argument of `parallel_for`. */
     void *parallel_user;
-    uint32_t flags; /**< DSOPT_STEP_... */
-    uint32_t reserved;
+    /** enum dsopt_step_flags. */
+    int32_t flags;
+    int32_t reserved;
+    /** Hyper-parameters: one row of DSOPT_HYPER_FLOATS floats per group, enum dsopt_hyper_place. NaN = the value set on
+     * the host, which is also more exact than a float. A max_norm other than 0 needs clipping to be on on the host, by
+     * any positive max_norm there; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
+    const float *hyper;
 } dsopt_step;
 
 /**
- * Update every parameter that has a gradient, once. Checks the lists, then enqueues on `stream` and returns before the
- * device is done. All or nothing: on failure nothing is enqueued and nothing changed. If the step turns out to be
- * skipped (non-finite gradients here or on another rank, norm not finite, `skip`) parameters, state and counters stay;
- * `out`, `report`, ZERO_GRADS and the scaler still happen. The first call allocates, later ones do not. Gradients that
- * overlap each other or parameters are not looked for here. CUDA: launches are the same from step to step and
- * capturable in a CUDA graph once one plain step has been taken. A graph keeps lists and host-side values (lr set with
- * dsopt_optimizer_set, max_norm) as they were at its capture; device scalars are read at every replay. While a stream
- * is being captured the lists must be those of the last plain step or differ in few pointers (DSOPT_ERR_STATE), the
- * counters of dsopt_report come from the device, and `calls` counts calls of this function, not replays. The 1-bit
- * family cannot be captured (DSOPT_ERR_STATE): the host chooses the stage of a step. It keeps count and does not wait,
- * but in compat mode, where only the device knows whether the last step was taken, and where `state` or apply bring
- * the schedule. Write to the engine's schedule with dsopt_optimizer_import alone.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: no memory bound
- * for a parameter, or a capture as above; _SKIPS; _MISMATCH: see CHECK_RANKS; _BACKEND; _COMM, _TIMEOUT, _ABORTED:
- * parameters and state are unchanged (but see DSOPT_COMM_FLAG_ENQUEUE), the comms are lost. In an exchange of the 1-bit
- * family that fails once it has begun only the compressed parameters (but 0/1 Adam's, which have taken their own step)
- * and their moments are unchanged, not errors, counters and other groups: go on from a checkpoint.
+ * Update every parameter that has a gradient, once. Checks the lists, enqueues on `stream`, and returns before the
+ * device is done. The first call allocates, later ones do not.
+ *
+ * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
+ * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same.
+ *
+ * The host waits for the device in three cases only:
+ *  - a comm of several ranks without DSOPT_COMM_FLAG_ENQUEUE;
+ *  - with ENQUEUE: values that the host needs, see there;
+ *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller.
+ *
+ * Gradients that overlap one another or parameters are not looked for, nor is one array given twice.
+ * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
+ *
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
+ * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
+ * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost; parameters and state are unchanged,
+ * except where an exchange of the 1-bit family or of LAMB's sharded norms had begun (docs/onebit.md), or with ENQUEUE:
+ * then load a checkpoint.
+ * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * The same as a pure function: reads and writes only what `step` names. Nothing is remembered, allocated or
- * synchronised, but that the host reads the schedule of the 1-bit family.
- * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads at once, on memory that
- * differs.
+ * The same as a pure function: reads and writes only what `step` names. Nothing is remembered or allocated. The host
+ * waits only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the
+ * caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
+ * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must not see them passes
+ * `hyper`.
+ * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The step with DSOPT_STEP_ACCUMULATED uses and
- * zeroes them; a parameter that got nothing since the last such step has no gradient then. Not taken back if that step
- * is skipped.
- * @param[in] grads  F32, F16 or BF16; data NULL = nothing to add. count = all parameters.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; DSOPT_ERR_UNSUPPORTED: not made with DSOPT_OPTIMIZER_ACCUMULATE.
+ * Bytes of workspace that `apply` needs at any alignment. Changes only when parameters are added. Thread-safety: any
+ * number of readers.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
+
+/**
+ * Write the starting values of every state tensor into the caller's list, in stream order: masters from `params`,
+ * zeros, the scaler's starting scale and counters as its desc says. In compat mode with masters this includes the step
+ * on zero gradients that the original takes when it is made. After it dsopt_optimizer_apply gives the bits that
+ * dsopt_optimizer_step gives. Nothing is read from state that the optimizer owns.
+ * Allocates workspace for the call and frees it, only where that step is taken; then it cannot be captured in a graph.
+ * @param[in]  params  one entry per parameter. NULL is legal if there are no masters and the step is not taken.
+ * @param[out] state   every entry, in list order, with memory unless it is empty.
+ * @param[in]  count   number of state entries.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory, each naming the tensor; _STATE: no
+ * groups. Thread-safety: any number of threads, on different memory. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
+                                                              const dsopt_tensor *state, int64_t count, void *stream);
+
+/**
+ * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The next step with DSOPT_STEP_ACCUMULATED uses
+ * and zeroes them. A parameter that got nothing since then has no gradient in that step. The accumulators are used up
+ * even if that step is skipped.
+ * @param[in] grads  F32, F16 or BF16, only read. NULL data = nothing to add.
+ * @param[in] count  number of parameters.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _UNSUPPORTED: made without DSOPT_OPTIMIZER_ACCUMULATE.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads,
                                                               int64_t count, void *stream);
 
-/** Bytes of workspace that `apply` needs. Changes only with add_group. Thread-safety: any number of readers. */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
-
-enum {
-    DSOPT_REDUCTION_FULL = 1,       /**< gradients must be averaged over the data-parallel ranks before the step */
-    DSOPT_REDUCTION_COMPRESSED = 2, /**< leave them local: the step exchanges one bit an element */
-    DSOPT_REDUCTION_LOCAL = 3       /**< leave them local: the step sends nothing */
+/** What happens to the gradients of a step. Without the 1-bit family: FULL. */
+enum dsopt_reduction {
+    /** They must be averaged over the data-parallel ranks before the step. */
+    DSOPT_REDUCTION_FULL = 1,
+    /** Leave them local: the step exchanges one bit per element. */
+    DSOPT_REDUCTION_COMPRESSED = 2,
+    /** Leave them local: the step sends nothing. */
+    DSOPT_REDUCTION_LOCAL = 3,
+    DSOPT_REDUCTION_SIGNED = -1
 };
+
 /**
- * What happens to the gradients of a call, so that it is known before backward. Without the 1-bit family: FULL.
- * @param[in] call  1, 2, ...: calls count whether skipped or not, so the answer is a pure function; 0 = the next call.
- * In compat mode only 0: there skipped calls do not count.
- * @return DSOPT_OK; DSOPT_ERR_STATE: no groups; DSOPT_ERR_UNSUPPORTED: a number in compat mode. Thread-safety: as
- * dsopt_optimizer_step if call is 0, else any.
+ * The reduction of a call of dsopt_optimizer_step, known before the backward pass.
+ * @param[in]  call       1, 2, ...: the answer is a pure function of it, because calls count whether skipped or not.
+ *                        0 = the next call. In compat mode only 0, because skipped calls do not count there.
+ * @param[out] reduction  enum dsopt_reduction.
+ * @return DSOPT_OK; DSOPT_ERR_STATE: no groups; DSOPT_ERR_UNSUPPORTED: a number in compat mode.
+ * Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call,
                                                                   int32_t *reduction);
 
-/** Places in dsopt_report.ms, under the original's timer names. What needs no phase of its own here is 0. */
-enum {
-    DSOPT_MS_OVERFLOW_CHECK = 0,   /**< pass 1: finite check and squares in one read of the gradients */
-    DSOPT_MS_COMPUTE_NORM = 1,     /**< adding up leaves and ranks */
-    DSOPT_MS_UNSCALE_AND_CLIP = 2, /**< the divisor; the division is part of basic_step */
-    DSOPT_MS_BASIC_STEP = 3,       /**< pass 2, which also writes 16-bit parameters */
-    DSOPT_MS_UPDATE_FP16 = 4,      /**< 0: see basic_step */
-    /* Of steps with an exchange, and not part of basic_step: */
-    DSOPT_MS_COMPRESS = 5,  /**< own values to bits */
-    DSOPT_MS_EXCHANGE = 6,  /**< the collectives, and what the rank does between them */
-    DSOPT_MS_DECOMPRESS = 7 /**< bits to means, and with them the update */
+/**
+ * The reduction of the next dsopt_optimizer_apply with this schedule, in every mode, in stream order and without
+ * waiting.
+ * @param[in]  schedule   the state tensor "schedule", in backend memory. NULL without the 1-bit family.
+ * @param[out] reduction  one int32 in backend memory, enum dsopt_reduction.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT; _STATE: no groups.
+ * Thread-safety: any number of readers. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule,
+                                                             int32_t *reduction, void *stream);
+
+/**
+ * The state tensor "schedule". Its words are, in this order, the members from `step` to `momentum_in_bits`. Since: 0.2
+ */
+typedef struct dsopt_schedule_info {
+    size_t size;
+    /** Calls so far; in compat mode executed steps. */
+    int32_t step;
+    /** 1 once the variance does not change any more. */
+    int32_t frozen;
+    /** 0/1 Adam: interval of variance steps, 0 = not begun, which counts as 1; and how many of them it has had. */
+    int32_t var_interval, var_counter;
+    /** 0/1 Adam: interval of exchanges after the freeze, 0 as above; and how many steps it has had. */
+    int32_t local_interval, local_counter;
+    /** 1 while exp_avg_bits has the momentum in place of exp_avg. */
+    int32_t momentum_in_bits;
+    /** enum dsopt_reduction: of the next call. */
+    int32_t reduction;
+} dsopt_schedule_info;
+
+/**
+ * Decode the 8 words of a schedule.
+ * @param[in]  words  host memory.
+ * @param[out] info   `info->size` must be set.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: no group of the 1-bit family. Thread-safety: any number of readers. Since:
+ * 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words,
+                                                         dsopt_schedule_info *info);
+
+/** Places in dsopt_report.ms: phases, most of them under the original's timer names. */
+enum dsopt_phase {
+    /** Pass 1: finite check and squares, in one read of the gradients. */
+    DSOPT_MS_OVERFLOW_CHECK = 0,
+    /** Adding up leaves and ranks. On CUDA one rank does it in OVERFLOW_CHECK. */
+    DSOPT_MS_COMPUTE_NORM = 1,
+    /** The divisor; the division is in BASIC_STEP. On CUDA it is made in OVERFLOW_CHECK. */
+    DSOPT_MS_UNSCALE_AND_CLIP = 2,
+    /** Pass 2, which also writes 16-bit parameters. */
+    DSOPT_MS_BASIC_STEP = 3,
+    /* Of steps with an exchange, and not part of BASIC_STEP. */
+    /** This rank's values to bits. */
+    DSOPT_MS_COMPRESS = 4,
+    /** The collectives, and what the rank does between them. */
+    DSOPT_MS_EXCHANGE = 5,
+    /** Bits to means, and with them the update. */
+    DSOPT_MS_DECOMPRESS = 6,
+    /** Length of dsopt_report.ms. */
+    DSOPT_MS_PHASES = 8,
+    DSOPT_MS_SIGNED = -1
 };
+
+/** Kinds of non-finite values. */
+enum dsopt_nonfinite_kind {
+    DSOPT_FOUND_NOTHING = 0,
+    DSOPT_FOUND_INF = 1,
+    DSOPT_FOUND_NAN = 2,
+    DSOPT_FOUND_SIGNED = -1
+};
+
 typedef struct dsopt_report {
     size_t size;
-    int64_t calls, skipped, skipped_in_row;     /**< of dsopt_optimizer_step */
-    int64_t nonfinite;                          /**< Inf and NaN elements found in the last call, on this rank */
-    int64_t first_bad;                          /**< first parameter with one in the last call, -1 = none */
-    const char *first_bad_name;                 /**< its name, owned by the optimizer; NULL = none */
-    int32_t last_skipped;                       /**< 1 if the last call was skipped */
-    int32_t kind;                               /**< what was found in the first bad tensor: 0 nothing, 1 Inf, 2 NaN */
-    double loss_scale;                          /**< for the next backward pass; 1 without scaler */
-    double scale_used;                          /**< that the gradients of the last call carried */
-    double grad_norm, weight_norm, update_norm; /**< of the last call, as DSOPT_R_...; NaN if not computed */
-    double dense_norm, expert_norm;             /**< parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2 */
-    double divisor;                             /**< as DSOPT_REPORT_DIVISOR */
-    double ms[8]; /**< milliseconds of the last call, DSOPT_MS_...; with DSOPT_OPTIMIZER_TIMING */
+    /** Calls of dsopt_optimizer_step: all, those skipped, those skipped in a row up to now. */
+    int64_t calls, skipped, skipped_in_row;
+    /** Inf and NaN elements found in the last call on this rank. */
+    int64_t nonfinite;
+    /** First parameter with one in the last call, -1 = none. */
+    int64_t first_bad;
+    /** Its name, owned by the optimizer. NULL = none. */
+    const char *first_bad_name;
+    /** 1 if the last call was skipped. */
+    int32_t last_skipped;
+    /** enum dsopt_nonfinite_kind: what was found in the first bad parameter. */
+    int32_t kind;
+    /** For the next backward pass; 1 without a scaler. */
+    double loss_scale;
+    /** That the gradients of the last call carried. */
+    double scale_used;
+    /** Of the last call, as in enum dsopt_report_place. NaN if not computed. */
+    double grad_norm, weight_norm, update_norm;
+    /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. */
+    double dense_norm, expert_norm;
+    /** As DSOPT_REPORT_DIVISOR. */
+    double divisor;
+    /** Milliseconds of the last call, enum dsopt_phase. With DSOPT_OPTIMIZER_TIMING. */
+    double ms[8];
     int64_t state_bytes, workspace_bytes;
-    int32_t resharded_from; /**< number of ranks that saved what was last loaded, if it is another one than now; 0 */
-    int32_t reserved;
+    /** How many ranks saved what was last loaded, if it was another number than now; else 0. */
+    int32_t resharded_from;
+    /** Why the last call was skipped: an OR of enum dsopt_skip. Since: 0.2 */
+    int32_t reasons;
 } dsopt_report;
-/** What happened; `report->size` must be set. Waits for the last step of this optimizer; stepping itself never waits.
+
+/**
+ * What happened so far. Waits for the last step of this optimizer; only this call does, stepping does not.
+ * @param[out] report  `report->size` must be set.
+ * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report);
 
-/* ------------------------------------------------------------------------------------------------------ save and load
- */
-enum {
-    DSOPT_IO_NO_STATE = 1,     /**< load: leave moments and counters */
-    DSOPT_IO_NO_MASTERS = 2,   /**< load: leave saved masters out and make them from the parameters */
-    DSOPT_IO_NO_HYPER = 4,     /**< load: keep the hyper-parameters that are set now */
-    DSOPT_IO_NO_SCALER = 16,   /**< load: keep the loss scale and its counters */
-    DSOPT_IO_PARAMS = 8,       /**< save and load the parameters as well */
-    DSOPT_IO_RESET_ERRORS = 32 /**< load: error feedback of the 1-bit family starts anew, whoever saved it */
+/* ---------------------------------------------------------------------------------------------------- save and load */
+enum dsopt_io_flags {
+    /** Load: leave moments and counters as they are. */
+    DSOPT_IO_NO_STATE = 1,
+    /** Load: leave saved masters out and make them from the parameters. */
+    DSOPT_IO_NO_MASTERS = 2,
+    /** Load: keep the hyper-parameters that are set now. */
+    DSOPT_IO_NO_HYPER = 4,
+    /** Save and load the parameters as well. */
+    DSOPT_IO_PARAMS = 8,
+    /** Load: keep the loss scale and its counters. */
+    DSOPT_IO_NO_SCALER = 16,
+    /** Load: error feedback of the 1-bit family starts anew, whoever saved it. */
+    DSOPT_IO_RESET_ERRORS = 32,
+    DSOPT_IO_SIGNED = -1
 };
-/** Where bytes go when not to a file, and where those of several ranks are. Functions return 0 or an error number. */
+
+/** Where bytes go when not to a file, and the files of several ranks. The functions return 0 or an error number. */
 typedef struct dsopt_io {
     size_t size;
-    uint32_t flags; /**< DSOPT_IO_... */
-    uint32_t reserved;
+    /** enum dsopt_io_flags. */
+    int32_t flags;
+    int32_t reserved;
+    /** First argument of `write` and `read`. */
     void *user;
-    int (*write)(void *user, const void *data, size_t bytes);           /**< save: in order, from offset 0 */
-    int (*read)(void *user, uint64_t offset, void *data, size_t bytes); /**< load: any order */
-    uint64_t total;                                                     /**< load: length of what `read` reads */
-    /** load: this many files, one of each rank that saved, in any order: what another number of ranks needs. 0 = one */
+    /** Save: called in order, from offset 0. */
+    int (*write)(void *user, const void *data, size_t bytes);
+    /** Load: called in any order. */
+    int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
+    /** Load: length of what `read` reads. */
+    uint64_t total;
+    /** Load at another number of ranks: how many files there are, one of each rank that saved, in any order. 0 = one
+     * file, the argument `path`. */
     int32_t files;
     int32_t reserved2;
-    const char *const *paths; /**< with `files`: their paths; or NULL, and with `read`: */
-    void *const *users;       /**< its first argument for each, and */
-    const uint64_t *totals;   /**< their lengths */
+    /** With `files`: their paths, or NULL to use `read`. */
+    const char *const *paths;
+    /** With `files` and `read`: the first argument of `read` for each file. */
+    void *const *users;
+    /** With `files` and `read`: the length of each file. */
+    const uint64_t *totals;
 } dsopt_io;
+
 /**
- * Write a checkpoint: safetensors, one tensor "<param>.<state>" a state entry ("optimizer.<state>" for those of the
- * whole optimizer;
- * "<param>.param" with DSOPT_IO_PARAMS), algorithm, hyper-parameters and an XXH3-128 checksum a tensor in the metadata.
- * To a file: under a temporary name, flushed, renamed, directory flushed, so that a crash leaves the old file or the
- * new one.
- * @param[in] path  NULL = to `io->write`. @param[in] io  NULL = defaults.
+ * Write a checkpoint: a safetensors file with one tensor "<param>.<state>" per state entry, "optimizer.<state>" for
+ * those of the whole optimizer, "<param>.param" with DSOPT_IO_PARAMS. Algorithm, hyper-parameters and an XXH3-128
+ * checksum per tensor are in the metadata. A file is written under a temporary name, flushed and renamed, and its
+ * folder is flushed: a crash leaves the old file or the new one. docs/checkpoints.md
+ * @param[in] path  NULL = to `io->write`.
+ * @param[in] io    NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
+
 /**
- * Read one. Everything, checksums included, is checked before anything changes.
+ * Read a checkpoint. Everything, checksums included, is checked before anything changes.
  *
- * Data-parallel ranks save a file each; most of it is the same in all. With the 1-bit family each loads its own
- * and goes on with the same bits. Another number of ranks hands the files of all that saved to every rank
- * (dsopt_io.files): weights, moments, counters and schedule are those of the files, which must agree in them (their
- * checksums are compared); worker_error is the mean over the ranks that saved (in double, rounded once), the same on
- * every new rank; server_error, of which each had one chunk, is joined and cut into the new chunks. One rank has no
- * errors, nor have those of one node: they are dropped, or begin with zeros. With node comms a slice of worker_error is
- * the mean over the nodes, and as many ranks in other nodes are another number. Compat mode drops them, as the original
- * does. dsopt_report and the log (INFO) tell. Refused (_MISMATCH): sets of files that are not all of one save; 0/1 Adam
- * saved between two synchronisations (in compat mode after the freeze: roundings leave its ranks apart), and gradients
- * in accumulators, which only the same number of ranks can go on with. With as many ranks as saved a list is legal too:
- * each takes its own file from it.
- * @return DSOPT_OK; _IO; _FORMAT, _CHECKSUM, _MISMATCH: the text names the tensor or field.
+ * Each data-parallel rank saves a file of its own. With the same number of ranks each loads its own file and goes on
+ * with the same bits. With another number, every rank gets the files of all ranks that saved (dsopt_io.files):
+ * moments, masters, counters and schedule are exact, and the 1-bit family's error feedback is shared out anew as
+ * docs/checkpoints.md says. dsopt_report.resharded_from and the log (INFO) tell.
+ *
+ * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: not this optimizer's, files that are
+ * not all of one save, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
+ * gradients in accumulators). The text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
-/* ---------------------------------------------------------------------------------------- lists without an optimizer
- */
-enum {
-    DSOPT_ZERO_FILL = 0, /**< every element becomes zero, in stream order */
-    DSOPT_ZERO_NONE =
-        1 /**< memory is not touched: `data` of every entry becomes NULL, "no gradient" for the next step */
+/* ------------------------------------------------------------------------------------------------------ loss scaler */
+/** Where zero fields of dsopt_scaler_desc come from. */
+enum dsopt_profile {
+    /** init 2^16, factor 2, window 1000, min 1, hysteresis 1. */
+    DSOPT_PROFILE_DEFAULT = 0,
+    /** FP16_Optimizer: init 2^32, min 1. Hysteresis is ignored there, hence refused here. */
+    DSOPT_PROFILE_FUSED = 1,
+    /** FP16_UnfusedOptimizer: init 2^16, min 0.25. Hysteresis is refused. */
+    DSOPT_PROFILE_UNFUSED = 2,
+    /** DynamicLossScaler: init 2^32, min 1, FAIL_AT_MIN. */
+    DSOPT_PROFILE_DYNAMIC = 3,
+    DSOPT_PROFILE_SIGNED = -1
 };
+
+enum dsopt_scaler_flags {
+    /** The scale never changes by itself. An overflow skips the step all the same. */
+    DSOPT_SCALER_STATIC = 1,
+    /** Consecutive hysteresis: every good step refills the budget. */
+    DSOPT_SCALER_REFILL = 2,
+    /** An overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else. */
+    DSOPT_SCALER_FAIL_AT_MIN = 4,
+    /** Takes FAIL_AT_MIN out of the DYNAMIC profile. Both together are refused. */
+    DSOPT_SCALER_KEEP_AT_MIN = 8,
+    /** For several optimizers: steps only record overflow. Once per iteration, after the last step,
+     * dsopt_scaler_update (on arrays dsopt_scaler_transition) moves the scale. */
+    DSOPT_SCALER_SHARED = 16,
+    /** Grow in the step that makes `window` good ones (2023 form) and not in the one after it. */
+    DSOPT_SCALER_GROWTH_AT_WINDOW = 32,
+    DSOPT_SCALER_SIGNED = -1
+};
+
+typedef struct dsopt_scaler_desc {
+    size_t size;
+    /** enum dsopt_profile. */
+    int32_t profile;
+    /** enum dsopt_scaler_flags. */
+    int32_t flags;
+    /** Starting scale. 0 = the profile's; 1 if STATIC. */
+    double init;
+    /** > 1. 0 = 2. */
+    double factor;
+    /** 0 = the profile's. */
+    double min;
+    /** 0 = none. */
+    double max;
+    /** Good steps until growth. 0 = 1000. */
+    int32_t window;
+    /** Overflows until the scale shrinks (delayed_shift). 0 = 1. */
+    int32_t hysteresis;
+} dsopt_scaler_desc;
+
+typedef struct dsopt_scaler_info {
+    size_t size;
+    /** What the next backward pass must use, override included. */
+    double scale;
+    /** The scaler's own value. */
+    double dynamic;
+    /** Transitions so far (cur_iter). */
+    int64_t updates;
+    /** Number of the last transition with overflow (last_overflow_iter), -1 if none. */
+    int64_t last_overflow;
+    /** Overflows left until the scale shrinks. */
+    int32_t hysteresis;
+    /** 1 while an override is set. */
+    int32_t overridden;
+    /** Overflows at the minimum, with FAIL_AT_MIN. */
+    int32_t failures;
+    /** Transitions with overflow in a row. */
+    int32_t skipped_in_row;
+} dsopt_scaler_info;
+
+/** What dsopt_scaler_set sets. */
+enum dsopt_scale {
+    /** The scaler's own value. */
+    DSOPT_SCALE_VALUE = 0,
+    /** A scale that is used in its place; meanwhile transitions change nothing. */
+    DSOPT_SCALE_OVERRIDE = 1,
+    DSOPT_SCALE_CLEAR_OVERRIDE = 2,
+    DSOPT_SCALE_SIGNED = -1
+};
+
+/**
+ * Create a scaler. A transition is that of DeepSpeed's loss_scaler.py, with i = updates and l = last_overflow:
+ *  - On overflow with 1 left in the hysteresis budget, scale = max(scale / factor, min); with more, one is taken from
+ *    the budget. Then l = i.
+ *  - On a good step with k = i - l - 1 > 0 and k a multiple of `window`, scale = min(scale * factor, max) and the
+ *    budget is refilled.
+ *  - Then i = i + 1.
+ * @param[in]  desc    NULL = every default.
+ * @param[out] scaler  release with dsopt_scaler_destroy.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: a field is out of range; DSOPT_ERR_UNSUPPORTED: an option without effect.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc,
+                                                       dsopt_scaler **scaler);
+
+/** Release the handle. Optimizers that it is attached to keep the scaler alive. */
+DSOPT_API void dsopt_scaler_destroy(dsopt_scaler *scaler);
+
+/**
+ * Let go of the optimizers that were created with this scaler, so that a new optimizer can have it. A step of one of
+ * the old ones then returns DSOPT_ERR_STATE. For garbage-collected languages, where an optimizer that nobody uses any
+ * more may not be destroyed yet.
+ * @return DSOPT_OK. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
+
+/**
+ * One float in backend memory, at the same address for the scaler's life: the loss or its gradient is multiplied by it.
+ * NULL only for NULL.
+ */
+DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
+
+/**
+ * Set the scale, set an override, or clear the override. In stream order.
+ * @param[in] what   enum dsopt_scale.
+ * @param[in] value  positive and finite in fp32; 0 to clear.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
+
+/**
+ * One transition. With DSOPT_SCALER_SHARED once per iteration, after the last step; else for a scaler without an
+ * optimizer.
+ * @param[in] overflow  an int32 in backend memory, nonzero = overflow. NULL = what the optimizers recorded.
+ * @return DSOPT_OK; DSOPT_ERR_ALIGNMENT.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
+
+/**
+ * Current values. Waits for the device. @param[out] info  `info->size` must be set. @return DSOPT_OK;
+ * DSOPT_ERR_BACKEND.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info);
+
+/**
+ * Multiply a loss by the scale, in place and in stream order.
+ * @param[in,out] loss  one F32, F16 or BF16 in backend memory.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss,
+                                                           void *stream);
+
+/*
+ * The scaler on arrays, for the functional form. `state` is a list of the two state tensors "loss_scale" (F32, 1) and
+ * "scaler" (I32, 12), in this order. The rules are those of the handle; its own scale is neither read nor written.
+ * Words of "scaler": 0-1 the scaler's own value, 2-3 the override (doubles, low word first), 4 updates,
+ * 5 last_overflow, 6 hysteresis, 7 failures, 8 overridden, 9 overflow recorded since the last transition,
+ * 10 skipped_in_row, 11 reserved.
+ */
+/**
+ * Starting values as the desc says. dsopt_optimizer_init_state does it too.
+ * @param[out] state  both tensors.
+ * @param[in]  count  2.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory.
+ * Thread-safety: any number of threads, on different memory. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_init_state(const dsopt_scaler *scaler, const dsopt_tensor *state,
+                                                           int64_t count, void *stream);
+
+/**
+ * dsopt_scaler_update on arrays.
+ * @param[in,out] state     both tensors.
+ * @param[in]     count     2.
+ * @param[in]     overflow  as in dsopt_scaler_update. NULL = what dsopt_optimizer_apply recorded in "scaler".
+ * @return as dsopt_scaler_init_state. Thread-safety: any number of threads, on different memory. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state,
+                                                           int64_t count, const int32_t *overflow, void *stream);
+
+/**
+ * Decode the 12 words of "scaler".
+ * @param[in]  words  host memory.
+ * @param[out] info   `info->size` must be set.
+ * @return DSOPT_OK. Thread-safety: any. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info);
+
+/* ------------------------------------------------------------------------------------------------------------ comms */
+/*
+ * Every rank makes the same calls in the same order. One thread at a time uses a comm; only dsopt_comm_query and
+ * dsopt_comm_abort may be called by any thread at any time.
+ *
+ * The first failure loses the comm: later calls return its status without trying. A rank that does not come, has died,
+ * or makes another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
+ * provider notices. Every kind works with every context unless it says otherwise: data in other memory than the kind
+ * works in are copied there and back by the engine.
+ *
+ * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
+ * (DSOPT_ERR_STATE, the comm stays usable) unless all of them were made with DSOPT_COMM_FLAG_ENQUEUE.
+ */
+enum dsopt_comm_kind {
+    /** One rank. */
+    DSOPT_COMM_KIND_SELF = 0,
+    /** Ranks are threads of this process. Host memory. */
+    DSOPT_COMM_KIND_LOCAL = 1,
+    /** NCCL 2.4 or later; needs a CUDA context and works in device memory. Found at run time: a copy that the process
+     * has loaded, else what the environment's DSOPT_NCCL_LIBRARY (an absolute path) names, else libnccl.so.2.
+     * DSOPT_ERR_MISSING without one. The time-out starts at the call and includes work already on the stream. It can
+     * interrupt a call inside NCCL only for communicators that do not block: those made here with NCCL 2.14 or later.
+     */
+    DSOPT_COMM_KIND_NCCL = 2,
+    /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or what DSOPT_HCCL_LIBRARY and
+     * DSOPT_ASCENDCL_LIBRARY name. Takes host memory and uses the Ascend device that is current in the creating thread
+     * (DSOPT_ERR_STATE: none). Tested against a double of both libraries, never on that hardware. */
+    DSOPT_COMM_KIND_HCCL = 3,
+    /** Functions of the caller. For MPI see dsopt_mpi.h. */
+    DSOPT_COMM_KIND_TABLE = 4,
+    DSOPT_COMM_KIND_SIGNED = -1
+};
+
+enum dsopt_comm_flags {
+    /**
+     * Exchanges of device memory are enqueued on the stream and the host does not wait for them. For NCCL, and for a
+     * TABLE that takes memory of a CUDA context: its functions return once the exchange is enqueued, and can be
+     * captured.
+     *  - A step does not block, with three exceptions: the rank comparison (before the first compressed exchange,
+     *    and before every step with CHECK_RANKS), a skip budget, and the 1-bit cases listed at dsopt_optimizer_step.
+     *  - `timeout_ms` bounds enqueueing, and waits for results that the host needs. A peer that hangs holds up the
+     *    stream, and everybody who waits for it, until dsopt_comm_abort is called (from any thread) or, with `native`,
+     *    until its owner aborts it.
+     *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights
+     *    and state: load a checkpoint.
+     *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use.
+     *    dsopt_comm_destroy may abort what is still there.
+     *  - Counters count what is enqueued or captured, not replays.
+     *  - All calls of a comm go to one stream, or to several that the caller keeps in order.
+     */
+    DSOPT_COMM_FLAG_ENQUEUE = 1,
+    DSOPT_COMM_FLAG_SIGNED = -1
+};
+
+/** Operations of an all-reduce. */
+enum dsopt_op {
+    DSOPT_OP_SUM = 0,
+    DSOPT_OP_MAX = 1,
+    /** The sum divided by the number of ranks. dsopt_comm_all_reduce only. Since: 0.2 */
+    DSOPT_OP_MEAN = 2,
+    DSOPT_OP_SIGNED = -1
+};
+
+enum dsopt_memory {
+    DSOPT_MEMORY_HOST = 0,
+    /** Of the context: device memory on CUDA. */
+    DSOPT_MEMORY_BACKEND = 1,
+    DSOPT_MEMORY_SIGNED = -1
+};
+
+/**
+ * Collectives of the caller (MPI, Gloo, ...). The functions return 0, or an error code of their own; where they know
+ * the status, -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when they are done; with
+ * DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`.
+ * Optional functions may be NULL. The engine then makes all_to_all from all_gather, and all_gather from all_reduce of
+ * I32, at a price in bytes.
+ */
+typedef struct dsopt_comm_table {
+    size_t size;
+    /** First argument of every function. Must live until `destroy`. */
+    void *self;
+    int32_t rank;
+    int32_t ranks;
+    /** F32, F64 and I32; SUM and MAX. `send` may be `recv`. Every rank must get the same bits. */
+    int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream);
+    /** Optional. Row d of `send` goes to rank d; row s of `recv` comes from rank s. */
+    int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
+    /** Optional. Row s of `recv` is what rank s sends. */
+    int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
+    /** Optional, any thread: 0 if the communicator is fine, else its error and a text. */
+    int (*error)(void *self, char *text, size_t capacity);
+    /** Optional, any thread, more than once: make blocked calls return. */
+    void (*abort)(void *self);
+    /** Optional, the last call. Must not wait for other ranks for ever. */
+    void (*destroy)(void *self);
+    /** enum dsopt_memory: what the functions take. */
+    int32_t memory;
+    int32_t reserved;
+} dsopt_comm_table;
+
+typedef struct dsopt_comm_desc {
+    size_t size;
+    /** enum dsopt_comm_kind. SELF needs nothing else. */
+    int32_t kind;
+    /** With `id`: this rank. */
+    int32_t rank;
+    /** With `id`: number of ranks. */
+    int32_t ranks;
+    /**
+     * Longest wait in any call, but see ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to it.
+     */
+    int32_t timeout_ms;
+    /** The bytes of dsopt_comm_unique_id, the same on all ranks. Creating is then collective. */
+    const void *id;
+    size_t id_bytes;
+    /** TABLE: copied. */
+    const dsopt_comm_table *table;
+    /** In place of `id`. NCCL: an ncclComm_t of the caller on the context's device. HCCL: an HcclComm. From a copy of
+     * the library that the process has loaded. Borrowed until the comm, and everything made with it, is gone; never
+     * aborted or destroyed here. After a time-out its collective stays on the stream. */
+    void *native;
+    /** enum dsopt_comm_flags. */
+    int32_t flags;
+    int32_t reserved;
+} dsopt_comm_desc;
+
+/** Collectives, and what each adds to the counters of a rank. Counted is payload: no headers, no retries. */
+enum dsopt_collective {
+    /** 2 (ranks - 1) / ranks of the data in each direction, the minimum of a ring. */
+    DSOPT_COLLECTIVE_ALL_REDUCE = 0,
+    /** One row to each other rank, one row from each. */
+    DSOPT_COLLECTIVE_ALL_TO_ALL = 1,
+    /** This rank's row to each other rank, theirs from them. */
+    DSOPT_COLLECTIVE_ALL_GATHER = 2,
+    /** Length of the lists. Places without a name are 0. */
+    DSOPT_COLLECTIVE_SLOTS = 8,
+    DSOPT_COLLECTIVE_SIGNED = -1
+};
+
+typedef struct dsopt_comm_info {
+    size_t size;
+    int32_t rank, ranks;
+    /** DSOPT_OK, or the first failure of this comm. */
+    dsopt_status status;
+    int32_t reserved;
+    /** Calls of the provider's functions since creation. A collective that is made from another counts as that one.
+     * With one rank next to nothing is called. */
+    int64_t calls;
+    /** Payload that this rank sent and received, in calls that did not fail. */
+    int64_t bytes_sent;
+    int64_t bytes_received;
+    /** The same per enum dsopt_collective. */
+    int64_t calls_of[8];
+    int64_t sent_of[8];
+    int64_t received_of[8];
+} dsopt_comm_info;
+
+/**
+ * Make the bootstrap bytes of a comm on one rank; carry them to the others by any means.
+ * @param[in]     kind   LOCAL (16 bytes), NCCL (128) or HCCL (4108).
+ * @param[out]    id     NULL to ask for the size only.
+ * @param[in,out] bytes  capacity of `id`; then the size.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no such bytes, or is not in this build; DSOPT_ERR_SHAPE:
+ * capacity; DSOPT_ERR_MISSING: its library is not on this machine; DSOPT_ERR_COMM: the library refused. Thread-safety:
+ * any.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
+
+/**
+ * Create a comm. Collective if `id` is given.
+ * @param[out] comm  release with dsopt_comm_destroy.
+ * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM: the provider refused, or the ranks do not
+ * fit together; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
+ * context, not in this build, or an option without effect; DSOPT_ERR_DEVICE: `native` belongs to another device;
+ * DSOPT_ERR_BACKEND. On failure the caller keeps the table and what `native` is.
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
+                                                     dsopt_comm **comm);
+
+/** Rank, size, health and counters, without waiting. `info->size` must be set. @return DSOPT_OK. Thread-safety: any. */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info);
+
+/**
+ * All-reduce a list in place, such as the gradients before a step. Collective: the same list on all ranks. Sums are in
+ * fp32 and rounded once to the dtype of the tensor; every rank gets the same bits. Small tensors travel together in
+ * buckets, which the comm keeps. Entries without data are passed over, and must be so on all ranks.
+ * @param[in,out] list  F32, F16 or BF16 in backend memory.
+ * @param[in]     op    enum dsopt_op.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the
+ * comm is lost and the list undefined. Thread-safety: one thread per comm. Since: 0.2
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count,
+                                                         int32_t op, void *stream);
+
+/**
+ * Make every blocked or later call on this comm return DSOPT_ERR_ABORTED; of a LOCAL comm on all ranks. Other ranks of
+ * other kinds see it as they see a rank that died. Never blocks for long. Thread-safety: any.
+ */
+DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
+
+/**
+ * Release the handle. The last owner of an NCCL comm waits for the other ranks to let go of theirs, 5 seconds at most;
+ * a comm that the library takes longer to end is left behind.
+ */
+DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
+
+/* --------------------------------------------------------------------------------------- lists without an optimizer */
+enum dsopt_zero {
+    /** Every element becomes zero, in stream order. */
+    DSOPT_ZERO_FILL = 0,
+    /** Memory is not touched: `data` of every entry becomes NULL, "no gradient" for the next step. */
+    DSOPT_ZERO_NONE = 1,
+    DSOPT_ZERO_SIGNED = -1
+};
+
 /**
  * Zero-grad of a list. Entries without data are passed over.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on lists that differ.
+ * @param[in,out] grads  the entries are written to with DSOPT_ZERO_NONE, their memory with DSOPT_ZERO_FILL.
+ * @param[in]     how    enum dsopt_zero.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on different lists.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how,
                                                    void *stream);
 
-enum { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1 };
-/** What dsopt_tensors_norm finds, in backend memory. */
+enum dsopt_norm { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1, DSOPT_NORM_SIGNED = -1 };
+
+/** What dsopt_tensors_norm finds. */
 typedef struct dsopt_norm_result {
-    double norm; /**< L2: squares and sums in double, leaves of 4,096 in order; MAX: largest magnitude, NaN if there is
-                    one */
-    float coefficient; /**< what to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0 */
+    /** L2: squares and sums in double, leaves of 4096 in order. MAX: largest magnitude, NaN if there is a NaN. */
+    double norm;
+    /** What to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0. */
+    float coefficient;
     int32_t reserved;
-    int64_t nonfinite; /**< number of Inf and NaN elements */
-    int64_t first_bad; /**< first tensor with one, -1 = none */
+    /** Number of Inf and NaN elements. */
+    int64_t nonfinite;
+    /** First tensor with one, -1 = none. */
+    int64_t first_bad;
 } dsopt_norm_result;
+
 /**
- * Norm and finite check of any list in one read. Entries without data are passed over, here and below.
- * @param[in]  comm    optional: the norm over all its ranks; nonfinite then too, first_bad stays local.
- * @param[out] result  backend memory, in stream order.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on lists that differ.
+ * Norm and finite check of a list in one read. Entries without data are passed over, here and below.
+ * @param[in]  list    only read.
+ * @param[in]  norm    enum dsopt_norm.
+ * @param[in]  comm    optional: `norm` and `nonfinite` are over all its ranks; `first_bad` stays local.
+ * @param[out] result  backend memory, written in stream order.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on different
+ * lists.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
                                                       int32_t norm, double max_norm, dsopt_comm *comm,
                                                       dsopt_norm_result *result, void *stream);
+
 /**
- * y = a * x + b * y, element-wise, between any two of the float dtypes, in fp32: clip (x = y, a = coefficient, b = 0),
- * scale, convert (b = 0), accumulate 16-bit gradients into fp32 (b = 1). y is not read when b = 0.
- * @param[in] a  in backend memory; NULL = 1. @param[in] x, y  `count` entries each, the same numel; equal or disjoint
- * memory.
+ * y = a * x + b * y, element by element in fp32, between any two of the float dtypes. Clip (x = y, a = coefficient,
+ * b = 0), scale, convert (b = 0), accumulate 16-bit gradients into fp32 (b = 1). y is not read if b = 0.
+ * @param[in]     a      one float in backend memory; NULL = 1.
+ * @param[in]     x      only read.
+ * @param[in,out] y      as many entries with the same numels. Memory of x and y is equal or disjoint.
+ * @param[in]     count  length of both lists.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on different lists.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x,
                                                        float b, const dsopt_tensor *y, int64_t count, void *stream);
-/** Clip every element to [-limit, limit]; NaN stays. @param[in] limit  > 0. */
+
+/**
+ * Clip every element to [-limit, limit]. NaN stays.
+ * @param[in,out] list   F32, F16 or BF16.
+ * @param[in]     limit  > 0.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on different lists.
+ */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
                                                        double limit, void *stream);
 
+/* -------------------------------------------------------------------------------------------- compressed all-reduce */
 /**
- * Error-compensated 1-bit mean over the ranks of a comm: one bit an element each way, two collectives for the whole
- * list. Every rank adds what it still owes from earlier calls, sends signs and one scale (root mean square) a tensor,
- * the rank that serves a chunk averages them, adds what it owes itself, and sends signs and scales of the mean to all,
- * so results are the same bits on every rank. (Tang et al. 2021, 1-bit Adam; DeepSpeed's compressed_allreduce.) Zeros
- * and NaN count as positive. A NaN or Inf spoils the buffers for good: look for them before.
- *
- * Two levels, with `node`: every rank of a node first takes the exact mean of one slice of the list over that node; the
- * slice goes as above between the ranks that have it, one a node, which are those of the comm; the bits of all slices
- * then go around in the node. What leaves a node falls by its number of ranks, and so does a worker's buffer. Inside
- * the node an element takes 4 bytes there and a bit back, and a rank needs 8 bytes of workspace an element. With one
- * node nothing leaves it and nothing is compressed: the mean is exact, both buffers have size 0.
+ * Error-compensated 1-bit mean of a list over the ranks of a comm: one bit per element in each direction, two
+ * collectives for the whole list (Tang et al. 2021; DeepSpeed's compressed_allreduce).
+ *  - Each rank adds what it still owes from earlier calls, and sends signs and one scale (root mean square) per tensor.
+ *  - The rank that serves a chunk averages them, adds what it owes itself, and sends signs and scales of the mean to
+ *    all.
+ *  - All ranks get the same bits. Zeros and NaN count as positive. A NaN or Inf spoils the buffers for good: look
+ *    for them before.
+ * With `node` the exchange has two levels: full precision inside a node, bits between nodes. docs/onebit.md
  */
 typedef struct dsopt_compressed {
     size_t size;
-    const dsopt_tensor *tensors; /**< F32; overwritten with the mean. The same sizes on all ranks */
+    /** F32, overwritten with the mean. The same sizes on all ranks. */
+    const dsopt_tensor *tensors;
     int64_t count;
-    /** Kept by the caller from call to call, in backend memory, zeros at the start; sizes in floats from
-     * dsopt_compressed_sizes. They hold sums and scales, from which the errors follow (dsopt_compressed_errors). */
+    /** What this rank owes as a worker and as a server. Backend memory of the caller, kept from call to call, zeros at
+     * the start; sizes in floats from dsopt_compressed_sizes. They hold sums and scales, from which
+     * dsopt_compressed_errors makes the errors. */
     float *worker_error;
     float *server_error;
-    void *workspace; /**< backend memory, 256-byte aligned; nothing is kept in it */
+    /** Backend memory of any alignment. Nothing is kept in it. */
+    void *workspace;
     size_t workspace_bytes;
     void *stream;
-    int32_t compat; /**< STANDARD: one scale a tensor and chunk, padding takes no part. COMPAT_DEEPSPEED: every tensor
-                       is padded to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others */
+    /** enum dsopt_compat. NONE: one scale per tensor and chunk, padding takes no part. DEEPSPEED: each tensor is padded
+     * to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others. */
+    int32_t compat;
     int32_t reserved;
-    dsopt_comm *node; /**< optional: the ranks of this node, as many in each; the ranks of the comm, one a node, must
-                         all have the same rank here. One rank is as none. Refused in compat mode */
+    /** Optional: the ranks of this node, as many in each node. The ranks of the comm, one per node, must all have the
+     * same rank here. One rank is as NULL. Refused in compat mode. */
+    dsopt_comm *node;
 } dsopt_compressed;
+
 /**
- * Sizes for a list: of worker_error and server_error in floats, of the workspace in bytes; each may be NULL. Reads
- * tensors (data not needed), count, compat and node. A buffer has its elements first and its scales behind them; a
- * worker's are `count` scales, and its elements as many as a server's times the ranks of the comm.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT. Thread-safety: any.
+ * Sizes for a list. Reads `tensors` (without their data), `count`, `compat` and `node`.
+ * A buffer has its elements first and its scales behind them. A worker has `count` scales, and as many elements as a
+ * server times the ranks of the comm.
+ * @param[out] worker, server  floats of worker_error and server_error; either may be NULL.
+ * @param[out] workspace       bytes, enough for any alignment; may be NULL.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,
                                                           int64_t *worker, int64_t *server, size_t *workspace);
+
 /**
- * Collective: every rank calls it with the same list. On failure of a comm the buffers are spoilt.
- * @return DSOPT_OK; _SHAPE, _DTYPE, _ARGUMENT, _ALIGNMENT, _WORKSPACE with nothing changed; _COMM, _TIMEOUT, _ABORTED;
- * _UNSUPPORTED: the backend or the comm cannot. Thread-safety: one thread a comm.
+ * The exchange. Collective: the same list on all ranks.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ARGUMENT, _ALIGNMENT, _WORKSPACE with nothing changed; _COMM, _TIMEOUT,
+ * _ABORTED: the buffers are spoilt; _UNSUPPORTED: the backend or the comm cannot. Thread-safety: one thread per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
+
 /**
- * What a worker and a server still owe: one float an element, without the scales, into host memory; NULL = not wanted.
- * Of two levels a worker has its own slice.
- * Waits for the stream. @return as dsopt_compressed_allreduce. Thread-safety: any.
+ * What a worker and a server still owe: one float per element, without the scales. With two levels a worker has its
+ * own slice. Waits for the stream.
+ * @param[out] worker, server  host memory; NULL = not wanted.
+ * @return as dsopt_compressed_allreduce. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args,
                                                            float *worker, float *server);

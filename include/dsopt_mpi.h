@@ -168,24 +168,6 @@ static inline int dsopt_mpi_all_gather_(void *of, const void *send, void *recv, 
     return dsopt_mpi_rows_((dsopt_mpi_ *)of, send, recv, bytes, 0);
 }
 
-static inline int dsopt_mpi_broadcast_(void *of, void *buffer, int64_t bytes, int32_t root, void *stream) {
-    dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
-    int64_t at;
-    int code = dsopt_mpi_begin_(self, 4, bytes, root, 0);
-    (void)stream;
-    for (at = 0; !code && at < bytes; at += DSOPT_MPI_PIECE) {
-        const int part = (int)(bytes - at < DSOPT_MPI_PIECE ? bytes - at : DSOPT_MPI_PIECE);
-        MPI_Request request;
-        if (self->rank == root) memcpy(self->recv, (const char *)buffer + at, (size_t)part);
-        code = MPI_Ibcast(self->recv, part, MPI_BYTE, root, self->comm, &request);
-        code = dsopt_mpi_wait_(self, &request, code);
-        if (!code && self->rank != root) memcpy((char *)buffer + at, self->recv, (size_t)part);
-    }
-    return code;
-}
-
-static inline int dsopt_mpi_barrier_(void *of) { return dsopt_mpi_begin_((dsopt_mpi_ *)of, 5, 0, 0, 0); }
-
 static inline int dsopt_mpi_error_(void *of, char *text, size_t capacity) {
     (void)snprintf(text, capacity, "%s", ((dsopt_mpi_ *)of)->text);
     return ((dsopt_mpi_ *)of)->lost;
@@ -245,8 +227,6 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
     table.all_reduce = dsopt_mpi_all_reduce_;
     table.all_to_all = dsopt_mpi_all_to_all_;
     table.all_gather = dsopt_mpi_all_gather_;
-    table.broadcast = dsopt_mpi_broadcast_;
-    table.barrier = dsopt_mpi_barrier_;
     table.error = dsopt_mpi_error_;
     table.abort = dsopt_mpi_abort_;
     table.destroy = dsopt_mpi_destroy_;

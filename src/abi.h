@@ -27,26 +27,27 @@ template <class F> dsopt_status fence(F &&body) noexcept {
     }
 }
 
-/// sizeof of every growable struct as released first. A shorter one is refused.
+/// sizeof of every growable struct in version 0.2, the first of ABI 1. A shorter one is refused.
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
 template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
-template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 144; };
-template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 208; };
-template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 96; };
+template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 152; };
+template <> struct FirstSize<dsopt_schedule_info> { static constexpr size_t value = 40; };
+template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 216; };
+template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 64; };
-template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 48; };
+template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 240; };
 template <> struct FirstSize<dsopt_scaler_desc> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value = 56; };
 template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 80; };
-template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 48; };
+template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 80; };
 
 template <class T> void check_size(size_t size, const char *type) {
     static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
     if (size < FirstSize<T>::value)
-        throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.1 has %zu bytes", type, size, FirstSize<T>::value);
+        throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.2 has %zu bytes", type, size, FirstSize<T>::value);
 }
 
 /// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that

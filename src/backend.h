@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means (Optimizer) and where it runs. One Backend per kind of memory.
 #pragma once
+#include "rules/schedule.h"
 #include "step_plan.h"
 #include <memory>
 
@@ -75,6 +76,11 @@ public:
     /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
     virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                                void *stream) const = 0;
+    /// A scaler's words and its scale in stream order.
+    virtual void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const = 0;
+    /// What the next step does to gradients by this schedule, to backend memory. NULL: without the 1-bit family.
+    virtual void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
+                                 void *stream) const = 0;
     // 1-bit compression, compress.h. The list's tensors go to the kept sums and those to rows; rows of all ranks become
     // a row of results; the list gets what all rows of results say.
     virtual void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count,

@@ -7,6 +7,7 @@
 #include "optimizer.h"
 #include "scaler.h"
 #include "state_io.h"
+#include "workspace.h"
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -175,6 +176,17 @@ dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, 
 dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
     return fence([&] { write_struct(info, not_null(comm, "the comm")->object->info(), "dsopt_comm_info"); });
 }
+dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count, int32_t op,
+                                   void *stream) {
+    return fence([&] {
+        Comm &object = *not_null(comm, "the comm")->object;
+        object.context()->check_process();
+        if (op != DSOPT_OP_SUM && op != DSOPT_OP_MAX && op != DSOPT_OP_MEAN)
+            throw Error(DSOPT_ERR_ARGUMENT, "op is %d, not SUM, MAX or MEAN", op);
+        check_list(list, count, "tensor");
+        all_reduce_list(object, list, count, op, stream);
+    });
+}
 void dsopt_comm_abort(dsopt_comm *comm) {
     if (comm != nullptr) comm->object->abort();
 }
@@ -200,6 +212,24 @@ dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, 
 }
 dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info) {
     return with(scaler, [&](Scaler &object) { write_struct(info, object.info(), "dsopt_scaler_info"); });
+}
+dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler) {
+    return with(scaler, [&](Scaler &object) { object.detach_all(); });
+}
+dsopt_status dsopt_scaler_init_state(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
+                                     void *stream) {
+    return with(scaler, [&](Scaler &object) { object.init_state(state, count, stream); });
+}
+dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
+                                     const int32_t *overflow, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.transition(state, count, overflow, stream); });
+}
+dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info) {
+    return fence([&] {
+        ScalerState state;
+        std::memcpy(&state, not_null(words, "words"), sizeof state);
+        write_struct(info, Scaler::decode(state), "dsopt_scaler_info");
+    });
 }
 dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream) {
     return with(scaler, [&](Scaler &object) { object.scale_loss(*not_null(loss, "loss"), stream); });
@@ -240,12 +270,21 @@ dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_de
     });
 }
 void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
+dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
+    return fence([&] {
+        not_null(opt, "the optimizer")->object->context().check_process();
+        *not_null(other, "other") = new dsopt_optimizer{opt->object};
+    });
+}
 
 dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params,
                                        int64_t count) {
     return with(opt, [&](Optimizer &optimizer) {
         optimizer.add_group(read_struct(not_null(group, "group"), "dsopt_group"), params, count);
     });
+}
+dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params, int64_t count) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
 }
 
 dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value) {
@@ -274,6 +313,7 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.param = entry.param;
         known.tensor = entry.tensor();
         known.flags = entry.flags;
+        known.dims = optimizer.dims_of(entry, known.ndim);
         write_struct(info, known, "dsopt_state_info");
     });
 }
@@ -302,7 +342,7 @@ dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsop
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_bind: what is %d", what);
     });
 }
-dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, uint32_t what, void *stream) {
+dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream) {
     return with(opt, [&](Optimizer &optimizer) { optimizer.reset(what, stream); });
 }
 
@@ -313,6 +353,19 @@ dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) 
 dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
     return with(
         opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
+}
+dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
+                                        const dsopt_tensor *state, int64_t count, void *stream) {
+    return with(opt, [&](const Optimizer &optimizer) { optimizer.init_state(params, state, count, stream); });
+}
+dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,
+                                       void *stream) {
+    return with(opt, [&](const Optimizer &optimizer) { optimizer.write_reduction(schedule, reduction, stream); });
+}
+dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words, dsopt_schedule_info *info) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        write_struct(info, optimizer.decode_schedule(not_null(words, "words")), "dsopt_schedule_info");
+    });
 }
 dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, int32_t *reduction) {
     const auto answer = [&](const Optimizer &optimizer) {
@@ -360,7 +413,7 @@ dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compress
         const CompressLayout layout = make_layout(comm->object.get(), node_of(known), known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
-        if (workspace != nullptr) *workspace = layout.workspace_bytes();
+        if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {

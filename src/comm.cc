@@ -97,7 +97,7 @@ void Comm::fail(int result, const char *what, void *stream) {
             over = true;
         }
         if (!over)
-            for (Room *room : {&staging_, &spare_, &gathered_}) room->leave_behind();
+            for (Room *room : {&staging_, &spare_, &gathered_, &bucket_}) room->leave_behind();
     }
     throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
                 text[0] != 0 ? text : status_name(status), result);
@@ -176,12 +176,6 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
         return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream), moved,
                     moved);
     char *const rows = static_cast<char *>(recv);
-    if (table_.broadcast != nullptr) {
-        move(rows + rank() * bytes, send, bytes, stream);
-        for (int root = 0; root < ranks(); ++root)
-            if (const int result = cast(rows + root * bytes, bytes, root, stream)) return result;
-        return 0;
-    }
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
     const int64_t row = padded(bytes);
     char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
@@ -204,25 +198,6 @@ int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
         if (const int result = gather(rows + to * bytes, room, bytes, stream)) return result;
         if (to == rank()) move(recv, room, bytes * ranks(), stream);
     }
-    return 0;
-}
-
-int Comm::cast(void *buffer, int64_t bytes, int root, void *stream) {
-    const bool sends = rank() == root;
-    if (table_.broadcast != nullptr)
-        return done(DSOPT_COLLECTIVE_BROADCAST, table_.broadcast(table_.self, buffer, bytes, root, stream),
-                    sends ? bytes : 0, sends ? 0 : bytes);
-    if (table_.all_gather != nullptr) {
-        char *const room = spare_.get(context_, device_, size_t(bytes * ranks()), stream);
-        if (const int result = gather(buffer, room, bytes, stream)) return result;
-        if (!sends) move(buffer, room + root * bytes, bytes, stream);
-        return 0;
-    }
-    char *const room = spare_.get(context_, device_, size_t(padded(bytes)), stream);
-    clear(room, padded(bytes), stream);
-    if (sends) move(room, buffer, bytes, stream);
-    if (const int result = reduce(room, padded(bytes) / 4, DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
-    if (!sends) move(buffer, room, bytes, stream);
     return 0;
 }
 
@@ -250,14 +225,6 @@ void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream,
         [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
 }
 
-void Comm::broadcast(void *buffer, int64_t bytes, int root, void *stream, Place place) {
-    begin();
-    if (root < 0 || root >= ranks()) throw Error(DSOPT_ERR_ARGUMENT, "root %d of %d ranks", root, ranks());
-    if (ranks() == 1 || bytes == 0) return;
-    run("broadcast", buffer, bytes, buffer, bytes, place, stream,
-        [&](const void *, void *there) { return cast(there, bytes, root, stream); });
-}
-
 void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const {
     if (send == recv) return;
     if (place == Place::backend)
@@ -266,15 +233,10 @@ void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream,
         std::memmove(recv, send, size_t(bytes));
 }
 
-void Comm::barrier() {
+float *Comm::bucket(int64_t numel, void *stream) {
     begin();
-    if (ranks() == 1) return;
-    if (table_.barrier == nullptr) {
-        int32_t nothing = 0;
-        return all_reduce(&nothing, 1, DSOPT_DTYPE_I32, DSOPT_OP_SUM, nullptr);
-    }
-    if (const int result = done(DSOPT_COLLECTIVE_BARRIER, table_.barrier(table_.self), 0, 0))
-        fail(result, "barrier", nullptr);
+    return reinterpret_cast<float *>(
+        bucket_.get(context_, !context_->backend().is_host(), size_t(numel) * sizeof(float), stream));
 }
 
 void Comm::abort() noexcept {

@@ -41,9 +41,9 @@ public:
     void all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
     /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
-    void broadcast(void *buffer, int64_t bytes, int root, void *stream, Place place = Place::host);
-    void barrier();
 
+    /// Backend memory for what travels together, kept for the next call.
+    float *bucket(int64_t numel, void *stream);
     void abort() noexcept;
     dsopt_comm_info info() const;
 
@@ -76,14 +76,13 @@ private:
     int reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
     int gather(const void *send, void *recv, int64_t bytes, void *stream);
     int transpose(const void *send, void *recv, int64_t bytes, void *stream);
-    int cast(void *buffer, int64_t bytes, int root, void *stream);
     void copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const;
 
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
     Provider provider_;
     bool device_; // the provider takes device memory
-    Room staging_, spare_, gathered_;
+    Room staging_, spare_, gathered_, bucket_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
     struct Count {
         std::atomic<int64_t> calls{0}, sent{0}, received{0};
@@ -95,6 +94,9 @@ private:
 inline int64_t data_ranks(const Comm *data, const Comm *node) {
     return int64_t(data != nullptr ? data->ranks() : 1) * (node != nullptr ? node->ranks() : 1);
 }
+
+/// In place, over all ranks; in fp32, rounded once. The op may be DSOPT_OP_MEAN here.
+void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);
 
 /// Providers, in comm/.
 std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);

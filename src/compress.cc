@@ -5,6 +5,7 @@
 #include "rules/onebit.h"
 #include "step_plan.h"
 #include "tensor_list.h"
+#include "workspace.h"
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -183,15 +184,14 @@ void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const 
          {static_cast<const void *>(args.worker_error), static_cast<const void *>(args.server_error)})
         if (reinterpret_cast<uintptr_t>(buffer) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "an error buffer is at %p, not aligned to 4 bytes", buffer);
-    if (args.workspace == nullptr || args.workspace_bytes < layout.workspace_bytes())
+    const size_t slack = slack_of(args.workspace), needed = layout.workspace_bytes() + slack;
+    if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
-                    args.workspace == nullptr ? size_t(0) : args.workspace_bytes, layout.workspace_bytes());
-    if (reinterpret_cast<uintptr_t>(args.workspace) % 256 != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_compressed.workspace is at %p, not aligned to 256 bytes",
-                    args.workspace);
+                    args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
     const Backend &backend = context.backend();
     const Parallel parallel = context.parallel();
-    const Exchange buffers(layout, args.worker_error, args.server_error, args.workspace);
+    const Exchange buffers(layout, args.worker_error, args.server_error,
+                           static_cast<char *>(args.workspace) + slack);
     backend.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
     if (layout.has_levels())
         two_level_exchange(context, &comm, *node, buffers, parallel, args.stream);

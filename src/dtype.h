@@ -11,16 +11,19 @@ namespace dsopt {
 
 enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 = DSOPT_DTYPE_BF16 };
 
-/// Size in bytes of any dtype of the ABI, state tensors included; 0 for an unknown one.
+/// Dtypes of safetensors files that no tensor of the ABI has.
+constexpr int32_t kU8 = 101, kI64 = 102;
+
+/// Size in bytes of any dtype of the ABI and of files, state tensors included; 0 for an unknown one.
 constexpr size_t dtype_size(int32_t dtype) {
     switch (dtype) {
     case DSOPT_DTYPE_F64:
-    case DSOPT_I64: return 8;
+    case kI64: return 8;
     case DSOPT_DTYPE_F32:
     case DSOPT_DTYPE_I32: return 4;
     case DSOPT_DTYPE_F16:
     case DSOPT_DTYPE_BF16: return 2;
-    case DSOPT_U8: return 1;
+    case kU8: return 1;
     }
     return 0;
 }

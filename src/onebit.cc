@@ -18,7 +18,6 @@ void need(bool good, const char *field, double value, const char *range) {
 
 void set_onebit_defaults(dsopt_group &group) {
     if (!is_onebit(group.algorithm)) return;
-    group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
     group.freeze_step = 100000;
     if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         group.var_interval_steps = 16;
@@ -35,8 +34,6 @@ void set_onebit_defaults(dsopt_group &group) {
 void check_onebit_group(const dsopt_group &g) {
     const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-    if (onebit && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction: set NO_BIAS_CORRECTION");
     if (onebit && (g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT))
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in the 1-bit family");
     if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
@@ -134,17 +131,6 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
     for (size_t i = 0; i < params.size(); ++i)
         if (setup.worker[i] >= 0) setup.worker[i] += setup.layout.all().parts[size_t(setup.part[i])].begin;
     return setup;
-}
-
-int32_t reduction_of(Stage stage) {
-    switch (stage) {
-    case Stage::dry:
-    case Stage::full: return DSOPT_REDUCTION_FULL;
-    case Stage::exchange:
-    case Stage::sync: return DSOPT_REDUCTION_COMPRESSED;
-    case Stage::local: break;
-    }
-    return DSOPT_REDUCTION_LOCAL;
 }
 
 /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode every
@@ -253,6 +239,37 @@ void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tenso
                        scratch, plan.parallel, plan.stream);
     const Factor share{.value = 1.0f / float(ranks())};
     if (run_count != 0) backend.axpby(share, runs, 0, runs, run_count, plan.parallel, plan.stream);
+}
+
+void Optimizer::write_reduction(const dsopt_tensor *schedule, int32_t *reduction, void *stream) const {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    if (reduction == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "reduction is NULL");
+    if (reinterpret_cast<uintptr_t>(reduction) % sizeof *reduction != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "reduction is at %p, not aligned to 4 bytes", static_cast<void *>(reduction));
+    const StateEntry *const entry = find_entry(StateKind::schedule);
+    if ((schedule != nullptr) != (entry != nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, entry != nullptr ? "schedule is NULL"
+                                                         : "schedule is given, and no group is of the 1-bit family");
+    if (entry != nullptr) check_state_tensor(*schedule, *entry, true);
+    context_->backend().write_reduction(entry != nullptr ? onebit_->rules : ScheduleRules{},
+                                        entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr,
+                                        reduction, stream);
+}
+
+dsopt_schedule_info Optimizer::decode_schedule(const int32_t *words) const {
+    if (!onebit_) throw Error(DSOPT_ERR_UNSUPPORTED, "no group is of the 1-bit family: there is no schedule");
+    ScheduleState state;
+    std::memcpy(&state, words, sizeof state);
+    dsopt_schedule_info info{};
+    info.step = state.step;
+    info.frozen = state.frozen;
+    info.var_interval = state.var_interval;
+    info.var_counter = state.var_counter;
+    info.local_interval = state.local_interval;
+    info.local_counter = state.local_counter;
+    info.momentum_in_bits = state.momentum_in_bits;
+    info.reduction = next_reduction_of(onebit_->rules, &state);
+    return info;
 }
 
 int32_t Optimizer::next_reduction(int64_t call) const {

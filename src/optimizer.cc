@@ -54,15 +54,13 @@ bool has_trust(const dsopt_group &group) {
 } // namespace
 
 void Optimizer::check_group(const dsopt_group &g) {
-    constexpr uint32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_AMSGRAD |
-                               DSOPT_GROUP_SPARSE | DSOPT_GROUP_NON_FREEZE;
+    constexpr int32_t known =
+        DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_NON_FREEZE;
     const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
     if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
         g.algorithm != DSOPT_ALGORITHM_ADAMW)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
     if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
-    if (g.flags & DSOPT_GROUP_AMSGRAD) throw Error(DSOPT_ERR_UNSUPPORTED, "amsgrad is not supported");
-    if (g.flags & DSOPT_GROUP_SPARSE) throw Error(DSOPT_ERR_UNSUPPORTED, "sparse gradients are not supported");
     if ((g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) && !lamb && !legacy)
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in Adam and AdamW");
     require(not_negative(g.lr), "lr", g.lr, "finite and not negative");
@@ -88,7 +86,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
-    constexpr uint32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
+    constexpr int32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                                DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
                                DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
                                DSOPT_OPTIMIZER_MOMENTUM_BITS;
@@ -120,26 +118,142 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
-    if (with_.scaler) with_.scaler->attach(); // last: nothing after it may throw
+    if (with_.scaler) scaler_ticket_ = with_.scaler->attach(); // last: nothing after it may throw
 }
 
 Optimizer::~Optimizer() {
-    if (with_.scaler) with_.scaler->detach();
+    if (with_.scaler) with_.scaler->detach(scaler_ticket_);
     // Before memory goes, which waits for the device: their last owner ends what a peer that is gone holds up there.
     experts_.clear();
     for (auto *comm : {&with_.data, &with_.model, &with_.node}) comm->reset();
     with_.experts.clear();
 }
 
+/// One parameter as registered, checked by itself. `first_state` and `first_leaf` are still to be filled in.
+Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t group) const {
+    Param param{};
+    param.name = param_name(given, index);
+    const Label label{"parameter", param.name.c_str()};
+    check_float_tensor(given.tensor, label);
+    constexpr int32_t known = DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED;
+    if (given.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
+    if (given.expert < 0 || given.expert > desc_.expert_count)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert,
+                    desc_.expert_count);
+    const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
+               no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
+    if (given.offset < 0 || (given.offset != 0 && !random))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "parameter '%s' has offset %lld: only stochastic rounding has a use for one", label.name,
+                    ll(given.offset));
+    if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
+    param.random_key = desc_.seed;
+    for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
+    param.dims = param_dims(given, label.name);
+    param.data = given.tensor.data;
+    param.numel = given.tensor.numel;
+    param.dtype = given.tensor.dtype;
+    param.group = group;
+    param.offset = given.offset;
+    param.flags = given.flags;
+    param.expert = given.expert;
+    param.has_master = param.dtype != DSOPT_DTYPE_F32 && !no_master;
+    return param;
+}
+
+/// Its state tensors, in the order of the table in dsopt.h.
+void Optimizer::add_param_state(const Param &param, int64_t index, int32_t algorithm,
+                                std::vector<StateEntry> &state) const {
+    const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
+    const char *const name = param.name.c_str();
+    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags) {
+        state.push_back({kind, index, dtype, flags, param.numel});
+    };
+    // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
+    const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
+    add(StateKind::exp_avg, moments, 0);
+    add(StateKind::exp_avg_sq, moments, 0);
+    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
+    const bool masked = param.flags & DSOPT_PARAM_MASKED;
+    if (!is_onebit(algorithm)) {
+        if (masked)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
+                        name);
+        return;
+    }
+    if (param.dtype != DSOPT_DTYPE_F32 && no_master)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+        add(desc_.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, DSOPT_DTYPE_F32,
+            DSOPT_STATE_RANK_LOCAL);
+    if (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_DTYPE_F32, 0);
+    if (masked) add(StateKind::mask, DSOPT_DTYPE_F32, 0);
+    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && masked)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
+    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
+}
+
+/// The state tensors of the whole optimizer, in the order of the table in dsopt.h. `setup` NULL: no 1-bit family.
+std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
+                                                   int64_t params) const {
+    std::vector<StateEntry> state;
+    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, int32_t flags = 0) {
+        state.push_back({kind, -1, dtype, flags, numel});
+    };
+    if (setup != nullptr) {
+        if (setup->compresses && !setup->layout.is_exact()) {
+            add(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
+            add(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
+            if (desc_.compat == DSOPT_COMPAT_NONE)
+                add(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
+            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
+                add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
+        }
+        add(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(groups.size()));
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
+            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
+                add(kind, DSOPT_DTYPE_F32, params);
+            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
+                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
+        }
+    }
+    if (with_.scaler) {
+        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1);
+        state.back().data = with_.scaler->scale();
+        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
+        state.back().data = with_.scaler->state();
+    }
+    if (std::any_of(groups.begin(), groups.end(), has_trust)) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, params);
+    add(StateKind::step, DSOPT_DTYPE_I32, params);
+    return state;
+}
+
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
     check_group(group);
+    std::vector<dsopt_group> groups = groups_;
+    groups.push_back(group);
+    grow(std::move(groups), params, count, false);
+}
+void Optimizer::add_params(const dsopt_param *params, int64_t count) {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    grow(groups_, params, count, true);
+}
+
+/// `named_groups`: parameters say to which of the groups they go; else all of them go to the last one.
+void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *params, int64_t count,
+                     bool named_groups) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
     if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
 
     // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
-    std::vector<dsopt_group> new_groups = groups_;
     std::vector<Param> new_params = params_;
     std::vector<StateEntry> new_state = state_;
     std::vector<StateEntry> of_optimizer; // these follow the parameters' and grow with them
@@ -147,85 +261,44 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         of_optimizer.push_back(new_state.back());
         new_state.pop_back();
     }
-    new_groups.push_back(group);
     std::unordered_set<std::string> names;
     for (const Param &param : params_) names.insert(param.name);
     int64_t leaf = params_.empty() ? 0 : params_.back().first_leaf + leaves_of(params_.back().numel);
+    std::vector<bool> used(new_groups.size()); // of the original, whose groups' parameters follow one another
+    for (const Param &param : params_) used[size_t(param.group)] = true;
+    const Param *exchanged = nullptr;
 
+    new_params.reserve(new_params.size() + size_t(count));
     for (int64_t i = 0; i < count; ++i) {
         const dsopt_param &given = params[i];
         const int64_t index = int64_t(new_params.size());
-        Param param{param_name(given, index),
-                    {},
-                    given.tensor.data,
-                    given.tensor.numel,
-                    given.tensor.dtype,
-                    int32_t(groups_.size()),
-                    int64_t(new_state.size()),
-                    leaf,
-                    given.offset,
-                    0,
-                    given.flags,
-                    given.expert,
-                    false,
-                    false};
-        const Label label{"parameter", param.name.c_str()};
-        check_float_tensor(given.tensor, label);
-        if (given.flags & ~uint32_t(DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED))
-            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
-        if (given.reserved != 0)
-            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has reserved word %d, must be 0", label.name,
-                        given.reserved);
-        if (given.expert < 0 || given.expert > desc_.expert_count)
-            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert,
-                        desc_.expert_count);
-        const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-        if (given.offset < 0 || (given.offset != 0 && !random))
-            throw Error(DSOPT_ERR_UNSUPPORTED,
-                        "parameter '%s' has offset %lld: only stochastic rounding has a use for one", label.name,
-                        ll(given.offset));
-        if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
-        param.random_key = desc_.seed;
-        for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
-        param.dims = param_dims(given, label.name);
+        const int32_t group = named_groups ? given.group : int32_t(new_groups.size()) - 1;
+        if (!named_groups && given.group != 0)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        "dsopt_param.group of parameter %lld is %d: in dsopt_optimizer_add_group it must be 0",
+                        ll(index), given.group);
+        if (group < 0 || size_t(group) >= new_groups.size())
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups", ll(index),
+                        group, new_groups.size());
+        Param param = make_param(given, index, group);
         if (!names.insert(param.name).second)
-            throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", label.name);
-        const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
-        param.has_master = param.dtype != DSOPT_DTYPE_F32 && !no_master;
-        // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-        const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
-        const auto add = [&](StateKind kind, int32_t dtype, uint32_t flags) {
-            new_state.push_back({kind, index, dtype, flags, param.numel});
-        };
-        if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
-        add(StateKind::exp_avg, moments, 0);
-        add(StateKind::exp_avg_sq, moments, 0);
-        if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
-        if ((given.flags & DSOPT_PARAM_MASKED) && !is_onebit(group.algorithm))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
-                        label.name);
-        if (is_onebit(group.algorithm)) {
-            if (param.dtype != DSOPT_DTYPE_F32 && no_master)
-                throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters",
-                            label.name);
-            if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-                add(desc_.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator,
-                    DSOPT_DTYPE_F32, DSOPT_STATE_RANK_LOCAL);
-            if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_DTYPE_F32, 0);
-            if (given.flags & DSOPT_PARAM_MASKED) add(StateKind::mask, DSOPT_DTYPE_F32, 0);
-            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && (given.flags & DSOPT_PARAM_MASKED))
-                throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with",
-                            label.name);
-            if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && group.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
-                throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
-        }
+            throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
+        if (desc_.compat != DSOPT_COMPAT_NONE && used[size_t(group)] && new_params.back().group != group)
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "parameter '%s' goes to group %d, whose others do not stand before it: in compat mode the "
+                        "parameters of a group follow one another",
+                        param.name.c_str(), group);
+        used[size_t(group)] = true;
+        param.first_state = int64_t(new_state.size());
+        param.first_leaf = leaf;
+        add_param_state(param, index, new_groups[size_t(group)].algorithm, new_state);
         leaf += leaves_of(param.numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
         if (leaf > (int64_t(1) << 44))
             throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
                         param.name.c_str());
         new_params.push_back(std::move(param));
+        if (goes_into_exchanges(new_groups[size_t(group)])) exchanged = &new_params.back();
     }
     std::vector<Interval> intervals;
     for (const Param &param : new_params)
@@ -236,57 +309,26 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
                 interval_of(entry.tensor(), {entry.name(), new_params[size_t(entry.param)].name.c_str()}));
     check_overlap(intervals);
 
-    // State of the whole optimizer, most of it with one element a parameter: what is there is copied into something
-    // longer.
-    const auto total = int64_t(new_params.size());
-    std::vector<StateEntry> longer;
-    const auto whole = [&](StateKind kind, int32_t dtype, int64_t numel, uint32_t flags = 0) {
-        longer.push_back({kind, -1, dtype, flags, numel});
-    };
     std::unique_ptr<OneBitSetup> setup;
     if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
         if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
             throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
         setup = std::make_unique<OneBitSetup>(
             make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
-        if (setup->compresses && !setup->layout.is_exact()) {
-            whole(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
-            whole(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-            if (desc_.compat == DSOPT_COMPAT_NONE)
-                whole(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
-            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-                whole(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
-        }
-        whole(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
-        if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-            whole(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(new_groups.size()));
-        if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
-                whole(kind, DSOPT_DTYPE_F32, total);
-            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
-                whole(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
-        }
     } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
                     desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
                                                            : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
     }
-    if (with_.scaler) {
-        whole(StateKind::loss_scale, DSOPT_DTYPE_F32, 1);
-        longer.back().data = with_.scaler->scale();
-        whole(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
-        longer.back().data = with_.scaler->state();
-    }
-    if (std::any_of(new_groups.begin(), new_groups.end(), has_trust))
-        whole(StateKind::trust_ratio, DSOPT_DTYPE_F32, total);
-    whole(StateKind::step, DSOPT_DTYPE_I32, total);
-    if (count != 0 && goes_into_exchanges(group))
+    std::vector<StateEntry> longer = optimizer_state(setup.get(), new_groups, int64_t(new_params.size()));
+    if (exchanged != nullptr)
         for (const StateEntry &entry : of_optimizer)
             if (entry.kind == StateKind::schedule && entry.data != nullptr &&
                 read_schedule(entry.data, &known_schedule_, nullptr).frozen)
                 throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
-                            new_params.back().name.c_str());
+                            exchanged->name.c_str());
     settle_momentum(); // its rows are those of the list as it was
+    // What has one element per parameter is copied into something longer.
     std::vector<Memory> new_memory;
     for (StateEntry &entry : longer) {
         const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
@@ -353,7 +395,7 @@ double *field_of(dsopt_group &group, int32_t key) {
     return nullptr;
 }
 
-void set_flag(dsopt_group &group, uint32_t flag, bool on, int32_t key, double value) {
+void set_flag(dsopt_group &group, int32_t flag, bool on, int32_t key, double value) {
     if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
     group.flags = on ? group.flags | flag : group.flags & ~flag;
 }
@@ -361,7 +403,9 @@ void set_flag(dsopt_group &group, uint32_t flag, bool on, int32_t key, double va
 dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     if (double *field = field_of(group, key))
         *field = value;
-    else if (key == DSOPT_KEY_BIAS_CORRECTION)
+    else if (key == DSOPT_KEY_BIAS_CORRECTION && is_onebit(group.algorithm)) {
+        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction");
+    } else if (key == DSOPT_KEY_BIAS_CORRECTION)
         set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
     else if (key == DSOPT_KEY_EPS_INSIDE_SQRT)
         set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
@@ -405,7 +449,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS)
+    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS && is_onebit(groups_[size_t(group)].algorithm))
         throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
@@ -436,7 +480,8 @@ double Optimizer::get(int32_t group, int32_t key) const {
     dsopt_group copy = groups_[index];
     switch (key) {
     case DSOPT_KEY_ALGORITHM: return copy.algorithm;
-    case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
+    case DSOPT_KEY_BIAS_CORRECTION:
+        return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
     case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
     case DSOPT_KEY_FREEZE_STEP:
         if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);

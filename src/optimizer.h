@@ -27,7 +27,7 @@ struct Param {
     int64_t first_leaf;
     int64_t offset;
     uint64_t random_key; // of stochastic rounding: name and seed
-    uint32_t flags;      // DSOPT_PARAM_...
+    int32_t flags;       // DSOPT_PARAM_...
     int32_t expert;
     bool has_master;
     bool accumulated; // its accumulator got something since the last step
@@ -130,11 +130,13 @@ public:
     Scaler *scaler() const { return with_.scaler.get(); }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
+    /// To the groups that the parameters name.
+    void add_params(const dsopt_param *params, int64_t count);
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
     void bind_params(const dsopt_tensor *list, int64_t count);
     void bind_state(const dsopt_tensor *list, int64_t count);
-    void reset(uint32_t what, void *stream);
+    void reset(int32_t what, void *stream);
     /// Memory for every state tensor that has none, with its starting values. `params`: where masters start from, NULL
     /// = where the parameters are bound. `masters_follow`: the caller fills them at once.
     void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
@@ -147,7 +149,12 @@ public:
 
     void step(const dsopt_step &step);
     void apply(const dsopt_step &step) const;
+    /// With the slack for any alignment.
     size_t workspace_bytes() const;
+    /// Starting values into the caller's list, the original's step on zero gradients included.
+    void init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const;
+    void write_reduction(const dsopt_tensor *schedule, int32_t *reduction, void *stream) const;
+    dsopt_schedule_info decode_schedule(const int32_t *words) const;
     dsopt_report report() const;
     int32_t next_reduction(int64_t call) const;
     /// Into host memory, as what it stands for.
@@ -161,6 +168,7 @@ public:
     void state_changed() const { known_schedule_.valid = false; }
 
     static void check_group(const dsopt_group &group);
+    const int64_t *dims_of(const StateEntry &entry, int32_t &count) const;
 
 private:
     struct Arguments; // pointers of one call, checked
@@ -189,11 +197,16 @@ private:
     const Outcome *last_known() const;
     void change_outcome(void (*change)(Outcome &));
     Layout layout() const;
+    void grow(std::vector<dsopt_group> groups, const dsopt_param *params, int64_t count, bool named_groups);
+    Param make_param(const dsopt_param &given, int64_t index, int32_t group) const;
+    void add_param_state(const Param &param, int64_t index, int32_t algorithm, std::vector<StateEntry> &state) const;
+    std::vector<StateEntry> optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
+                                            int64_t params) const;
     CommSet comms() const {
         return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
     }
     Wrapper wrapper() const;
-    void take_initial_step(void *stream);
+    void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     void follow_groups(); // the schedule's rules are theirs
     OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
                            const KnownSchedule *known, void *stream) const;
@@ -205,6 +218,8 @@ private:
     const dsopt_tensor *find_state(const dsopt_tensor *state, StateKind kind) const;
     const StateEntry *find_entry(StateKind kind) const;
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
+    void check_state_tensor(const dsopt_tensor &tensor, const StateEntry &entry, bool required) const;
+    void check_param(const dsopt_tensor &given, const Param &param) const;
     const char *owner_of(const StateEntry &entry) const;
     const void *memory_of(const StateEntry &entry) const; // of its parameter
     void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
@@ -213,6 +228,7 @@ private:
     dsopt_optimizer_desc desc_;
     std::vector<dsopt_group> groups_;
     Attachments with_;
+    int64_t scaler_ticket_ = 0; // says whether the scaler was detached since
     std::vector<Comm *> experts_; // of with_, as a plan wants them
     std::vector<Param> params_;
     std::vector<StateEntry> state_;

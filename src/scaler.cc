@@ -72,22 +72,40 @@ void Scaler::check(const ScalerRules &rules) {
 }
 
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
-    double init = 0;
-    rules_ = make_rules(desc, init);
+    rules_ = make_rules(desc, init_);
     memory_ = Memory(context_, 128, nullptr);
-    ScalerState state{};
-    state.dynamic = init;
-    state.last_overflow = -1;
-    state.hysteresis = rules_.hysteresis;
-    write(state, nullptr);
+    write(first_state(), nullptr);
     context_->backend().synchronize(nullptr);
 }
 
-void Scaler::attach() {
-    if (attached_.fetch_add(1) != 0 && !shared()) {
-        detach();
-        throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED");
-    }
+ScalerState Scaler::first_state() const {
+    ScalerState state{};
+    state.dynamic = init_;
+    state.last_overflow = -1;
+    state.hysteresis = rules_.hysteresis;
+    return state;
+}
+
+int64_t Scaler::attach() {
+    const std::lock_guard lock(mutex_);
+    if (attached_ != 0 && !shared())
+        throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
+                                     "dsopt_scaler_detach first");
+    ++attached_;
+    return ticket_;
+}
+void Scaler::detach(int64_t ticket) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (ticket == ticket_) --attached_;
+}
+void Scaler::detach_all() noexcept {
+    const std::lock_guard lock(mutex_);
+    attached_ = 0;
+    ++ticket_;
+}
+void Scaler::check_attached(int64_t ticket) const {
+    const std::lock_guard lock(mutex_);
+    if (ticket != ticket_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
 }
 
 ScalerState Scaler::read() const {
@@ -122,10 +140,18 @@ void Scaler::set(int32_t what, double value, void *stream) {
     write(state, stream);
 }
 
-void Scaler::update(const int32_t *overflow, void *stream) {
-    if (reinterpret_cast<uintptr_t>(overflow) % 4 != 0)
+namespace {
+
+void check_overflow(const int32_t *overflow) {
+    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
                     static_cast<const void *>(overflow));
+}
+
+} // namespace
+
+void Scaler::update(const int32_t *overflow, void *stream) {
+    check_overflow(overflow);
     context_->backend().update_scaler(rules_, state(), scale(), overflow, stream);
 }
 
@@ -136,9 +162,50 @@ void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
     context_->backend().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
+namespace {
+
+/// The list of the two state tensors, "loss_scale" and "scaler".
+struct ScalerArrays {
+    float *scale;
+    ScalerState *state;
+};
+ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
+    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
+    if (count != 2)
+        throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2",
+                    static_cast<long long>(count));
+    const struct {
+        const char *name;
+        int32_t dtype;
+        int64_t numel;
+    } wanted[] = {{"loss_scale", DSOPT_DTYPE_F32, 1}, {"scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4}};
+    for (int i = 0; i < 2; ++i) {
+        const Label label{wanted[i].name, "the scaler"};
+        check_tensor(list[i], label);
+        check_dtype(list[i], wanted[i].dtype, label);
+        check_numel(list[i], wanted[i].numel, label);
+        if (list[i].data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", label.role);
+    }
+    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
+}
+
+} // namespace
+
+void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
+    const ScalerArrays arrays = check_arrays(state, count);
+    context_->backend().write_scaler(first_state(), arrays.state, arrays.scale, stream);
+}
+void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
+    const ScalerArrays arrays = check_arrays(state, count);
+    check_overflow(overflow);
+    context_->backend().update_scaler(rules_, arrays.state, arrays.scale, overflow, stream);
+}
+
 dsopt_scaler_info Scaler::info() const {
     context_->backend().synchronize(nullptr);
-    const ScalerState state = read();
+    return decode(read());
+}
+dsopt_scaler_info Scaler::decode(const ScalerState &state) {
     dsopt_scaler_info info{};
     info.scale = double(scale_in_use(state));
     info.dynamic = state.dynamic;

@@ -2,8 +2,8 @@
 #pragma once
 #include "context.h"
 #include "rules/scaler.h"
-#include <atomic>
 #include <memory>
+#include <mutex>
 
 namespace dsopt {
 
@@ -18,14 +18,23 @@ public:
     ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
     bool shared() const { return rules_.flags & DSOPT_SCALER_SHARED; }
 
-    /// Throws DSOPT_ERR_STATE for a second optimizer unless SHARED.
-    void attach();
-    void detach() noexcept { attached_.fetch_sub(1); }
+    /// Throws DSOPT_ERR_STATE for a second optimizer unless SHARED. Returns a ticket.
+    int64_t attach();
+    /// Lets go of one optimizer, or of all of them: their tickets are then no good any more.
+    void detach(int64_t ticket) noexcept;
+    void detach_all() noexcept;
+    /// Throws DSOPT_ERR_STATE if the ticket's optimizer was let go.
+    void check_attached(int64_t ticket) const;
 
     void set(int32_t what, double value, void *stream);
     void update(const int32_t *overflow, void *stream);
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
+    static dsopt_scaler_info decode(const ScalerState &state);
+    /// Starting values, and a transition, on a list of the two state tensors of the caller.
+    void init_state(const dsopt_tensor *state, int64_t count, void *stream) const;
+    void transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const;
+    ScalerState first_state() const;
     /// From a checkpoint.
     void restore(const ScalerRules &rules) { rules_ = rules; }
     static void check(const ScalerRules &rules);
@@ -36,8 +45,11 @@ private:
 
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;
+    double init_ = 0;
     Memory memory_;
-    std::atomic<int> attached_{0};
+    mutable std::mutex mutex_; // of the two below
+    int attached_ = 0;
+    int64_t ticket_ = 0;
 };
 
 } // namespace dsopt

@@ -69,7 +69,7 @@ struct StateEntry {
     StateKind kind;
     int64_t param; // -1: of the whole optimizer
     int32_t dtype;
-    uint32_t flags;
+    int32_t flags;
     int64_t numel;
     void *data = nullptr;
     const char *name() const { return name_of(kind); }

@@ -43,18 +43,17 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         return desc_.masters == DSOPT_MASTERS_FLAT && (entry.flags & DSOPT_STATE_FROM_PARAM);
     };
     // Flat masters first, those of a group one behind the other; then the rest, each on its own cache line.
-    std::vector<size_t> place(state_.size());
+    std::vector<size_t> place(state_.size()), flat;
+    const auto group_of = [&](size_t i) { return params_[size_t(state_[i].param)].group; };
+    for (size_t i = 0; i < state_.size(); ++i)
+        if (state_[i].data == nullptr && is_flat(state_[i])) flat.push_back(i);
+    std::stable_sort(flat.begin(), flat.end(), [&](size_t a, size_t b) { return group_of(a) < group_of(b); });
     size_t bytes = 0;
-    bool missing = false;
-    int32_t group = -1;
-    for (size_t i = 0; i < state_.size(); ++i) {
-        if (state_[i].data != nullptr || !is_flat(state_[i])) continue;
-        const int32_t owner = params_[size_t(state_[i].param)].group;
-        if (owner != group) bytes = rounded(bytes);
-        group = owner;
-        place[i] = bytes;
-        bytes += state_[i].bytes();
-        missing = true;
+    bool missing = !flat.empty();
+    for (size_t k = 0; k < flat.size(); ++k) {
+        if (k != 0 && group_of(flat[k]) != group_of(flat[k - 1])) bytes = rounded(bytes);
+        place[flat[k]] = bytes;
+        bytes += state_[flat[k]].bytes();
     }
     for (size_t i = 0; i < state_.size(); ++i) {
         if (state_[i].data != nullptr || is_flat(state_[i])) continue;
@@ -84,9 +83,40 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         memory_.push_back(std::move(arena));
         state_.swap(allocated);
         state_list_.swap(list);
-        if (initial_step) take_initial_step(stream);
+        if (initial_step) take_initial_step(nullptr, state_list_.data(), workspace_.data(), stream);
     } else
         state_list_ = list_of(state_);
+}
+
+void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    check_state_list(state, count, true);
+    for (size_t i = 0; params != nullptr && i < params_.size(); ++i) check_param(params[i], params_[i]);
+    const bool initial_step = wrapper() != Wrapper::none;
+    for (size_t i = 0; i < params_.size(); ++i) // wrappers move parameters that are their own masters
+        if (params_[i].numel != 0 && (params_[i].has_master || initial_step) &&
+            (params == nullptr || params[i].data == nullptr))
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
+                        params_[i].name.c_str());
+    Memory workspace;
+    if (initial_step) {
+        (void)context_->backend().finished(stream); // refuses a stream that is being captured
+        workspace = Memory(context_, workspace_bytes(), stream);
+    }
+    for (size_t i = 0; i < state_.size(); ++i) {
+        const StateEntry &entry = state_[i];
+        if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
+            with_.scaler->init_state(state + i - 1, 2, stream);
+        else if (entry.kind != StateKind::loss_scale)
+            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr,
+                       state[i].data, stream);
+    }
+    if (initial_step) take_initial_step(params, state, workspace.data(), stream);
+}
+
+const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const {
+    count = entry.param >= 0 ? int32_t(params_[size_t(entry.param)].dims.size()) : 1;
+    return entry.param >= 0 ? params_[size_t(entry.param)].dims.data() : &entry.numel;
 }
 
 std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &state) {
@@ -101,17 +131,23 @@ void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool r
     if (count != int64_t(state_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
                     state_.size());
-    for (size_t i = 0; i < state_.size(); ++i) {
-        const StateEntry &entry = state_[i];
-        const Label label{entry.name(), owner_of(entry)};
-        check_tensor(list[i], label);
-        if (list[i].dtype != entry.dtype)
-            throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, must be %d", label.role, label.name, list[i].dtype,
-                        entry.dtype);
-        check_numel(list[i], entry.numel, label);
-        if (required && list[i].data == nullptr && entry.numel != 0)
-            throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
-    }
+    for (size_t i = 0; i < state_.size(); ++i) check_state_tensor(list[i], state_[i], required);
+}
+
+void Optimizer::check_state_tensor(const dsopt_tensor &tensor, const StateEntry &entry, bool required) const {
+    const Label label{entry.name(), owner_of(entry)};
+    check_tensor(tensor, label);
+    check_dtype(tensor, entry.dtype, label);
+    check_numel(tensor, entry.numel, label);
+    if (required && tensor.data == nullptr && entry.numel != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
+}
+
+void Optimizer::check_param(const dsopt_tensor &given, const Param &param) const {
+    const Label label{"parameter", param.name.c_str()};
+    check_float_tensor(given, label);
+    check_dtype(given, param.dtype, label);
+    check_numel(given, param.numel, label);
 }
 
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
@@ -120,13 +156,8 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
     std::vector<Interval> intervals;
     for (size_t i = 0; i < params_.size(); ++i) {
-        const Label label{"parameter", params_[i].name.c_str()};
-        check_float_tensor(list[i], label);
-        if (list[i].dtype != params_[i].dtype)
-            throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", label.name, list[i].dtype,
-                        params_[i].dtype);
-        check_numel(list[i], params_[i].numel, label);
-        intervals.push_back(interval_of(list[i], label));
+        check_param(list[i], params_[i]);
+        intervals.push_back(interval_of(list[i], {"parameter", params_[i].name.c_str()}));
     }
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr) intervals.push_back(interval_of(entry.tensor(), {entry.name(), owner_of(entry)}));
@@ -152,11 +183,11 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     state_changed();
 }
 
-void Optimizer::reset(uint32_t what, void *stream) {
-    constexpr uint32_t known =
+void Optimizer::reset(int32_t what, void *stream) {
+    constexpr int32_t known =
         DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS | DSOPT_RESET_ERRORS;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
-    const auto part_of = [](const StateEntry &entry) -> uint32_t {
+    const auto part_of = [](const StateEntry &entry) -> int32_t {
         if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
         if (entry.kind == StateKind::grad_accum) return DSOPT_RESET_GRADS;
         if (entry.kind == StateKind::mask) return 0; // the caller's

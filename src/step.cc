@@ -2,6 +2,7 @@
 // One step: check the lists, make the plan, hand it to the backend.
 #include "optimizer.h"
 #include "rules/decide.h"
+#include "workspace.h"
 #include <cmath>
 #include <cstring>
 
@@ -75,11 +76,12 @@ Optimizer::Layout Optimizer::layout() const {
     return l;
 }
 
-size_t Optimizer::workspace_bytes() const { return layout().bytes; }
+size_t Optimizer::workspace_bytes() const { return with_slack(layout().bytes); }
 
 Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    constexpr uint32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED;
+    constexpr int32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED |
+                              DSOPT_STEP_NO_NAN;
     const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
     if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
@@ -100,7 +102,12 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
     if (step.parallel_for == nullptr && step.parallel_user != nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.parallel_user without parallel_for");
-    for (const void *scalar : {static_cast<const void *>(step.lr), static_cast<const void *>(step.grad_scale),
+    if (step.lr != nullptr && step.hyper != nullptr)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.lr and hyper: the rows of hyper have the learning rate");
+    if ((step.flags & DSOPT_STEP_NO_NAN) && step.report == nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_NO_NAN has no effect without dsopt_step.report");
+    for (const void *scalar : {static_cast<const void *>(step.lr), static_cast<const void *>(step.hyper),
+                               static_cast<const void *>(step.grad_scale),
                                static_cast<const void *>(step.skip), static_cast<const void *>(step.grad_norms),
                                static_cast<const void *>(step.report)})
         if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
@@ -123,11 +130,7 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];
-            check_float_tensor(given, {"parameter", name});
-            check_numel(given, param.numel, {"parameter", name});
-            if (given.dtype != param.dtype)
-                throw Error(DSOPT_ERR_DTYPE, "parameter '%s' has dtype %d, registered is %d", name, given.dtype,
-                            param.dtype);
+            check_param(given, param);
             data = given.data;
         }
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
@@ -179,6 +182,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     const auto part = [&]<class T>(size_t offset, T *) {
         return reinterpret_cast<T *>(static_cast<char *>(workspace) + offset);
     };
+    workspace = static_cast<char *>(workspace) + slack_of(workspace);
     const HostScratch scratch(host_scratch_, context_->backend().is_host() ? 0 : place.host_bytes);
     char *host = context_->backend().is_host() ? static_cast<char *>(workspace) : scratch.data();
     const auto host_part = [&]<class T>(size_t offset, T *) { return reinterpret_cast<T *>(host + offset); };
@@ -241,7 +245,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
         const dsopt_group &g = groups_[i];
-        hypers[i] = {dry ? 0.0 : g.lr,
+        hypers[i] = {g.lr,
                      g.beta1,
                      g.beta2,
                      g.eps,
@@ -250,7 +254,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                      g.min_trust,
                      g.max_trust,
                      rule_of(g),
-                     !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION),
+                     !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
                      {}};
         clips = clips || g.max_norm > 0;
@@ -277,10 +281,12 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
                         .has_lamb = has_lamb,
                         .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                        .dry = dry,
                         .local_gradients = onebit_ && onebit.stage != Stage::full && onebit.stage != Stage::dry,
                         .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
                         .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
-                        .lr = dry ? nullptr : step.lr,
+                        .lr = step.lr,
+                        .hyper = step.hyper,
                         .grad_scale = step.grad_scale,
                         .grad_norms = step.grad_norms,
                         .skip = step.skip,
@@ -349,10 +355,11 @@ void Optimizer::check_pointers(const StepPlan &plan) const {
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1
 /// and decay is applied to the masters, not to the parameters.
-void Optimizer::take_initial_step(void *stream) {
+void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
+                                  void *stream) const {
     dsopt_step step{};
     step.stream = stream;
-    run({step, nullptr, nullptr, 0, context_->parallel(), true}, state_list_.data(), workspace_.data(), nullptr);
+    run({step, params, nullptr, 0, context_->parallel(), true}, state, workspace, nullptr);
 }
 
 void Optimizer::step(const dsopt_step &step) {
@@ -387,6 +394,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
+    if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
     Arguments arguments = check_step(step, false);
     arguments.met = &met;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -427,12 +435,11 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
     Arguments arguments = check_step(step, true);
     arguments.met = &met;
     check_state_list(step.state, step.state_count, true);
-    const size_t needed = workspace_bytes();
-    if (needed != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
+    const size_t bytes = layout().bytes, needed = bytes + slack_of(step.workspace);
+    if (bytes != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
-    if (reinterpret_cast<uintptr_t>(step.workspace) % 256 != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "dsopt_step.workspace is at %p, not aligned to 256 bytes", step.workspace);
+    if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
     const dsopt_tensor *const schedule = find_state(step.state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
     run(arguments, step.state, step.workspace, nullptr);
@@ -490,6 +497,7 @@ dsopt_report Optimizer::report() const {
     if (outcome.first_bad >= 0) r.first_bad_name = params_[size_t(outcome.first_bad)].name.c_str();
     r.last_skipped = outcome.skipped;
     r.kind = outcome.kind;
+    r.reasons = outcome.reasons;
     r.loss_scale = with_.scaler ? with_.scaler->info().scale : 1;
     r.scale_used = outcome.scale_used;
     r.grad_norm = outcome.grad_norm;

@@ -38,6 +38,7 @@ enum StepFlag : uint32_t {
     kZeroGrads = DSOPT_STEP_ZERO_GRADS,
     kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
     kDelta = DSOPT_STEP_DELTA,
+    kNoNan = DSOPT_STEP_NO_NAN,
 };
 
 /// The original's fp16 wrappers, whose order of events compat mode follows.
@@ -50,7 +51,9 @@ struct Outcome {
     int64_t nonfinite, first_bad;
     int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
     double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
-    double ms[8];
+    double ms[DSOPT_MS_PHASES];
+    int32_t reasons; // why it was skipped, DSOPT_SKIP_...
+    int32_t reserved;
 };
 
 class Comm;
@@ -79,10 +82,11 @@ struct StepPlan {
     bool report_norms;
     bool has_lamb;
     bool timing;
+    bool dry;             // learning rates are 0
     bool local_gradients; // the data ranks' differ: their norms go together
     double max_norm;
     float max_value;                           // INFINITY = off
-    const float *lr, *grad_scale, *grad_norms; // device scalars or NULL
+    const float *lr, *hyper, *grad_scale, *grad_norms; // device scalars or NULL
     const int32_t *skip;
     float *loss_scale; // of the scaler, with its machine and rules; NULL without
     ScalerState *scaler;

@@ -4,6 +4,23 @@
 
 namespace dsopt {
 
+std::string dtype_text(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_F32: return "F32";
+    case DSOPT_DTYPE_F16: return "F16";
+    case DSOPT_DTYPE_BF16: return "BF16";
+    case DSOPT_DTYPE_I32: return "I32";
+    case DSOPT_DTYPE_F64: return "F64";
+    }
+    return std::to_string(dtype);
+}
+
+void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label) {
+    if (tensor.dtype != dtype)
+        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %s, must be %s", label.role, label.name,
+                    dtype_text(tensor.dtype).c_str(), dtype_text(dtype).c_str());
+}
+
 void check_tensor(const dsopt_tensor &tensor, Label label) {
     const size_t size = dtype_size(tensor.dtype);
     if (size == 0)
@@ -26,8 +43,8 @@ void check_tensor(const dsopt_tensor &tensor, Label label) {
 
 void check_float_tensor(const dsopt_tensor &tensor, Label label) {
     if (!is_float_dtype(tensor.dtype))
-        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %d, not F32, F16 or BF16", label.role, label.name,
-                    tensor.dtype);
+        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %s, not F32, F16 or BF16", label.role, label.name,
+                    dtype_text(tensor.dtype).c_str());
     check_tensor(tensor, label);
 }
 

@@ -17,6 +17,10 @@ struct Label {
 void check_tensor(const dsopt_tensor &tensor, Label label);
 /// The same, and float only.
 void check_float_tensor(const dsopt_tensor &tensor, Label label);
+/// "F32", or the number of a dtype that has no name.
+std::string dtype_text(int32_t dtype);
+/// This dtype and no other.
+void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label);
 /// The same numel as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
 

@@ -288,7 +288,7 @@ TEST_F(Report, TimesPhasesOnlyWhenAsked) {
             EXPECT_EQ(report.ms[phase] > 0, timing) << phase;
             EXPECT_LT(report.ms[phase], 60000);
         }
-        for (int phase = DSOPT_MS_UPDATE_FP16; phase < 8; ++phase) EXPECT_EQ(report.ms[phase], 0);
+        for (int phase = DSOPT_MS_COMPRESS; phase < 8; ++phase) EXPECT_EQ(report.ms[phase], 0);
     }
 }
 

@@ -27,7 +27,7 @@ void expect_sums(const dsopt_comm_info &info) {
     for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
         const Numbers n = of(info, kind);
         sum = {sum.calls + n.calls, sum.sent + n.sent, sum.received + n.received};
-        if (kind > DSOPT_COLLECTIVE_BARRIER) { EXPECT_EQ(n, (Numbers{0, 0, 0})) << kind; }
+        if (kind > DSOPT_COLLECTIVE_ALL_GATHER) { EXPECT_EQ(n, (Numbers{0, 0, 0})) << kind; }
     }
     EXPECT_EQ(sum, (Numbers{info.calls, info.bytes_sent, info.bytes_received}));
 }
@@ -57,9 +57,7 @@ TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
                 const dsopt_comm_info info = info_of(comm);
                 for (const int kind : {DSOPT_COLLECTIVE_ALL_TO_ALL, DSOPT_COLLECTIVE_ALL_GATHER})
                     EXPECT_EQ(of(info, kind), (Numbers{call, call * bytes, call * bytes})) << ranks << " ranks";
-                for (const int kind :
-                     {DSOPT_COLLECTIVE_ALL_REDUCE, DSOPT_COLLECTIVE_BROADCAST, DSOPT_COLLECTIVE_BARRIER})
-                    EXPECT_EQ(of(info, kind), kNothing);
+                EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_REDUCE), kNothing);
                 expect_sums(info);
             }
         });
@@ -123,7 +121,7 @@ TEST(CommCounts, OfAllReducesAreTwiceTheDataLessARanksShare) {
 }
 
 /// Rank 1 of 4, of which the others bring nothing; has what `functions` names.
-enum { kToAll = 1, kGather = 2, kCast = 4 };
+enum { kToAll = 1, kGather = 2 };
 Comm fake(const Context &ctx, unsigned functions, int result = 0) {
     static int results[2] = {0, 9};
     DSOPT_NEW(dsopt_comm_table, table);
@@ -139,8 +137,6 @@ Comm fake(const Context &ctx, unsigned functions, int result = 0) {
     };
     if (functions & kToAll) table.all_to_all = rows;
     if (functions & kGather) table.all_gather = rows;
-    if (functions & kCast)
-        table.broadcast = [](void *self, void *, int64_t, int32_t, void *) { return *static_cast<int *>(self); };
     DSOPT_NEW(dsopt_comm_desc, desc);
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
@@ -169,14 +165,12 @@ TEST(CommCounts, OfWhatIsMadeFromOtherFunctionsAreThoseOfTheOthers) {
     constexpr int64_t row = 4096 / 4 / 8 + 4; // 132
     struct Case {
         unsigned functions;
-        Numbers reduce, to_all, gather, cast;
+        Numbers reduce, to_all, gather;
     };
     const Case cases[] = {
-        {kToAll | kGather, kNothing, {1, 3 * row, 3 * row}, {1, 3 * row, 3 * row}, kNothing},
-        {kGather, kNothing, kNothing, {5, 15 * row, 15 * row}, kNothing}, // one for each rank's column, and the gather
-        {kToAll | kCast, kNothing, {1, 3 * row, 3 * row}, kNothing, {4, row, 3 * row}}, // one from each root
-        {kCast, kNothing, kNothing, kNothing, {20, 5 * row, 15 * row}},
-        {0, {5, 5 * (4 * row * 2 * 3 / 4), 5 * (4 * row * 2 * 3 / 4)}, kNothing, kNothing, kNothing}};
+        {kToAll | kGather, kNothing, {1, 3 * row, 3 * row}, {1, 3 * row, 3 * row}},
+        {kGather, kNothing, kNothing, {5, 15 * row, 15 * row}}, // one for each rank's column, and the gather
+        {0, {5, 5 * (4 * row * 2 * 3 / 4), 5 * (4 * row * 2 * 3 / 4)}, kNothing, kNothing}};
     for (const Case &c : cases) {
         const Comm comm = fake(ctx, c.functions);
         ASSERT_TRUE(ok(compress(comm, 4096))) << c.functions;
@@ -184,7 +178,6 @@ TEST(CommCounts, OfWhatIsMadeFromOtherFunctionsAreThoseOfTheOthers) {
         EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_REDUCE), c.reduce) << c.functions;
         EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_TO_ALL), c.to_all) << c.functions;
         EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_GATHER), c.gather) << c.functions;
-        EXPECT_EQ(of(info, DSOPT_COLLECTIVE_BROADCAST), c.cast) << c.functions;
         expect_sums(info);
     }
 }

@@ -66,7 +66,7 @@ inline Scaler make_scaler(const Context &ctx, const dsopt_scaler_desc &desc) {
     return Scaler(scaler);
 }
 /// A dynamic one with the numbers that most tests want.
-inline Scaler make_scaler(const Context &ctx, double init, int window = 1000, uint32_t flags = 0) {
+inline Scaler make_scaler(const Context &ctx, double init, int window = 1000, int32_t flags = 0) {
     DSOPT_NEW(dsopt_scaler_desc, desc);
     desc.init = init;
     desc.window = flags & DSOPT_SCALER_STATIC ? 0 : window;
@@ -216,7 +216,7 @@ inline std::string algorithm_name(int32_t algorithm) {
 struct Param {
     Array weight;
     std::string name = "";
-    uint32_t flags = 0;
+    int32_t flags = 0;
     int32_t expert = 0;
     int64_t offset = 0;
 };
@@ -363,13 +363,13 @@ inline testing::AssertionResult same_bits(const std::vector<float> &a, const std
 /// A checkpoint in memory.
 struct File {
     std::string data;
-    dsopt_io io(uint32_t flags = 0) {
+    dsopt_io io(int32_t flags = 0) {
         DSOPT_NEW(dsopt_io, io);
         io.flags = flags;
         io.user = this;
         return io;
     }
-    dsopt_status save(const Trainer &from, uint32_t flags = 0) {
+    dsopt_status save(const Trainer &from, int32_t flags = 0) {
         data.clear();
         dsopt_io to = io(flags);
         to.write = [](void *user, const void *bytes, size_t n) {
@@ -378,14 +378,14 @@ struct File {
         };
         return dsopt_optimizer_save(from.opt(), nullptr, &to);
     }
-    dsopt_status load(const Trainer &into, uint32_t flags = 0) {
+    dsopt_status load(const Trainer &into, int32_t flags = 0) {
         dsopt_io from = io(flags);
         from.total = data.size();
         from.read = read;
         return dsopt_optimizer_load(into.opt(), nullptr, &from);
     }
     /// The files of several ranks, in the order given.
-    static dsopt_status load_all(const Trainer &into, const std::vector<const File *> &files, uint32_t flags = 0) {
+    static dsopt_status load_all(const Trainer &into, const std::vector<const File *> &files, int32_t flags = 0) {
         std::vector<void *> users;
         std::vector<uint64_t> totals;
         for (const File *file : files) {

@@ -618,8 +618,6 @@ TEST(OneBitRefusal, OfGroups) {
             {"bias correction", DSOPT_ERR_UNSUPPORTED, "bias correction", [](dsopt_group &g) { g.flags = 0; }},
             {"eps inside", DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt",
              [](dsopt_group &g) { g.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT; }},
-            {"amsgrad", DSOPT_ERR_UNSUPPORTED, "amsgrad", [](dsopt_group &g) { g.flags |= DSOPT_GROUP_AMSGRAD; }},
-            {"sparse", DSOPT_ERR_UNSUPPORTED, "sparse", [](dsopt_group &g) { g.flags |= DSOPT_GROUP_SPARSE; }},
             {"lr", DSOPT_ERR_ARGUMENT, "lr", [](dsopt_group &g) { g.lr = double(kNaN); }},
             {"beta1", DSOPT_ERR_ARGUMENT, "beta1", [](dsopt_group &g) { g.beta1 = 1; }},
             {"freeze_step 0", DSOPT_ERR_ARGUMENT, "freeze_step", [](dsopt_group &g) { g.freeze_step = 0; }},

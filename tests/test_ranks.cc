@@ -340,7 +340,7 @@ TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
         std::vector<Param> params;
         for (size_t i = 0; i < 4; ++i)
             params.push_back({Array(DSOPT_DTYPE_F16, grads[i].size(), 1), "p" + std::to_string(i),
-                              i % 2 ? uint32_t(DSOPT_PARAM_MODEL_PARALLEL) : 0, i >= 2});
+                              i % 2 ? int32_t(DSOPT_PARAM_MODEL_PARALLEL) : 0, i >= 2});
         Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), params);
         ASSERT_TRUE(ok(trainer.step(grads)));
         const dsopt_report report = trainer.report();

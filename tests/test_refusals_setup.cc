@@ -299,8 +299,6 @@ TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
 
 TEST_F(AddGroup, RefusesOptionsThatItDoesNotHave) {
     for (const int32_t algorithm : kAlgorithms) {
-        expect_refused(make_group(algorithm, 0, DSOPT_GROUP_AMSGRAD), params(), DSOPT_ERR_UNSUPPORTED, "amsgrad");
-        expect_refused(make_group(algorithm, 0, DSOPT_GROUP_SPARSE), params(), DSOPT_ERR_UNSUPPORTED, "sparse");
         expect_refused(make_group(algorithm, 0, 1u << 30), params(), DSOPT_ERR_ARGUMENT, "flags|40000000");
         if (algorithm == DSOPT_ALGORITHM_ADAM || algorithm == DSOPT_ALGORITHM_ADAMW)
             expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_INSIDE_SQRT), params(), DSOPT_ERR_UNSUPPORTED,
@@ -324,7 +322,7 @@ TEST_F(AddGroup, RefusesWrongLists) {
 
 TEST_F(AddGroup, RefusesWrongTensors) {
     for (const int32_t dtype :
-         std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_U8, DSOPT_I64, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
+         std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
         std::vector<dsopt_param> list = params();
         list[0].tensor.dtype = dtype;
         expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|" + std::to_string(dtype));
@@ -335,9 +333,9 @@ TEST_F(AddGroup, RefusesWrongTensors) {
     expect_param_refused([](auto &p) { p.tensor.numel = (int64_t(1) << 60) + 1; }, DSOPT_ERR_SHAPE,
                          "'layer.weight'|overflows");
     expect_param_refused([](auto &p) { p.tensor.reserved = 1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|reserved");
-    expect_param_refused([](auto &p) { p.flags = 1u << 31; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|flags");
-    expect_param_refused([](auto &p) { p.reserved = 1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|reserved");
-    expect_param_refused([](auto &p) { p.reserved = -1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|reserved");
+    expect_param_refused([](auto &p) { p.flags = INT32_MIN; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|flags");
+    expect_param_refused([](auto &p) { p.group = 1; }, DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter|is 1");
+    expect_param_refused([](auto &p) { p.group = -1; }, DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter|is -1");
     expect_param_refused([](auto &p) { p.offset = -1; }, DSOPT_ERR_UNSUPPORTED, "'layer.weight'|offset|-1");
     expect_param_refused([](auto &p) { p.expert = -1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|expert|-1");
     expect_param_refused([](auto &p) { p.expert = 1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|expert|1"); // no such comm

@@ -65,7 +65,7 @@ const Case kBoth[] = {
     {"ParamWithoutMemory", [](auto &l, auto &) { l.params[1].data = nullptr; }, DSOPT_ERR_STATE,
      "parameter|'layer.weight'|memory"},
     {"OutNumel", [](auto &l, auto &) { l.out[1].numel = 1; }, DSOPT_ERR_SHAPE, "output|'layer.weight'|1"},
-    {"OutDtype", [](auto &l, auto &) { l.out[1].dtype = DSOPT_U8; }, DSOPT_ERR_DTYPE, "output|'layer.weight'|5"},
+    {"OutDtype", [](auto &l, auto &) { l.out[1].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE, "output|'layer.weight'|5"},
     {"OutReserved", [](auto &l, auto &) { l.out[0].reserved = 3; }, DSOPT_ERR_ARGUMENT, "output|'p0'|reserved"},
     {"OutMisaligned", [](auto &l, auto &) { l.move(l.out, 0, 3); }, DSOPT_ERR_ALIGNMENT, "output|'p0'|aligned"},
     {"OutOnlyWithoutOut", [](auto &, auto &s) { s.out = nullptr, s.flags = DSOPT_STEP_OUT_ONLY; }, DSOPT_ERR_ARGUMENT,

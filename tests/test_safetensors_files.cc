@@ -173,7 +173,7 @@ TEST(SafetensorsFile, NoRoomForTheFileLeavesTheOldOneAndNothingElse) {
     save(folder / "a", small());
     const std::string before = slurp(folder / "a");
     Content large;
-    large.add("large", DSOPT_U8, {3'000'000}, 3'000'000);
+    large.add("large", dsopt::kU8, {3'000'000}, 3'000'000);
     const auto not_asked = [](size_t, uint64_t, size_t, void *) -> const void * { throw std::logic_error("too late"); };
     const Outcome early = outcome([&] {
         const FileSizeLimit limit(100'000);

@@ -58,7 +58,7 @@ inline Content small() {
     content.add("a.exp_avg", DSOPT_DTYPE_F32, {2, 3}, 24);
     content.add("b.empty", DSOPT_DTYPE_F32, {0, 7}, 0);
     content.add("b.exp_avg", DSOPT_DTYPE_BF16, {5}, 10);
-    content.add("b.step", DSOPT_I64, {}, 8);
+    content.add("b.step", dsopt::kI64, {}, 8);
     return content;
 }
 

@@ -75,11 +75,9 @@ private:
 // ------------------------------------------------------------------------------------------------------ storage types
 inline size_t size_of(int32_t dtype) {
     switch (dtype) {
-    case DSOPT_DTYPE_F64:
-    case DSOPT_I64: return 8;
+    case DSOPT_DTYPE_F64: return 8;
     case DSOPT_DTYPE_F32:
     case DSOPT_DTYPE_I32: return 4;
-    case DSOPT_U8: return 1;
     }
     return 2;
 }

@@ -122,6 +122,14 @@ public:
         scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
         *scale = scale_in_use(*state);
     }
+    void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *) const override {
+        *state = value;
+        *scale = scale_in_use(value);
+    }
+    void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
+                         void *) const override {
+        *reduction = next_reduction_of(rules, schedule);
+    }
     void copy(void *to, const void *from, size_t bytes, void *) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
     }

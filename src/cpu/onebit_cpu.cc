@@ -116,8 +116,7 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
         feed_ = one_.stage == Stage::exchange ? Feed::gradient : Feed::distance;
     if (one_.stage == Stage::local || one_.stage == Stage::sync)
         for (int64_t g = 0; g < plan_.group_count; ++g) {
-            const double lr = plan_.lr != nullptr ? double(plan_.lr[g]) : plan_.groups[g].lr;
-            write_double(one_.lr_sum + 2 * g, read_double(one_.lr_sum + 2 * g) + lr);
+            write_double(one_.lr_sum + 2 * g, read_double(one_.lr_sum + 2 * g) + hyper_of(plan_, g).lr);
         }
     if (one_.stage == Stage::local) return for_own(cut, span_of, onebit_.local);
     momentum_in_bits_ = one_.momentum != nullptr && one_.schedule->momentum_in_bits != 0;
@@ -165,7 +164,7 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf)
             factor = larger_factor(factor, factors[leaf]);
         plan_.trust_ratio[i] = frozen_trust(one_.trust, factor, fold_leaves(plan_.sums_a, job),
-                                            fold_leaves(plan_.sums_b, job), plan_.groups[job.group].weight_decay > 0,
+                                            fold_leaves(plan_.sums_b, job), hyper_of(plan_, job.group).weight_decay > 0,
                                             one_.trust_average[i], one_.scaling[i], one_.trust_factor[i]);
     }
     for_own(cut, span_of, onebit_.lamb_weights);

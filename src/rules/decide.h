@@ -68,15 +68,77 @@ DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value,
     result.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
 }
 
-/// Why this rank would skip the step, 0 or 1.
-DSOPT_HD double reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
-    const double scale = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
-    const bool bad_scale = plan.skip_nonfinite && (!(scale > 0) || !is_finite(scale));
-    const bool bad_gradients = plan.skip_nonfinite && outcome.nonfinite != 0;
-    bool bad_norms = false; // given ones are this rank's: the others have to hear of it
+/// A value of a row of dsopt_step.hyper, or what the host has where the row says NaN.
+DSOPT_HD double row_or(const float *row, int place, double host) {
+    const float value = row[place];
+    return value == value ? double(value) : host;
+}
+
+/// Hyper-parameters of a group with what the caller has in backend memory. Every reader of them comes through here.
+DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
+    Hyper hyper = plan.groups[group];
+    if (plan.lr != nullptr) hyper.lr = double(plan.lr[group]);
+    if (plan.hyper != nullptr) {
+        const float *row = plan.hyper + group * DSOPT_HYPER_FLOATS;
+        hyper.lr = row_or(row, DSOPT_HYPER_LR, hyper.lr);
+        hyper.beta1 = row_or(row, DSOPT_HYPER_BETA1, hyper.beta1);
+        hyper.beta2 = row_or(row, DSOPT_HYPER_BETA2, hyper.beta2);
+        hyper.eps = row_or(row, DSOPT_HYPER_EPS, hyper.eps);
+        hyper.weight_decay = row_or(row, DSOPT_HYPER_WEIGHT_DECAY, hyper.weight_decay);
+        hyper.max_norm = row_or(row, DSOPT_HYPER_GROUP_MAX_NORM, hyper.max_norm);
+    }
+    if (plan.dry) hyper.lr = 0;
+    return hyper;
+}
+DSOPT_HD double max_norm_of(const StepPlan &plan) {
+    return plan.hyper != nullptr ? row_or(plan.hyper, DSOPT_HYPER_MAX_NORM, plan.max_norm) : plan.max_norm;
+}
+
+DSOPT_HD bool is_not_negative(double value) { return value >= 0 && is_finite(value); }
+DSOPT_HD bool is_beta(double value) { return value >= 0 && value < 1; }
+
+/// False if backend memory has a hyper-parameter that dsopt_optimizer_set would refuse, or one without effect. What the
+/// host has was checked when it was set.
+DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
+    if (plan.lr == nullptr && plan.hyper == nullptr) return true;
+    bool valid = true;
+    for (int64_t g = 0; g < plan.group_count; ++g) {
+        const Hyper hyper = hyper_of(plan, g);
+        valid = valid && is_not_negative(hyper.lr) && is_beta(hyper.beta1) && is_beta(hyper.beta2) &&
+                is_not_negative(hyper.eps) && is_not_negative(hyper.weight_decay) && is_not_negative(hyper.max_norm);
+        if (plan.hyper == nullptr) continue;
+        const float *row = plan.hyper + g * DSOPT_HYPER_FLOATS, last = row[DSOPT_HYPER_FLOATS - 1],
+                    of_all = row[DSOPT_HYPER_MAX_NORM];
+        // Clipping that the host has not switched on: gradients are not read for it.
+        valid = valid && last != last && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
+        valid = valid && (of_all != of_all || (g == 0 && is_not_negative(of_all) && (of_all == 0 || plan.max_norm > 0)));
+    }
+    return valid;
+}
+
+/// What gradients are divided by before clipping must be a number that they can be divided by in fp32.
+DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
+    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0,
+                 loss = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0, scale = given * loss;
+    return given > 0 && is_finite(given) && loss > 0 && is_finite(loss) && is_finite(double(float(1.0 / scale)));
+}
+
+/// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
+DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
+    int32_t reasons = 0;
+    if (plan.skip_nonfinite && outcome.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
+    // Given norms are this rank's: the others have to hear of them.
     for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
-        bad_norms = bad_norms || !(plan.grad_norms[g] >= 0) || !is_finite(double(plan.grad_norms[g]));
-    return bad_gradients || bad_scale || bad_norms || (plan.skip != nullptr && *plan.skip != 0);
+        if (!is_not_negative(double(plan.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
+    if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
+    if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
+    if (plan.skip != nullptr && *plan.skip != 0) reasons |= DSOPT_SKIP_CALLER;
+    return reasons;
+}
+/// The same for the outcome, and for the table as ranks add it up: how many of them have a reason.
+DSOPT_HD void note_reasons(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
+    outcome.reasons = reasons_to_skip(plan, outcome);
+    table.reasons() = outcome.reasons != 0;
 }
 
 /// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the
@@ -106,7 +168,7 @@ DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Outco
                 outcome.kind = nans != 0 ? 2 : 1;
             }
         }
-    table.reasons() = reasons_to_skip(plan, outcome);
+    note_reasons(plan, table, outcome);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
@@ -127,7 +189,11 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
-    if (!wrapped && plan.skip_nonfinite && have_norms) skip = skip || !is_finite(total);
+    if (table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
+    if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
+        outcome.reasons |= DSOPT_SKIP_NORM;
+        skip = true;
+    }
 
     // The original moves the scale before it divides by it; the standard divides by the scale that backward used.
     const double used = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0;
@@ -150,8 +216,8 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     }
     const double norm = sqrt(total);
     for (int64_t g = 0; g < table.groups; ++g) {
-        const double all = clip_divisor(scale, norm, plan.max_norm);
-        const double own = clip_divisor(scale, sqrt(table.total(g)), plan.groups[g].max_norm);
+        const double all = clip_divisor(scale, norm, max_norm_of(plan));
+        const double own = clip_divisor(scale, sqrt(table.total(g)), hyper_of(plan, g).max_norm);
         plan.divisors[g] = own > all ? own : all;
     }
     const double shown = plan.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
@@ -175,8 +241,7 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
 /// parameter dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode
 /// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
 DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end) {
-    const Hyper &hyper = plan.groups[g];
-    const double lr = plan.lr != nullptr ? double(plan.lr[g]) : hyper.lr;
+    const Hyper hyper = hyper_of(plan, g);
     if (!hyper.compat || is_lamb(hyper.rule) || plan.wrapper != Wrapper::none) {
         Scalars scalars{};
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
@@ -184,7 +249,7 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
             if (!plan.jobs[i].present) continue;
             if (++plan.step[i] != step) {
                 step = plan.step[i];
-                scalars = make_scalars(hyper, lr, step, plan.divisors[g], plan.max_value);
+                scalars = make_scalars(hyper, step, plan.divisors[g], plan.max_value);
             }
             plan.scalars[i] = scalars;
         }
@@ -199,7 +264,7 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
         Scalars scalars{};
         for (int64_t i = begin; i < end; ++i) {
             if (!plan.jobs[i].present || plan.jobs[i].weight_type != dtype) continue;
-            if (!counted) scalars = make_scalars(hyper, lr, ++plan.step[last], plan.divisors[g], plan.max_value);
+            if (!counted) scalars = make_scalars(hyper, ++plan.step[last], plan.divisors[g], plan.max_value);
             counted = true;
             plan.scalars[i] = scalars;
         }
@@ -239,6 +304,9 @@ DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *
     report[DSOPT_REPORT_SCALE_NEXT] = plan.scaler != nullptr ? *plan.loss_scale : 1.0f;
     report[DSOPT_REPORT_EXPERT_NORM] = float(outcome.expert_norm);
     report[DSOPT_REPORT_SKIPPED_IN_ROW] = plan.scaler != nullptr ? float(plan.scaler->skipped_in_row) : 0.0f;
+    report[DSOPT_REPORT_REASONS] = float(outcome.reasons);
+    for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i)
+        if ((plan.flags & kNoNan) && report[i] != report[i]) report[i] = -1;
 }
 
 } // namespace dsopt

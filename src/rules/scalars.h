@@ -49,7 +49,7 @@ DSOPT_HD double power(double base, int64_t n) {
 
 /// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels
 /// do.
-DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, double divisor, float limit) {
+DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, float limit) {
     const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
@@ -63,12 +63,12 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, double lr, int64_t step, doubl
     s.c2 = hyper.bias_correction ? float(1.0 - power(beta2, step)) : 1.0f;
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
-    s.lr = float(lr);
+    s.lr = float(hyper.lr);
     if (hyper.rule != Rule::adam && hyper.rule != Rule::adamw) {
         if (hyper.compat)
             s.lr = s.lr * sqrtf(s.c2) / s.c1;
         else if (hyper.bias_correction)
-            s.lr = float(lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
+            s.lr = float(hyper.lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
     }
     return s;
 }

@@ -44,6 +44,16 @@ DSOPT_HD Stage stage_of(const ScheduleRules &rules, const ScheduleState &s) {
     return t % at_least_one(s.local_interval) == 0 ? Stage::sync : Stage::local;
 }
 
+/// What happens to the gradients of a step in this stage, DSOPT_REDUCTION_...
+DSOPT_HD int32_t reduction_of(Stage stage) {
+    if (stage == Stage::dry || stage == Stage::full) return DSOPT_REDUCTION_FULL;
+    return stage == Stage::local ? DSOPT_REDUCTION_LOCAL : DSOPT_REDUCTION_COMPRESSED;
+}
+/// `schedule` NULL: without the 1-bit family.
+DSOPT_HD int32_t next_reduction_of(const ScheduleRules &rules, const ScheduleState *schedule) {
+    return schedule != nullptr ? reduction_of(stage_of(rules, *schedule)) : DSOPT_REDUCTION_FULL;
+}
+
 /// After a step. True if the variance was frozen by it: errors then belong to another quantity and start anew.
 DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     const Stage stage = stage_of(rules, s);

@@ -105,11 +105,10 @@ int post(Comm *comm, const Offer &offer, size_t sent, char *to, size_t received,
                 if (offer.kind == 2) std::memcpy(&result[from * offer.count], theirs, offer.count);
                 if (offer.kind == 3)
                     std::memcpy(&result[from * offer.count], theirs + comm->rank * offer.count, offer.count);
-                if (offer.kind == 4 && int(from) == offer.detail) std::memcpy(result.data(), theirs, offer.count);
             }
         group.meet(lock); // all have read
         if (same && received != 0) std::memcpy(to, result.data(), received);
-        group.meet(lock); // all have written: a broadcast reads and writes one buffer
+        group.meet(lock);
     });
 }
 
@@ -164,8 +163,5 @@ int HcclAllGather(char *from, char *to, uint64_t count, int type, void *comm, vo
 int HcclAlltoAll(const char *from, uint64_t count, int type, char *to, uint64_t, int, void *comm, void *stream) {
     const size_t all = count * static_cast<Comm *>(comm)->group->offers.size();
     return post(static_cast<Comm *>(comm), {3, type, 0, count, from}, all, to, all, stream);
-}
-int HcclBroadcast(char *buffer, uint64_t count, int type, uint32_t root, void *comm, void *stream) {
-    return post(static_cast<Comm *>(comm), {4, type, int(root), count, buffer}, count, buffer, count, stream);
 }
 }

@@ -116,13 +116,7 @@ TEST(Hccl, CollectivesInHostMemory) {
                 EXPECT_EQ(columns, wanted);
                 comm->all_gather(row.data(), gathered.data(), int64_t(bytes), nullptr);
                 EXPECT_EQ(gathered, everything);
-                for (int root = 0; root < ranks; ++root) {
-                    std::vector<char> buffer = row;
-                    comm->broadcast(buffer.data(), int64_t(bytes), root, nullptr);
-                    for (size_t i = 0; i < bytes; ++i) ASSERT_EQ(buffer[i], value(root, 0, i));
-                }
             }
-            comm->barrier();
         });
     }
 }
@@ -138,7 +132,7 @@ TEST(Hccl, CallsFromAnotherThreadFindTheDeviceAndGiveItBack) {
     const std::string id = new_id();
     std::unique_ptr<Comm> comm;
     run_ranks(1, [&](int) { comm = make(id, 0, 1); });
-    std::thread([&] { comm->barrier(); }).join();
+    std::thread([&] { std::vector<char> row(1);comm->all_gather(row.data(), row.data(), 1, nullptr); }).join();
     comm.reset();
 }
 

@@ -113,14 +113,7 @@ void collectives() {
         EXPECT(columns == wanted);
         EXPECT(dsopt_mpi_all_gather_(&table.self, row.data(), gathered.data(), int64_t(bytes), nullptr) == 0);
         EXPECT(gathered == everything);
-        for (int root = 0; root < ranks; ++root) {
-            std::vector<char> buffer = row, theirs(bytes);
-            for (size_t i = 0; i < bytes; ++i) theirs[i] = value(root, 0, i);
-            EXPECT(dsopt_mpi_broadcast_(&table.self, buffer.data(), int64_t(bytes), root, nullptr) == 0);
-            EXPECT(buffer == theirs);
-        }
     }
-    EXPECT(dsopt_mpi_barrier_(&table.self) == 0);
 }
 
 /// Floats of very different sizes: an order of its own on some rank would show.

@@ -25,8 +25,8 @@
 namespace {
 
 enum Result { success, cuda_error, system_error, internal_error, bad_argument, bad_usage, remote_error, in_progress };
-enum Kind : int { reduces, gathers, casts, sends, receives };
-const char *const kKinds[] = {"all-reduce", "all-gather", "broadcast", "send", "receive"};
+enum Kind : int { reduces, gathers, sends, receives };
+const char *const kKinds[] = {"all-reduce", "all-gather", "send", "receive"};
 constexpr int kMaxRanks = 8;
 constexpr size_t kChunk = size_t(16) << 10;
 
@@ -444,10 +444,6 @@ API Result ncclAllReduce(const void *from, void *to, size_t count, int type, int
 }
 API Result ncclAllGather(const void *from, void *to, size_t count, int type, FakeComm *comm, cudaStream_t on) {
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
-}
-API Result ncclBroadcast(const void *from, void *to, size_t count, int type, int root, FakeComm *comm,
-                         cudaStream_t on) {
-    return post(comm, {casts, type, 0, root, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
     ++t_depth;

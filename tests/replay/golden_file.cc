@@ -21,8 +21,8 @@ struct DtypeRow {
 };
 constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_DTYPE_F64, 8}, {"F32", DSOPT_DTYPE_F32, 4},
                                    {"F16", DSOPT_DTYPE_F16, 2}, {"BF16", DSOPT_DTYPE_BF16, 2},
-                                   {"I64", DSOPT_I64, 8},       {"I32", DSOPT_DTYPE_I32, 4},
-                                   {"U8", DSOPT_U8, 1}};
+                                   {"I64", kI64, 8},       {"I32", DSOPT_DTYPE_I32, 4},
+                                   {"U8", kU8, 1}};
 
 const DtypeRow &dtype_row(int32_t dtype) {
     for (const DtypeRow &row : dtype_rows)
@@ -114,8 +114,8 @@ double to_double(const void *data, int32_t dtype, int64_t index) {
     case DSOPT_DTYPE_F16: return f16_to_double(load<uint16_t>(data, index));
     case DSOPT_DTYPE_BF16: return bf16_to_double(load<uint16_t>(data, index));
     case DSOPT_DTYPE_I32: return load<int32_t>(data, index);
-    case DSOPT_U8: return load<uint8_t>(data, index);
-    case DSOPT_I64: {
+    case kU8: return load<uint8_t>(data, index);
+    case kI64: {
         const int64_t value = load<int64_t>(data, index), limit = int64_t(1) << 53;
         if (value < -limit || value > limit)
             fail("integer %lld is too large to compare", static_cast<long long>(value));

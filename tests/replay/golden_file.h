@@ -20,7 +20,8 @@ public:
 };
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
 
-// Dtypes are the DSOPT_ constants everywhere.
+// Dtypes are the DSOPT_ constants everywhere, and these two of recorded files.
+constexpr int32_t kU8 = 101, kI64 = 102;
 size_t element_size(int32_t dtype);
 const char *dtype_name(int32_t dtype);
 /// Any dtype as a double, exactly; an I64 that a double cannot hold is a Failure.
