@@ -4,8 +4,9 @@
 
 usage: symbols.py dsopt.h dsopt.map libdsopt.so libdsopt.a
 
-Also: the shared library needs nothing but the C and C++ runtime, and nothing runs when it is loaded. Prints
-`name: reason` for each check that fails, then `N passed, N failed`.
+Also: the static library hides them, so that a shared object with a copy of it does not export them; the shared library
+needs nothing but the C and C++ runtime; nothing runs when it is loaded. Prints `name: reason` for each check that fails,
+then `N passed, N failed`.
 """
 import re
 import subprocess
@@ -43,6 +44,12 @@ def defined(*nm):
     return {row[2].split("@")[0] for row in rows if len(row) == 3 and row[1] != "A"}
 
 
+def visible(static):
+    """Functions of the static library that a shared object with a copy of it would export."""
+    rows = re.findall(r"(GLOBAL|WEAK)\s+(\w+)\s+(?!UND)\w+\s+(\S+)$", output("readelf", "-sW", static), flags=re.M)
+    return [name for _, visibility, name in rows if visibility != "HIDDEN"]
+
+
 def difference(have, want):
     parts = [f"lacks {name}" for name in sorted(want - have)] + [f"has {name} too much" for name in sorted(have - want)]
     return ", ".join(parts)
@@ -65,6 +72,7 @@ def checks(header, version_script, shared, static):
     yield "map", difference(listed(open(version_script, encoding="utf-8").read()), functions)
     yield "shared library", difference(defined("nm", "-D", "--defined-only", shared), functions)
     yield "static library", difference(defined("nm", "-g", "--defined-only", static), functions)
+    yield "static library", ", ".join(f"{name} is not hidden" for name in visible(static))
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "-dW", shared))
     yield "needed libraries", "" if needed else "readelf names none"
     yield "needed libraries", ", ".join(name for name in needed if not re.fullmatch(RUNTIME, name))
