@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh shared|static|cmake BUILD-DIR CC MESON...: installs the build, moves the installed tree somewhere else, and
-# builds and runs caller_c.c against it, as a user would with pkg-config or CMake.
+# install.sh shared|static|plugin|cmake BUILD-DIR CC MESON...: installs the build, moves the installed tree somewhere else, and
+# builds and runs programs against it, as a user would with pkg-config or CMake.
 set -eu
 here=$(dirname "$(realpath "$0")")
 how=$1 build=$2 cc=$3
@@ -24,24 +24,42 @@ mv "$folder/root$prefix" "$moved"
 PKG_CONFIG_PATH=$(dirname "$(find "$moved" -name dsopt.pc)")
 export PKG_CONFIG_PATH
 
-compile() { # PROGRAM FLAGS...
-    program=$1
-    shift
-    $cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/caller_c.c" "$@" -o "$folder/$program" || fail "$program: compiler"
+compile() { # PROGRAM SOURCE FLAGS...
+    program=$1 source=$2
+    shift 2
+    $cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/$source" "$@" -o "$folder/$program" || fail "$program: compiler"
 }
+# Without the ends of sections, which gold puts into every shared object.
+exports() { nm -D --defined-only "$folder/$1" | awk '$3 !~ /^(__bss_start|_edata|_end)$/ { print $3 }'; }
 flags() { pkg-config "--define-variable=prefix=$moved" "$@" dsopt; }
+static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'; }
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
 
 case $how in
 shared)
-    compile shared $(flags --cflags --libs)
+    compile shared caller_c.c $(flags --cflags --libs)
     needs_library shared || fail "shared: not linked to the shared library"
     LD_LIBRARY_PATH=$(flags --variable=libdir) runs shared
     ;;
+plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
+    compile plugins plugins.c $(flags --cflags --libs) -ldl
+    for linker in bfd gold lld; do
+        $cc -fuse-ld=$linker -x c -shared -o /dev/null /dev/null 2>/dev/null || continue
+        for entry in first second; do
+            compile $entry.so plugin.c -fPIC -shared -fuse-ld=$linker -DENTRY=$entry $(static_flags)
+            ! needs_library $entry.so || fail "$entry.so: linked to the shared library"
+            [ "$(exports $entry.so)" = $entry ] || fail "$entry.so, linked by $linker, exports $(exports $entry.so | tr '\n' ' ')"
+        done
+        LD_LIBRARY_PATH=$(flags --variable=libdir) "$folder/plugins" "$folder/first.so" "$folder/second.so" ||
+            fail "plugins, linked by $linker"
+        tried=yes
+    done
+    [ "${tried-}" = yes ] || fail "no linker was tried"
+    ;;
 static) # -l:libdsopt.a, because plain -ldsopt prefers the shared library; -static takes every archive
-    compile archive $(flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/')
-    compile all-static -static $(flags --static --cflags --libs)
+    compile archive caller_c.c $(static_flags)
+    compile all-static caller_c.c -static $(flags --static --cflags --libs)
     for program in archive all-static; do
         ! needs_library $program || fail "$program: linked to the shared library"
         runs $program
