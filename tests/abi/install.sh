@@ -1,11 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh shared|static|plugin|cmake BUILD-DIR CC MESON...: installs the build, moves the installed tree somewhere else, and
-# builds and runs programs against it, as a user would with pkg-config or CMake.
+# install.sh shared|static|plugin|cmake SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed tree
+# somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake. TOOLKIT is the folder of
+# the CUDA toolkit that a static link needs, or `none`.
 set -eu
 here=$(dirname "$(realpath "$0")")
-how=$1 build=$2 cc=$3
-shift 3
+how=$1 source=$2 build=$3 toolkit=$4 cc=$5
+shift 5
 tool=pkg-config
 [ "$how" != cmake ] || tool=cmake
 command -v $tool >/dev/null || { echo "install: skipped, $tool is not installed"; exit 77; }
@@ -23,6 +24,17 @@ moved=$folder/moved
 mv "$folder/root$prefix" "$moved"
 PKG_CONFIG_PATH=$(dirname "$(find "$moved" -name dsopt.pc)")
 export PKG_CONFIG_PATH
+cudalibdir=
+for dir in lib64 lib targets/x86_64-linux/lib; do
+    [ -n "$cudalibdir" ] || [ ! -f "$toolkit/$dir/libcudart_static.a" ] || cudalibdir=$toolkit/$dir
+done
+
+# What is installed must not know where it was built, nor the options of the compiler that built it.
+[ "$toolkit" = none ] || set -- "$toolkit" "$(realpath "$toolkit")" "$(realpath -s "$toolkit")"
+[ "$toolkit" != none ] || set --
+for path in "$source" "$build" "$@" -L/ -fopenmp; do
+    ! grep -rnF --include='*.pc' --include='*.cmake' -e "$path" "$moved" || fail "$path is in the installed package"
+done
 
 compile() { # PROGRAM SOURCE FLAGS...
     program=$1 source=$2
@@ -31,7 +43,7 @@ compile() { # PROGRAM SOURCE FLAGS...
 }
 # Without the ends of sections, which gold puts into every shared object.
 exports() { nm -D --defined-only "$folder/$1" | awk '$3 !~ /^(__bss_start|_edata|_end)$/ { print $3 }'; }
-flags() { pkg-config "--define-variable=prefix=$moved" "$@" dsopt; }
+flags() { pkg-config "--define-variable=prefix=$moved" ${cudalibdir:+"--define-variable=cudalibdir=$cudalibdir"} "$@" dsopt; }
 static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'; }
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
@@ -76,17 +88,46 @@ foreach(version 0.0 0.2 1.0)
     message(FATAL_ERROR "taken for version ${version}")
   endif()
 endforeach()
-find_package(dsopt 0.1 REQUIRED CONFIG)
+find_package(dsopt 0.1 REQUIRED CONFIG COMPONENTS shared static)
 add_executable(cmake-shared caller_c.c)
 target_link_libraries(cmake-shared dsopt::dsopt)
 add_executable(cmake-static caller_c.c)
 target_link_libraries(cmake-static dsopt::static)
 END
-    { cmake -G Ninja -S "$folder" -B "$folder" "-DCMAKE_PREFIX_PATH=$moved" "-DCMAKE_C_COMPILER=${cc%% *}" &&
-        cmake --build "$folder"; } >"$folder/log" 2>&1 || { cat "$folder/log"; fail cmake; }
+    mkdir "$folder/without"
+    cat >"$folder/without/CMakeLists.txt" <<'END'
+cmake_minimum_required(VERSION 3.13)
+project(without C)
+find_package(dsopt CONFIG)
+if(NOT dsopt_FOUND OR NOT TARGET dsopt::dsopt)
+  message(FATAL_ERROR "the shared library is not found")
+endif()
+if(TARGET dsopt::static)
+  message(FATAL_ERROR "there is a dsopt::static")
+endif()
+find_package(dsopt CONFIG COMPONENTS static)
+if(dsopt_FOUND OR NOT dsopt_NOT_FOUND_MESSAGE MATCHES "dsopt::static .*${why}")
+  message(FATAL_ERROR "the component is found, or the reason is not ${why}: ${dsopt_NOT_FOUND_MESSAGE}")
+endif()
+END
+    configure() { # SOURCE BUILD OPTION...
+        from=$1 to=$2
+        shift 2
+        CC=$cc cmake -G Ninja -S "$from" -B "$to" "-DCMAKE_PREFIX_PATH=$moved" "$@"
+    }
+    logged() { "$@" >"$folder/log" 2>&1 || { cat "$folder/log"; fail "cmake: $1"; }; }
+    if [ "$toolkit" = none ]; then
+        logged configure "$folder" "$folder"
+    else
+        logged configure "$folder/without" "$folder/without/toolkit" -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=TRUE "-Dwhy=CUDA toolkit"
+        logged configure "$folder" "$folder" "-DCUDAToolkit_ROOT=$toolkit"
+    fi
+    logged cmake --build "$folder"
     needs_library cmake-shared || fail "cmake-shared: not linked to the shared library"
     ! needs_library cmake-static || fail "cmake-static: linked to the shared library"
     runs cmake-shared
     runs cmake-static
+    rm "$(flags --variable=libdir)/libdsopt.a"
+    logged configure "$folder/without" "$folder/without/archive" "-Dwhy=libdsopt.a is not installed"
     ;;
 esac
