@@ -56,6 +56,7 @@ shared)
     ;;
 plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
     compile plugins plugins.c $(flags --cflags --libs) -ldl
+    compile close_plugin close_plugin.c -ldl
     for linker in bfd gold lld; do
         $cc -fuse-ld=$linker -x c -shared -o /dev/null /dev/null 2>/dev/null || continue
         for entry in first second; do
@@ -65,6 +66,7 @@ plugin) # the functions are declared with default visibility: it is the archive 
         done
         LD_LIBRARY_PATH=$(flags --variable=libdir) "$folder/plugins" "$folder/first.so" "$folder/second.so" ||
             fail "plugins, linked by $linker"
+        "$folder/close_plugin" "$folder/first.so" || fail "a plugin, linked by $linker, cannot be closed"
         tried=yes
     done
     [ "${tried-}" = yes ] || fail "no linker was tried"

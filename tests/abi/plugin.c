@@ -6,15 +6,16 @@
 // Fails in this copy if `fail`, else takes a step; then tells what the copy remembers of failures, and where it lies.
 const void *ENTRY(int fail, const char **last_error);
 const void *ENTRY(int fail, const char **last_error) {
-    float w[1] = {1}, g[1] = {1};
-    dsopt_param param = {.tensor = {w, 1, DSOPT_DTYPE_F32, 0}, .name = "w"};
-    dsopt_tensor grad = {g, 1, DSOPT_DTYPE_F32, 0};
+    enum { COUNT = 1 << 20 }; // enough for two threads
+    static float w[COUNT] = {1}, g[COUNT] = {1};
+    dsopt_param param = {.tensor = {w, COUNT, DSOPT_DTYPE_F32, 0}, .name = "w"};
+    dsopt_tensor grad = {g, COUNT, DSOPT_DTYPE_F32, 0};
     dsopt_context *ctx = NULL;
     dsopt_optimizer *opt = NULL;
     dsopt_group group;
     DSOPT_NEW(dsopt_context_desc, desc);
     DSOPT_NEW(dsopt_step, step);
-    desc.backend = fail ? 77 : DSOPT_BACKEND_CPU;
+    desc.backend = fail ? 77 : DSOPT_BACKEND_CPU, desc.threads = 2;
     step.grads = &grad, step.count = 1;
     const int went = dsopt_context_create(&desc, &ctx) == DSOPT_OK &&
                      dsopt_optimizer_create(ctx, NULL, &opt) == DSOPT_OK &&
