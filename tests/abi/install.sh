@@ -1,15 +1,18 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh shared|static|plugin|cmake SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed tree
+# install.sh shared|static|plugin|cmake|rust SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed tree
 # somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake. TOOLKIT is the folder of
 # the CUDA toolkit that a static link needs, or `none`.
 set -eu
 here=$(dirname "$(realpath "$0")")
 how=$1 source=$2 build=$3 toolkit=$4 cc=$5
 shift 5
-tool=pkg-config
-[ "$how" != cmake ] || tool=cmake
-command -v $tool >/dev/null || { echo "install: skipped, $tool is not installed"; exit 77; }
+tools=pkg-config
+[ "$how" != cmake ] || tools=cmake
+[ "$how" != rust ] || tools="pkg-config rustc"
+for tool in $tools; do
+    $tool --version >/dev/null 2>&1 || { echo "install: skipped, $tool is not installed"; exit 77; }
+done
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -78,6 +81,17 @@ static) # -l:libdsopt.a, because plain -ldsopt prefers the shared library; -stat
         ! needs_library $program || fail "$program: linked to the shared library"
         runs $program
     done
+    ;;
+rust)
+    compile_rust() { # PROGRAM FLAGS
+        rustc --edition 2021 -D warnings -o "$folder/$1" "$here/rust/caller.rs" -C "link-args=$2" || fail "$1: rustc"
+    }
+    compile_rust rust-shared "$(flags --libs)"
+    needs_library rust-shared || fail "rust-shared: not linked to the shared library"
+    LD_LIBRARY_PATH=$(flags --variable=libdir) runs rust-shared
+    compile_rust rust-static "$(static_flags)"
+    ! needs_library rust-static || fail "rust-static: linked to the shared library"
+    runs rust-static
     ;;
 cmake)
     cp "$here/caller_c.c" "$folder"
