@@ -61,9 +61,9 @@ extern "C" {
 #endif
 
 #define DSOPT_VERSION_MAJOR 0
-#define DSOPT_VERSION_MINOR 1
+#define DSOPT_VERSION_MINOR 2
 #define DSOPT_VERSION_PATCH 0
-#define DSOPT_ABI_VERSION 0
+#define DSOPT_ABI_VERSION 1
 
 /** A zeroed struct with its size set: `DSOPT_NEW(dsopt_step, s);` declares `dsopt_step s`. Other languages zero and set
  * `size`. */

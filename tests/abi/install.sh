@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh shared|static|plugin|cmake|rust SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed tree
-# somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake. TOOLKIT is the folder of
-# the CUDA toolkit that a static link needs, or `none`.
+# install.sh shared|static|plugin|cmake|rust SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed
+# tree somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake. TOOLKIT is the folder
+# of the CUDA toolkit that a static link needs, or `none`.
 set -eu
 here=$(dirname "$(realpath "$0")")
 how=$1 source=$2 build=$3 toolkit=$4 cc=$5
@@ -98,13 +98,13 @@ cmake)
     cat >"$folder/CMakeLists.txt" <<'END'
 cmake_minimum_required(VERSION 3.13)
 project(caller C)
-foreach(version 0.0 0.2 1.0)
+foreach(version 0.1 0.3 1.0)
   find_package(dsopt ${version} QUIET CONFIG)
   if(dsopt_FOUND)
     message(FATAL_ERROR "taken for version ${version}")
   endif()
 endforeach()
-find_package(dsopt 0.1 REQUIRED CONFIG COMPONENTS shared static)
+find_package(dsopt 0.2 REQUIRED CONFIG COMPONENTS shared static)
 add_executable(cmake-shared caller_c.c)
 target_link_libraries(cmake-shared dsopt::dsopt)
 add_executable(cmake-static caller_c.c)
@@ -135,7 +135,8 @@ END
     if [ "$toolkit" = none ]; then
         logged configure "$folder" "$folder"
     else
-        logged configure "$folder/without" "$folder/without/toolkit" -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=TRUE "-Dwhy=CUDA toolkit"
+        logged configure "$folder/without" "$folder/without/toolkit" "-Dwhy=CUDA toolkit" \
+            -DCMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit=TRUE
         logged configure "$folder" "$folder" "-DCUDAToolkit_ROOT=$toolkit"
     fi
     logged cmake --build "$folder"
