@@ -51,6 +51,10 @@ static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
 
+if [ "$how" != shared ] && flags --static --libs | grep -qw -e -lomp; then # clang searches its folder with -fopenmp only
+    $cc -shared -o /dev/null -lomp 2>/dev/null || { echo "install: skipped, libomp is not where linkers look"; exit 77; }
+fi
+
 case $how in
 shared)
     compile shared caller_c.c $(flags --cflags --libs)
