@@ -107,6 +107,7 @@ enum {
     DSOPT_ERR_BUSY = 20,        /**< the object is in use by another thread */
     DSOPT_ERR_FORKED = 21,      /**< made before fork(): in the child only destroy works */
     DSOPT_ERR_SKIPS = 22,       /**< the skip budget is used up: that many steps in a row were skipped */
+    DSOPT_ERR_HOOK = 23,        /**< a hook of the caller did not do what it promises */
     /* the system is at fault */
     DSOPT_ERR_NOMEM = 30,    /**< out of host or backend memory */
     DSOPT_ERR_MISSING = 31,  /**< a driver or library that the call needs is not on this machine */

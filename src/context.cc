@@ -47,8 +47,9 @@ Context::Context(const dsopt_context_desc &desc) :
     chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
     log_level_(desc.log_level),
     generation_(0) {
-    if (desc.threads < 0 || desc.threads > 4096)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, 4096]", desc.threads);
+    if (desc.threads < 0 || desc.threads > Parallel::kMaxThreads)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, %d]", desc.threads,
+                    Parallel::kMaxThreads);
     if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.log_level is %d, not in [0, 4]", desc.log_level);
     if ((desc.allocate == nullptr) != (desc.release == nullptr))

@@ -6,11 +6,13 @@ namespace dsopt {
 
 /// Where the parts of a CPU step run: OpenMP, or the pool that the caller brought. Copied freely.
 struct Parallel {
-    int threads = 1;
+    static constexpr int kMaxThreads = 4096;
+    int threads = 1; // and the most parts that work is cut into
     dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads in a build without it
     void *user = nullptr;
 
-    /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw.
+    /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw. DSOPT_ERR_HOOK: the pool
+    /// did not run each part once.
     template <class Body> void run(int64_t parts, const Body &body) const {
         if (parts == 1)
             body(int64_t(0));

@@ -371,6 +371,7 @@ TEST(Texts, EveryStatusHasAName) {
                                                            {DSOPT_ERR_BUSY, "DSOPT_ERR_BUSY"},
                                                            {DSOPT_ERR_FORKED, "DSOPT_ERR_FORKED"},
                                                            {DSOPT_ERR_SKIPS, "DSOPT_ERR_SKIPS"},
+                                                           {DSOPT_ERR_HOOK, "DSOPT_ERR_HOOK"},
                                                            {DSOPT_ERR_NOMEM, "DSOPT_ERR_NOMEM"},
                                                            {DSOPT_ERR_MISSING, "DSOPT_ERR_MISSING"},
                                                            {DSOPT_ERR_IO, "DSOPT_ERR_IO"},
