@@ -327,6 +327,34 @@ TEST(ParallelFor, ThatBreaksInAnyPassLeavesAnOptimizerThatACheckpointBringsBack)
     }
 }
 
+TEST(ParallelFor, ThatBreaksWhileStateIsMadeLeavesNone) {
+    // In compat mode with masters the first use takes a step on zero gradients, which must not get lost.
+    for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+        Pool pool{kLast.run};
+        const Context ctx = context_with(pool);
+        dsopt_optimizer_desc desc = optimizer_desc();
+        desc.compat = compat;
+        Trainer trainer = trainer_of(ctx, DSOPT_ALGORITHM_ADAMW, desc, DSOPT_DTYPE_BF16),
+                plain = trainer_of(ctx, DSOPT_ALGORITHM_ADAMW, desc, DSOPT_DTYPE_BF16);
+        std::vector<float> master(kNumel);
+        const auto read = [&] {
+            return dsopt_optimizer_export(trainer.opt(), 0, master.data(), kNumel * sizeof(float));
+        };
+        int64_t failed = 0;
+        for (;; ++failed) {
+            pool.arm(failed);
+            const dsopt_status status = read();
+            pool.arm(-1);
+            if (status == DSOPT_OK) break;
+            EXPECT_EQ(status, DSOPT_ERR_HOOK);
+            for (const dsopt_state_info &info : trainer.state()) EXPECT_EQ(info.tensor.data, nullptr) << info.name;
+        }
+        EXPECT_EQ(failed, compat == DSOPT_COMPAT_NONE ? 1 : 2);
+        for (Trainer *each : {&trainer, &plain}) must(each->step(gradients()));
+        EXPECT_TRUE(same(trainer.snapshot(), plain.snapshot()));
+    }
+}
+
 // -------------------------------------------------------------------------------------------------------------- ranks
 TEST(ParallelFor, ThatBreaksBetweenCollectivesLeavesOtherRanksToTheAbortOfTheComm) {
     const CommId id = new_id();
