@@ -74,6 +74,24 @@ private:
     std::atomic<int64_t> again_{-1}, outside_{0}; // the last of those that should not have come; 0 is never outside
 };
 
+/// Where there is no OpenMP: a build without it (the thread sanitizer does not see into its runtime), a child of fork().
+/// Where the system gives no thread, its share runs here.
+void run_on_new_threads(int workers, int64_t parts, Body body, void *arg) {
+    constexpr int most = 64;
+    std::thread pool[most];
+    const int team = std::min(workers, most + 1);
+    const auto share = [=](int worker) {
+        for (int64_t i = worker; i < parts; i += team) body(arg, i);
+    };
+    int running = 0;
+    try {
+        for (; running < team - 1; ++running) pool[running] = std::thread(share, running + 1);
+    } catch (const std::exception &) {}
+    share(0);
+    for (int worker = running + 1; worker < team; ++worker) share(worker);
+    for (int i = 0; i < running; ++i) pool[i].join();
+}
+
 } // namespace
 
 void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg) const {
@@ -93,24 +111,13 @@ void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg
         return;
     }
 #if defined(_OPENMP)
+    if (!plain_threads) {
 #pragma omp parallel for num_threads(workers) schedule(static)
-    for (int64_t i = 0; i < parts; ++i) body(arg, i);
-#else
-    // A build without OpenMP (the thread sanitizer does not see into its runtime) starts its workers anew each time.
-    // Where the system gives no thread, its part runs here.
-    const auto share = [=](int worker) {
-        for (int64_t i = worker; i < parts; i += workers) body(arg, i);
-    };
-    std::thread pool[64];
-    const int started = std::min(workers - 1, 64);
-    int running = 0;
-    try {
-        for (; running < started; ++running) pool[running] = std::thread(share, running + 1);
-    } catch (const std::exception &) {}
-    share(0);
-    for (int worker = running + 1; worker < workers; ++worker) share(worker);
-    for (int i = 0; i < running; ++i) pool[i].join();
+        for (int64_t i = 0; i < parts; ++i) body(arg, i);
+        return;
+    }
 #endif
+    run_on_new_threads(workers, parts, body, arg);
 }
 
 int default_threads() {

@@ -4,12 +4,14 @@
 
 namespace dsopt {
 
-/// Where the parts of a CPU step run: OpenMP, or the pool that the caller brought. Copied freely.
+/// Where the parts of a CPU step run: OpenMP, threads of this call's own, or the pool that the caller brought. Copied
+/// freely.
 struct Parallel {
     static constexpr int kMaxThreads = 4096;
-    int threads = 1; // and the most parts that work is cut into
-    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads in a build without it
+    int threads = 1;                   // and the most parts that work is cut into
+    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads
     void *user = nullptr;
+    bool plain_threads = false; // never OpenMP; a build without it has nothing else
 
     /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw. DSOPT_ERR_HOOK: the pool
     /// did not run each part once.
