@@ -2,6 +2,8 @@
 // Threads, life of handles, fork, the log, texts of errors.
 #include "test_fork_util.h"
 #include "test_util.h"
+#include <array>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -419,6 +421,49 @@ TEST(Fork, InTheMiddleOfAStepOfAnotherThreadLeavesNothingThatTheChildWaitsFor) {
     gate.let_go();
     thread.join();
     EXPECT_EQ(first, DSOPT_OK);
+}
+
+TEST(Fork, WhileARankWaitsForAnotherLeavesCommsThatTheChildCanDestroy) {
+    std::array<char, 16> id{};
+    size_t bytes = id.size();
+    ASSERT_OK(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &bytes));
+    const Context context = make_context();
+    dsopt_comm *comms[2] = {};
+    std::unique_ptr<Trainer> trainers[2];
+    const auto make = [&](int rank) {
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_LOCAL;
+        desc.rank = rank;
+        desc.ranks = 2;
+        desc.timeout_ms = -1;
+        desc.id = id.data();
+        desc.id_bytes = id.size();
+        check(dsopt_comm_create(context.get(), &desc, &comms[rank]));
+        dsopt_optimizer_desc of_ranks = optimizer_desc(1);
+        of_ranks.data = comms[rank];
+        trainers[rank] = std::make_unique<Trainer>(shapes_of({100}), make_group(DSOPT_ALGORITHM_ADAMW), of_ranks);
+    };
+    std::atomic<bool> made{false};
+    dsopt_status status = DSOPT_ERR_INTERNAL;
+    std::thread other([&] {
+        make(1);
+        made = true;
+        status = trainers[1]->try_step(trainers[1]->arguments());
+    });
+    make(0);
+    while (!made) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200)); // likely it waits by then
+    EXPECT_TRUE(holds_in_child([&](const auto &) {
+        for (dsopt_comm *comm : comms) {
+            dsopt_comm_abort(comm);
+            dsopt_comm_destroy(comm);
+        }
+        for (auto &trainer : trainers) trainer.reset();
+    }));
+    EXPECT_OK(trainers[0]->try_step(trainers[0]->arguments()));
+    other.join();
+    EXPECT_EQ(status, DSOPT_OK);
+    for (dsopt_comm *comm : comms) dsopt_comm_destroy(comm);
 }
 
 // ----------------------------------------------------------------------------------------------------------------- log
