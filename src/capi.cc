@@ -30,7 +30,7 @@ struct dsopt_optimizer {
 
 namespace {
 
-/// For calls that change an optimizer or compute with it.
+/// For calls that change an optimizer.
 template <class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
         Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
@@ -44,6 +44,7 @@ template <class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) no
     return fence([&] {
         const Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
         optimizer.context().check_process();
+        const Shared with_others(optimizer.in_use());
         body(optimizer);
     });
 }

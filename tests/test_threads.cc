@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads, life of handles, fork, the log, texts of errors.
+#include "test_apply_util.h"
 #include "test_fork_util.h"
 #include "test_util.h"
 #include <array>
@@ -37,11 +38,14 @@ struct Gate {
     }
 };
 
+using Results = std::vector<std::pair<std::string, dsopt_status>>;
+
 /// Every call that needs the optimizer for itself.
-std::vector<std::pair<std::string, dsopt_status>> exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
-    std::vector<std::pair<std::string, dsopt_status>> results;
+Results exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
+    Results results;
     std::vector<float> values(40000);
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
+    int32_t reduction = 0;
     DSOPT_NEW(dsopt_report, report);
     DSOPT_NEW(dsopt_io, io);
     io.write = [](void *, const void *, size_t) { return 0; };
@@ -54,9 +58,34 @@ std::vector<std::pair<std::string, dsopt_status>> exclusive_calls(dsopt_optimize
     results.emplace_back("bind", dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, nullptr, 0));
     results.emplace_back("reset", dsopt_optimizer_reset(opt, DSOPT_RESET_COUNTERS, nullptr));
     results.emplace_back("accumulate", dsopt_optimizer_accumulate(opt, nullptr, 0, nullptr));
+    results.emplace_back("next_reduction(0)", dsopt_optimizer_next_reduction(opt, 0, &reduction));
     results.emplace_back("report", dsopt_optimizer_report(opt, &report));
     results.emplace_back("save", dsopt_optimizer_save(opt, nullptr, &io));
     results.emplace_back("load", dsopt_optimizer_load(opt, nullptr, &io));
+    return results;
+}
+
+/// Every call that may be made in many threads at once. `apply` has arguments that it refuses once it looks at them.
+Results shared_calls(dsopt_optimizer *opt) {
+    Results results;
+    int64_t groups = -7, params = -7, count = -7;
+    double value = -7;
+    size_t bytes = 77;
+    int32_t reduction = -7;
+    DSOPT_NEW(dsopt_state_info, info);
+    DSOPT_NEW(dsopt_step, step);
+    step.count = -1;
+    results.emplace_back("count", dsopt_optimizer_count(opt, &groups, &params));
+    results.emplace_back("get", dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, &value));
+    results.emplace_back("state_count", dsopt_optimizer_state_count(opt, &count));
+    results.emplace_back("state", dsopt_optimizer_state(opt, 0, &info));
+    results.emplace_back("workspace", dsopt_optimizer_workspace(opt, &bytes));
+    results.emplace_back("next_reduction(5)", dsopt_optimizer_next_reduction(opt, 5, &reduction));
+    const dsopt_status applied = dsopt_optimizer_apply(opt, &step);
+    results.emplace_back("apply", applied == DSOPT_ERR_SHAPE ? DSOPT_OK : applied);
+    const bool all = groups != -7 && params != -7 && value != -7 && count != -7 && bytes != 77 && reduction != -7;
+    const bool none = groups == -7 && params == -7 && value == -7 && count == -7 && bytes == 77 && reduction == -7;
+    EXPECT_TRUE(results[0].second == DSOPT_OK ? all : none); // outputs
     return results;
 }
 
@@ -70,37 +99,59 @@ TEST(Busy, IsWhatASecondThreadGets) {
     dsopt_status first = DSOPT_ERR_INTERNAL;
     std::thread thread([&] { first = trainer.try_step(step); });
     gate.wait_until_inside();
-    for (const auto &[name, status] : exclusive_calls(trainer.opt.get(), other)) {
-        EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
-        EXPECT_NE(std::strstr(dsopt_last_error(), "another thread"), nullptr);
-    }
-    DSOPT_NEW(dsopt_state_info, info); // readers may come
-    size_t bytes = 0;
-    EXPECT_OK(dsopt_optimizer_state(trainer.opt.get(), 0, &info));
-    EXPECT_OK(dsopt_optimizer_workspace(trainer.opt.get(), &bytes));
+    for (const Results &results : {exclusive_calls(trainer.opt.get(), other), shared_calls(trainer.opt.get())})
+        for (const auto &[name, status] : results) EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
+    EXPECT_NE(std::strstr(dsopt_last_error(), "another thread"), nullptr);
     gate.let_go();
     thread.join();
     EXPECT_EQ(first, DSOPT_OK);
+    for (const auto &[name, status] : shared_calls(trainer.opt.get())) EXPECT_OK(status) << name;
     plain.step(plain.arguments());
     EXPECT_TRUE(same(trainer.text(), plain.text()));
     EXPECT_EQ(get(trainer.opt.get(), 0, DSOPT_KEY_LR), 1e-3);
+}
+
+TEST(Busy, IsWhatChangesGetBesideAnApplyButReadersCome) {
+    const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
+    trainer.step(1);
+    const std::string before = trainer.text();
+    const Owned own(trainer.opt.get(), shapes_of({40000})), beside(trainer.opt.get(), shapes_of({40000}));
+    Gate gate;
+    dsopt_step step = own.arguments();
+    step.parallel_for = Gate::run;
+    step.parallel_user = &gate;
+    dsopt_status first = DSOPT_ERR_INTERNAL;
+    std::thread thread([&] { first = dsopt_optimizer_apply(trainer.opt.get(), &step); });
+    gate.wait_until_inside();
+    for (const auto &[name, status] : exclusive_calls(trainer.opt.get(), trainer.arguments()))
+        EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
+    for (const auto &[name, status] : shared_calls(trainer.opt.get())) EXPECT_OK(status) << name;
+    const dsopt_step second = beside.arguments();
+    EXPECT_OK(dsopt_optimizer_apply(trainer.opt.get(), &second));
+    gate.let_go();
+    thread.join();
+    EXPECT_EQ(first, DSOPT_OK);
+    EXPECT_TRUE(same(trainer.text(), before));
+    EXPECT_TRUE(same(own.text(), beside.text()));
+    trainer.step(2); // nobody is left in it
 }
 
 TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
     const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     struct Inside {
         const Trainer *trainer;
-        std::vector<std::pair<std::string, dsopt_status>> results;
+        Results results;
     } inside{&trainer, {}};
     dsopt_step step = trainer.arguments();
     step.parallel_user = &inside;
     step.parallel_for = [](void *user, int64_t n, Body body, void *arg) {
         auto *self = static_cast<Inside *>(user);
         self->results = exclusive_calls(self->trainer->opt.get(), self->trainer->arguments());
+        for (const auto &result : shared_calls(self->trainer->opt.get())) self->results.push_back(result);
         run_in_order(nullptr, n, body, arg);
     };
     ASSERT_OK(trainer.try_step(step));
-    EXPECT_EQ(inside.results.size(), 11u);
+    EXPECT_EQ(inside.results.size(), 19u);
     for (const auto &[name, status] : inside.results) EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
     inside.results.clear();
     DSOPT_NEW(dsopt_io, io);
