@@ -607,7 +607,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *op
 
 /**
  * Number of groups and of parameters.
- * @param[out] groups, params  either may be NULL.
+ * @param[out] groups  NULL = not wanted.
+ * @param[out] params  NULL = not wanted.
  * @return DSOPT_OK. Thread-safety: any number of readers.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params);
@@ -1620,8 +1621,9 @@ typedef struct dsopt_compressed {
  * Sizes for a list. Reads `tensors` (without their data), `count`, `compat` and `node`.
  * A buffer has its elements first and its scales behind them. A worker has `count` scales, and as many elements as a
  * server times the ranks of the comm.
- * @param[out] worker, server  floats of worker_error and server_error; either may be NULL.
- * @param[out] workspace       bytes, enough for any alignment; may be NULL.
+ * @param[out] worker     floats of worker_error. NULL = not wanted.
+ * @param[out] server     floats of server_error. NULL = not wanted.
+ * @param[out] workspace  bytes, enough for any alignment. NULL = not wanted.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,
@@ -1637,7 +1639,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, 
 /**
  * What a worker and a server still owe: one float per element, without the scales. With two levels a worker has its
  * own slice. Waits for the stream.
- * @param[out] worker, server  host memory; NULL = not wanted.
+ * @param[out] worker  host memory. NULL = not wanted.
+ * @param[out] server  host memory. NULL = not wanted.
  * @return as dsopt_compressed_allreduce. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args,
