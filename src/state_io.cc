@@ -218,8 +218,8 @@ void check_scaler_state(const SafetensorsReader &file, size_t index, const Scale
     if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
         s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
         throw Error(DSOPT_ERR_FORMAT,
-                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates", s.dynamic,
-                    s.updates);
+                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates",
+                    double(s.dynamic), s.updates);
 }
 
 /// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.

@@ -4,6 +4,7 @@
 #include "dsopt.h"
 #include "hd.h"
 #include <cfloat>
+#include <string.h>
 
 namespace dsopt {
 
@@ -13,13 +14,27 @@ struct ScalerRules {
     uint32_t flags; // DSOPT_SCALER_STATIC, _REFILL, _FAIL_AT_MIN, _GROWTH_AT_WINDOW
 };
 
+/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
+struct DoubleWords {
+    int32_t words[2];
+    DSOPT_HD operator double() const {
+        double value;
+        memcpy(&value, words, sizeof value);
+        return value;
+    }
+    DSOPT_HD DoubleWords &operator=(double value) {
+        memcpy(words, &value, sizeof value);
+        return *this;
+    }
+};
+
 /// State tensor "scaler", as 12 I32 words.
 struct ScalerState {
-    double dynamic; // the machine's own value
-    double forced;  // used while overridden
+    DoubleWords dynamic; // the machine's own value
+    DoubleWords forced;  // used while overridden
     int32_t updates, last_overflow, hysteresis, failures, overridden, recorded, skipped_in_row, reserved;
 };
-static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t));
+static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t) && alignof(ScalerState) == alignof(int32_t));
 
 /// The float that backward multiplies by. The machine counts in double as the original does, and may grow past what
 /// fp32 holds; a scale of Inf would turn gradients of zero into NaN.
