@@ -92,8 +92,8 @@ DSOPT_HD double row_or(const float *row, int place, double host) {
     return value == value ? double(value) : host;
 }
 
-/// Hyper-parameters of a group with what the caller has in backend memory. Every reader of them comes through here.
-DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
+/// Hyper-parameters of a group with what the caller has in backend memory.
+DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
     if (plan.lr != nullptr) hyper.lr = double(plan.lr[group]);
     if (plan.hyper != nullptr) {
@@ -105,6 +105,11 @@ DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
         hyper.weight_decay = row_or(row, DSOPT_HYPER_WEIGHT_DECAY, hyper.weight_decay);
         hyper.max_norm = row_or(row, DSOPT_HYPER_GROUP_MAX_NORM, hyper.max_norm);
     }
+    return hyper;
+}
+/// The same as the step uses them. Every reader of them comes through here.
+DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
+    Hyper hyper = given_hyper(plan, group);
     if (plan.dry) hyper.lr = 0;
     return hyper;
 }
@@ -121,7 +126,7 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     if (plan.lr == nullptr && plan.hyper == nullptr) return true;
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
-        const Hyper hyper = hyper_of(plan, g);
+        const Hyper hyper = given_hyper(plan, g);
         valid = valid && is_not_negative(hyper.lr) && is_beta(hyper.beta1) && is_beta(hyper.beta2) &&
                 is_not_negative(hyper.eps) && is_not_negative(hyper.weight_decay) && is_not_negative(hyper.max_norm);
         if (plan.hyper == nullptr) continue;
