@@ -96,7 +96,9 @@ public:
     void phase_times(StepCache *, double *) const override {} // they are in the outcome
     void step(const StepPlan &plan) const override;
 
-    void clear(void *data, size_t bytes, void *) const override { std::memset(data, 0, bytes); }
+    void clear(void *data, size_t bytes, void *) const override {
+        if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
+    }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             const size_t size = dtype_size(list[i].dtype);
