@@ -8,6 +8,11 @@ namespace {
 
 long long ll(int64_t value) { return static_cast<long long>(value); }
 
+/// Of the same entries. They stay where they are: callers hold dsopt_state_info.dims.
+void swap_memory(std::vector<StateEntry> &a, std::vector<StateEntry> &b) {
+    for (size_t i = 0; i < a.size(); ++i) std::swap(a[i].data, b[i].data);
+}
+
 } // namespace
 
 const char *Optimizer::owner_of(const StateEntry &entry) const {
@@ -82,13 +87,13 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         // From here on nothing can fail for want of memory: either all of it was there or nothing has changed. But the
         // caller's pool can.
         memory_.push_back(std::move(arena));
-        state_.swap(allocated);
+        swap_memory(state_, allocated);
         state_list_.swap(list);
         if (initial_step) {
             try {
-                take_initial_step(nullptr, state_list_.data(), workspace_.data(), stream);
+                take_initial_step(params, state_list_.data(), workspace_.data(), stream);
             } catch (...) { // by the next use it is still to be taken
-                state_.swap(allocated);
+                swap_memory(state_, allocated);
                 state_list_.clear();
                 memory_.pop_back();
                 throw;
@@ -121,6 +126,8 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
             initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr,
                        state[i].data, stream);
     }
+    const dsopt_tensor *const schedule = find_state(state, StateKind::schedule);
+    if (schedule != nullptr && schedule->data == state_[size_t(schedule - state)].data) state_changed();
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
 
@@ -188,7 +195,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
         intervals.push_back(interval_of(bound[i].tensor(), {bound[i].name(), owner_of(bound[i])}));
     }
     check_overlap(intervals);
-    state_.swap(bound);
+    swap_memory(state_, bound);
     state_list_.clear();
     state_changed();
 }
