@@ -135,6 +135,15 @@ public:
     }
     void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
                void *stream) const override {
+        if (count == 1) {
+            if (x->data == nullptr || x->numel == 0 || y->data == nullptr) return;
+            const OnDevice on(device_);
+            const OnePair pair{*x, *y, {0, leaves_of(x->numel)}};
+            check(::gpu::launch("axpby_one", axpby_one_kernel, blocks_for(pair.first_leaf[1]), kThreads, 0,
+                                as_stream(stream), pair, a.data, a.value, b),
+                  "axpby_one");
+            return;
+        }
         run_list(x, y, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
             return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a.data, a.value, b);
         });

@@ -45,9 +45,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const DeviceList list) {
     });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    axpby_kernel(const DeviceList list, const float *factor, const float value, const float b) {
-    const float a = factor != nullptr ? *factor : value;
+__device__ __forceinline__ void axpby(const DeviceList &list, const float a, const float b) {
     for_leaves(list, [&](int64_t i, int64_t begin, int n) {
         const dsopt_tensor &x = list.x[i], &y = list.y[i];
         const bool x16 = aligned16(x.data), y16 = aligned16(y.data);
@@ -69,6 +67,19 @@ __global__ void __launch_bounds__(kThreads)
             store_one(b != 0 ? v + b * load_one(y.data, to, begin + k) : v, y.data, to, begin + k);
         }
     });
+}
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(const DeviceList list, const float *factor, const float value, const float b) {
+    axpby(list, factor != nullptr ? *factor : value, b);
+}
+/// A list of one in the arguments: nothing is allocated or uploaded, so a stream that is being captured takes it too.
+struct OnePair {
+    dsopt_tensor x, y;
+    int64_t first_leaf[2];
+};
+__global__ void __launch_bounds__(kThreads)
+    axpby_one_kernel(GRID_CONSTANT const OnePair pair, const float *factor, const float value, const float b) {
+    axpby({&pair.x, &pair.y, pair.first_leaf, 1, pair.first_leaf[1]}, factor != nullptr ? *factor : value, b);
 }
 
 __device__ __forceinline__ float clamped(float x, float limit) {
