@@ -872,7 +872,8 @@ typedef struct dsopt_step {
  * device is done. The first call allocates, later ones do not.
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
- * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same.
+ * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same. In standard mode the
+ * schedule of the 1-bit family counts it, and freezes the variance if its turn has come.
  *
  * The host waits for the device in three cases only:
  *  - a comm of several ranks without DSOPT_COMM_FLAG_ENQUEUE;
@@ -912,12 +913,14 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * zeros, the scaler's starting scale and counters as its desc says. In compat mode with masters this includes the step
  * on zero gradients that the original takes when it is made. After it dsopt_optimizer_apply gives the bits that
  * dsopt_optimizer_step gives. Nothing is read from state that the optimizer owns.
- * Allocates workspace for the call and frees it, only where that step is taken; then it cannot be captured in a graph.
- * @param[in]  params  one entry per parameter. NULL is legal if there are no masters and the step is not taken.
+ * Where that step is taken the call allocates workspace and frees it, the host may wait for the device, the call cannot
+ * be captured in a graph, and F32 parameters beside masters, which are their own, decay in `params`.
+ * @param[in,out] params  one entry per parameter, but for that only read. NULL is legal if there are no masters and the
+ *                     step is not taken.
  * @param[out] state   every entry, in list order, with memory unless it is empty.
  * @param[in]  count   number of state entries.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory, each naming the tensor; _STATE: no
- * groups. Thread-safety: any number of threads, on different memory. Since: 0.2
+ * groups, or this call cannot be captured. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
                                                               const dsopt_tensor *state, int64_t count, void *stream);
