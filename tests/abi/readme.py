@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """readme.py links ROOT
 readme.py programs|mpi|cuda README caller_c.c INCLUDE LIBRARY COMPILER... [-- RUNNER...]
+readme.py same TEXT PROGRAM
 readme.py skip REASON
 
 links: every relative link of README.md and docs/*.md leads to a file, and to a heading if it names one.
-The others: every C program of README.md compiles without a warning and prints what the README says. Which programs those are
+same: the first C program of a text is a file that other tests compile and run.
+programs, mpi, cuda: every C program of README.md compiles without a warning and prints what the README says. Which programs those are
 follows from what they include. The first program must be caller_c.c, which other tests use too.
 """
 import os
@@ -101,6 +103,12 @@ def main():
     kind, *rest = sys.argv[1:]
     if kind == "links":
         return links(pathlib.Path(rest[0]))
+    if kind == "same":
+        text, program = (pathlib.Path(path) for path in rest)
+        found = re.search(r"^```c\n(.*?)^```$", text.read_text(), flags=re.M | re.S)
+        if found is None or found[1] != program.read_text():
+            fail(f"the C program in {text.name} is not {program.name}")
+        return None
     if kind == "skip":
         print("readme: skipped,", " ".join(rest))
         sys.exit(SKIPPED)
