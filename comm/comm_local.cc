@@ -161,6 +161,7 @@ template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t coun
 
 /// One rank's end.
 struct Endpoint {
+    std::shared_ptr<const Context> context;
     std::shared_ptr<Meeting> meeting;
     int rank;
     int timeout_ms;
@@ -211,6 +212,11 @@ struct Endpoint {
     }
     static void abort(void *self) { of(self).meeting->abort(); }
     static void destroy(void *self) {
+        try {
+            of(self).context->check_process();
+        } catch (const Error &) {
+            return; // after fork() the meeting may be locked, and waited in, by threads that did not come along: kept
+        }
         of(self).meeting->leave(of(self).rank);
         delete static_cast<Endpoint *>(self);
     }
@@ -228,7 +234,8 @@ void make_local_id(void *id) {
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
-    auto endpoint = std::make_unique<Endpoint>(Endpoint{find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
+    auto endpoint =
+        std::make_unique<Endpoint>(Endpoint{context, find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
     const dsopt_status status = endpoint->meeting->join(desc.rank, timeout_ms);
     if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
     if (status != DSOPT_OK) throw Error(status, "not all of the %d ranks came", desc.ranks);

@@ -1,9 +1,18 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# archive.sh LD OBJCOPY AR IN.a OUT.a DIR: one relocatable object of a whole archive, with every symbol but dsopt_* made local.
+# archive.sh LD OBJCOPY NM AR IN.a OUT.a DIR COMPILER...: one relocatable object of a whole archive. Every symbol but dsopt_* is
+# local; dsopt_* can be linked against, but is hidden, so a shared object with a copy of the library in it does not export that.
 set -eu
-mkdir -p "$6"
-"$1" -r --force-group-allocation --whole-archive "$4" -o "$6/dsopt.o"
-"$2" --wildcard --keep-global-symbol='dsopt_*' "$6/dsopt.o"
-rm -f "$5"
-"$3" rcsD "$5" "$6/dsopt.o"
+ld=$1 objcopy=$2 nm=$3 ar=$4 in=$5 out=$6 dir=$7
+shift 7
+mkdir -p "$dir"
+# The linker gives a symbol the narrowest visibility that any of its inputs asks for: here, an object without any code.
+{
+    echo '.section .note.GNU-stack,"",%progbits'
+    "$nm" -g --defined-only "$in" | sed -n 's/^[0-9a-f]* [A-Za-z] \(dsopt_[A-Za-z0-9_]*\)$/.hidden \1/p' | sort
+} >"$dir/hidden.s"
+"$@" -c "$dir/hidden.s" -o "$dir/hidden.o"
+"$ld" -r --force-group-allocation --whole-archive "$in" "$dir/hidden.o" -o "$dir/dsopt.o"
+"$objcopy" --wildcard --keep-global-symbol='dsopt_*' "$dir/dsopt.o"
+rm -f "$out"
+"$ar" rcsD "$out" "$dir/dsopt.o"

@@ -57,7 +57,7 @@ build=build-gpu seen=build-gpu/seen failed=0
 arch=$(echo "$gpu" | sed 's/.*, *//; s/\.//')
 [ ! -f $build/build.ninja ] || set -- --reconfigure
 log=$(meson setup "$@" $build --buildtype=release -Dcuda=enabled -Dtests=enabled -Dbench=enabled -Dbindings=disabled \
-    -Ddevice_archs="$arch" 2>&1 && ninja -C $build libdsopt.so.0.1.0 tests/cuda/test_cuda_device tests/dsopt-replay bench/bench_cuda 2>&1) || {
+    -Ddevice_archs="$arch" 2>&1 && ninja -C $build tests/cuda/test_cuda_device tests/dsopt-replay bench/bench_cuda 2>&1) || {
     echo "$log" | grep -iE '(error|failed):' | head -n 20
     echo "$log" | tail -n 20
     say "the build failed"

@@ -31,7 +31,7 @@ struct dsopt_optimizer {
 
 namespace {
 
-/// For calls that change an optimizer or compute with it.
+/// For calls that change an optimizer.
 template <class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
         Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
@@ -45,6 +45,7 @@ template <class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) no
     return fence([&] {
         const Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
         optimizer.context().check_process();
+        const Shared with_others(optimizer.in_use());
         body(optimizer);
     });
 }
@@ -73,23 +74,31 @@ template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) noexc
     });
 }
 
+const std::shared_ptr<Comm> &comm_of(const dsopt_comm *handle, const char *what = "the comm") {
+    const std::shared_ptr<Comm> &comm = not_null(handle, what)->object;
+    comm->context()->check_process();
+    return comm;
+}
+std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) { return handle != nullptr ? comm_of(handle) : nullptr; }
+
 Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     Attachments with;
-    if (desc.scaler != nullptr) with.scaler = desc.scaler->object;
-    if (desc.data != nullptr) with.data = desc.data->object;
-    if (desc.model != nullptr) with.model = desc.model->object;
-    if (desc.node != nullptr) with.node = desc.node->object;
+    if (desc.scaler != nullptr) {
+        desc.scaler->object->context().check_process();
+        with.scaler = desc.scaler->object;
+    }
+    with.data = comm_if_any(desc.data);
+    with.model = comm_if_any(desc.model);
+    with.node = comm_if_any(desc.node);
     if (desc.expert_count < 0 || desc.expert_count > 1024)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.expert_count is %d, not in [0, 1024]", desc.expert_count);
     if ((desc.expert_count > 0) != (desc.experts != nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
                     desc.experts != nullptr ? "given" : "NULL");
     for (int32_t i = 0; i < desc.expert_count; ++i)
-        with.experts.push_back(not_null(desc.experts[i], "an entry of dsopt_optimizer_desc.experts")->object);
+        with.experts.push_back(comm_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
     return with;
 }
-
-Comm *node_of(const dsopt_compressed &args) { return args.node != nullptr ? args.node->object.get() : nullptr; }
 
 /// Checks of a list that stands alone; tensors are called by their place in it.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
@@ -174,7 +183,7 @@ dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, 
     });
 }
 dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
-    return fence([&] { write_struct(info, not_null(comm, "the comm")->object->info(), "dsopt_comm_info"); });
+    return fence([&] { write_struct(info, comm_of(comm)->info(), "dsopt_comm_info"); });
 }
 dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count, int32_t op,
                                    void *stream) {
@@ -188,7 +197,7 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
     });
 }
 void dsopt_comm_abort(dsopt_comm *comm) {
-    if (comm != nullptr) comm->object->abort();
+    if (comm != nullptr) (void)fence([&] { comm_of(comm)->abort(); }); // after fork() the parent's ranks go on
 }
 void dsopt_comm_destroy(dsopt_comm *comm) { delete comm; }
 
@@ -408,9 +417,9 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
 dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
                                     int64_t *server, size_t *workspace) {
     return fence([&] {
-        not_null(comm, "the comm");
+        const Comm &object = *comm_of(comm);
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        const CompressLayout layout = make_layout(comm->object.get(), node_of(known), known);
+        const CompressLayout layout = make_layout(&object, comm_if_any(known.node).get(), known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
         if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
@@ -418,17 +427,17 @@ dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compress
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
     return fence([&] {
-        Comm &object = *not_null(comm, "the comm")->object;
+        Comm &object = *comm_of(comm);
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        compressed_allreduce(*object.context(), object, node_of(known), known);
+        compressed_allreduce(*object.context(), object, comm_if_any(known.node).get(), known);
     });
 }
 dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
                                      float *server) {
     return fence([&] {
-        const Comm &object = *not_null(comm, "the comm")->object;
+        const Comm &object = *comm_of(comm);
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        compressed_errors(*object.context(), object, node_of(known), known, worker, server);
+        compressed_errors(*object.context(), object, comm_if_any(known.node).get(), known, worker, server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,
@@ -440,8 +449,8 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
         if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
         not_null(result, "result");
         check_list(list, count, "tensor");
-        context.backend().norm(list, count, norm, max_norm, comm != nullptr ? comm->object.get() : nullptr, result,
-                               context.parallel(), stream);
+        context.backend().norm(list, count, norm, max_norm, comm_if_any(comm).get(), result, context.parallel(),
+                               stream);
     });
 }
 dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,

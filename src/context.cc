@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "context.h"
 #include "status.h"
+#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
 #include <pthread.h>
+#include <unistd.h>
 
 namespace dsopt {
 namespace {
@@ -18,6 +21,24 @@ void watch_forks() {
     static const int registered =
         pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
     if (registered != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(registered));
+}
+
+/// Whether this process came from fork(), with no exec() since. The threads of GNU's OpenMP did not come along then, and
+/// it would wait for them for ever, whoever had started them.
+bool is_forked_child() {
+    if (fork_generation.load(std::memory_order_relaxed) > 0) return true;
+    // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name.
+    constexpr unsigned forked_without_exec = 0x40;
+    char text[512];
+    const int file = ::open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    const ssize_t length = ::read(file, text, sizeof text - 1);
+    ::close(file);
+    text[std::max<ssize_t>(length, 0)] = 0;
+    const char *const name_end = std::strrchr(text, ')'); // a name may have any character
+    unsigned flags = 0;
+    return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
+           (flags & forked_without_exec) != 0;
 }
 
 int level_from_environment() {
@@ -46,9 +67,11 @@ Context::Context(const dsopt_context_desc &desc) :
     desc_(desc),
     chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
     log_level_(desc.log_level),
-    generation_(0) {
-    if (desc.threads < 0 || desc.threads > 4096)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, 4096]", desc.threads);
+    generation_(0),
+    plain_threads_(false) {
+    if (desc.threads < 0 || desc.threads > Parallel::kMaxThreads)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, %d]", desc.threads,
+                    Parallel::kMaxThreads);
     if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.log_level is %d, not in [0, 4]", desc.log_level);
     if ((desc.allocate == nullptr) != (desc.release == nullptr))
@@ -64,14 +87,15 @@ Context::Context(const dsopt_context_desc &desc) :
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
     generation_ = fork_generation.load(std::memory_order_relaxed);
+    plain_threads_ = is_forked_child();
     backend_ = make_backend(desc);
     threads_ = desc.threads != 0 ? desc.threads : default_threads();
     if (log_level_ == 0) log_level_ = level_from_environment();
 }
 
 Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
-    if (hook != nullptr) return {threads_, hook, user};
-    return {threads_, desc_.parallel_for, desc_.user};
+    if (hook != nullptr) return {threads_, hook, user, plain_threads_};
+    return {threads_, desc_.parallel_for, desc_.user, plain_threads_};
 }
 
 void *Context::allocate(size_t bytes, void *stream) const {

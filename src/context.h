@@ -31,6 +31,7 @@ private:
     int threads_;
     int log_level_;
     int64_t generation_;
+    bool plain_threads_;
 };
 
 /// A block of backend memory that goes back when its owner does.

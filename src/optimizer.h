@@ -89,19 +89,44 @@ private:
     ScratchPool::Block block_;
 };
 
-/// One thread at a time: the second one gets DSOPT_ERR_BUSY instead of a race.
+/// Who is in an optimizer: 0 = nobody, -1 = one call that changes it, n > 0 = as many that read it.
+using InUse = std::atomic<int32_t>;
+[[noreturn]] inline void refuse_second() {
+    throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread, or by the call whose callback this is");
+}
+
+/// Nobody else: whoever comes second gets DSOPT_ERR_BUSY instead of a race.
 class Exclusive {
 public:
-    explicit Exclusive(std::atomic_flag &flag) : flag_(flag) {
-        if (flag.test_and_set(std::memory_order_acquire))
-            throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread");
+    explicit Exclusive(InUse &in_use) : in_use_(in_use) {
+        int32_t nobody = 0;
+        if (!in_use.compare_exchange_strong(nobody, -1, std::memory_order_acquire, std::memory_order_relaxed))
+            refuse_second();
     }
-    ~Exclusive() { flag_.clear(std::memory_order_release); }
+    ~Exclusive() { in_use_.store(0, std::memory_order_release); }
     Exclusive(const Exclusive &) = delete;
     Exclusive &operator=(const Exclusive &) = delete;
 
 private:
-    std::atomic_flag &flag_;
+    InUse &in_use_;
+};
+
+/// Nobody who changes it; readers never stand in each other's way.
+class Shared {
+public:
+    explicit Shared(InUse &in_use) : in_use_(in_use) {
+        int32_t readers = in_use.load(std::memory_order_relaxed);
+        do {
+            if (readers < 0) refuse_second();
+        } while (
+            !in_use.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire, std::memory_order_relaxed));
+    }
+    ~Shared() { in_use_.fetch_sub(1, std::memory_order_release); }
+    Shared(const Shared &) = delete;
+    Shared &operator=(const Shared &) = delete;
+
+private:
+    InUse &in_use_;
 };
 
 /// A max_value that clips, or none. Below fp32's range it would clip every gradient to zero.
@@ -117,7 +142,7 @@ public:
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }
     const std::vector<StateEntry> &state() const { return state_; }
-    std::atomic_flag &in_use() { return in_use_; }
+    InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
     /// Of the data-parallel ranks. Two levels: in the order of the chunks that they serve, so those that share a slice
     /// follow one another.
@@ -245,7 +270,7 @@ private:
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     int resharded_from_ = 0;
-    std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
+    mutable InUse in_use_{0};
 };
 
 OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,

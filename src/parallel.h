@@ -4,13 +4,17 @@
 
 namespace dsopt {
 
-/// Where the parts of a CPU step run: OpenMP, or the pool that the caller brought. Copied freely.
+/// Where the parts of a CPU step run: OpenMP, threads of this call's own, or the pool that the caller brought. Copied
+/// freely.
 struct Parallel {
-    int threads = 1;
-    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads in a build without it
+    static constexpr int kMaxThreads = 4096;
+    int threads = 1;                   // and the most parts that work is cut into
+    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads
     void *user = nullptr;
+    bool plain_threads = false; // never OpenMP; a build without it has nothing else
 
-    /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw.
+    /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw. DSOPT_ERR_HOOK: the pool
+    /// did not run each part once.
     template <class Body> void run(int64_t parts, const Body &body) const {
         if (parts == 1)
             body(int64_t(0));

@@ -79,11 +79,21 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         const bool initial_step = counters && wrapper() != Wrapper::none && !masters_follow;
         if (initial_step) ensure_workspace(stream);
         memory_.reserve(memory_.size() + 1);
-        // From here on nothing can fail for want of memory: either all of it was there or nothing has changed.
+        // From here on nothing can fail for want of memory: either all of it was there or nothing has changed. But the
+        // caller's pool can.
         memory_.push_back(std::move(arena));
         state_.swap(allocated);
         state_list_.swap(list);
-        if (initial_step) take_initial_step(nullptr, state_list_.data(), workspace_.data(), stream);
+        if (initial_step) {
+            try {
+                take_initial_step(nullptr, state_list_.data(), workspace_.data(), stream);
+            } catch (...) { // by the next use it is still to be taken
+                state_.swap(allocated);
+                state_list_.clear();
+                memory_.pop_back();
+                throw;
+            }
+        }
     } else
         state_list_ = list_of(state_);
 }

@@ -34,6 +34,7 @@ const char *status_name(dsopt_status status) noexcept {
     case DSOPT_ERR_BUSY: return "DSOPT_ERR_BUSY";
     case DSOPT_ERR_FORKED: return "DSOPT_ERR_FORKED";
     case DSOPT_ERR_SKIPS: return "DSOPT_ERR_SKIPS";
+    case DSOPT_ERR_HOOK: return "DSOPT_ERR_HOOK";
     case DSOPT_ERR_COMM: return "DSOPT_ERR_COMM";
     case DSOPT_ERR_TIMEOUT: return "DSOPT_ERR_TIMEOUT";
     case DSOPT_ERR_ABORTED: return "DSOPT_ERR_ABORTED";

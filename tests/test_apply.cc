@@ -1,91 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The step as a pure function of the caller's memory, and that neither form of a step allocates once it is warm.
-#include "test_util.h"
+#include "test_apply_util.h"
 
 #include "test_alloc.h"
+#include "test_tape.h"
 
 using namespace test;
 
 namespace {
 
 const std::vector<int64_t> kSizes = {5000, 0, 33, 9000};
-
-/// Bytes on a 256-byte border with a guard behind them.
-class Workspace {
-public:
-    explicit Workspace(const dsopt_optimizer *opt) {
-        check(dsopt_optimizer_workspace(opt, &bytes_));
-        memory_.reset(static_cast<char *>(std::aligned_alloc(256, (bytes_ + 512) / 256 * 256)));
-        spoil(0xff);
-        std::memset(memory_.get() + bytes_, 0x5a, 64);
-    }
-    void spoil(int byte) { std::memset(memory_.get(), byte, bytes_); }
-    bool intact() const {
-        return std::all_of(memory_.get() + bytes_, memory_.get() + bytes_ + 64, [](char c) { return c == 0x5a; });
-    }
-    char *data() const { return memory_.get(); }
-    size_t bytes() const { return bytes_; }
-
-private:
-    struct Free {
-        void operator()(char *memory) const { std::free(memory); }
-    };
-    size_t bytes_ = 0;
-    std::unique_ptr<char, Free> memory_;
-};
-
-/// Everything that `apply` reads and writes, made from the list that the optimizer gives.
-struct Owned {
-    Owned(const dsopt_optimizer *opt, const std::vector<Shape> &shapes) :
-        model(shapes),
-        workspace(opt),
-        params(Model::list_of(model.params)),
-        grads(Model::list_of(model.grads)) {
-        for (int64_t i = 0; i < state_count(opt); ++i) {
-            const dsopt_state_info info = state_info(opt, i);
-            buffers.emplace_back(info.tensor.numel, info.tensor.dtype, size_of(info.tensor.dtype));
-            if (info.flags & DSOPT_STATE_FROM_PARAM)
-                for (int64_t k = 0; k < info.tensor.numel; ++k)
-                    buffers.back().set(k, model.params[size_t(info.param)].get(k));
-        }
-        state = Model::list_of(buffers);
-    }
-    dsopt_step arguments() const {
-        DSOPT_NEW(dsopt_step, step);
-        step.grads = grads.data();
-        step.count = int64_t(grads.size());
-        step.params = params.data();
-        step.state = state.data();
-        step.state_count = int64_t(state.size());
-        step.workspace = workspace.data();
-        step.workspace_bytes = workspace.bytes();
-        return step;
-    }
-    std::string text() const {
-        std::string all = model.text();
-        for (const Buffer &buffer : buffers) all += buffer.text();
-        return all;
-    }
-    bool intact() const {
-        return model.intact() && workspace.intact() &&
-               std::all_of(buffers.begin(), buffers.end(), [](const Buffer &b) { return b.intact(); });
-    }
-    Model model;
-    Workspace workspace;
-    std::vector<Buffer> buffers;
-    std::vector<dsopt_tensor> params, grads, state;
-};
-
-/// An optimizer that knows sizes and hyper-parameters alone, as one made without a device would.
-Optimizer make_pure(const Context &context, const std::vector<Shape> &shapes, int32_t algorithm,
-                    const dsopt_optimizer_desc &desc) {
-    Optimizer opt = make_optimizer(context, desc);
-    std::vector<dsopt_param> params;
-    for (const Shape &shape : shapes) params.push_back(param_of({nullptr, shape.numel, shape.param, 0}));
-    const dsopt_group group = make_group(algorithm);
-    check(dsopt_optimizer_add_group(opt.get(), &group, params.data(), int64_t(params.size())));
-    return opt;
-}
 
 class Apply : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, Apply, testing::ValuesIn(kAlgorithms), algorithm_name);
@@ -192,6 +116,88 @@ TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
     for (std::thread &thread : threads) thread.join();
     EXPECT_EQ(failed, 0);
     for (const Owned &one : owned) EXPECT_TRUE(same(one.text(), trainer.text()));
+}
+
+TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
+    constexpr double rates[] = {0.25, 1e-3};
+    constexpr int kThreads = 3, kApplies = 6, kRounds = 6;
+    const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097});
+    const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0.5), context_desc(2));
+    dsopt_optimizer *const opt = trainer.opt.get();
+    trainer.step(1);
+    const Optimizer largest = make_pure(trainer.context, shapes, GetParam(), optimizer_desc(0.5));
+    const dsopt_group empty = make_group(GetParam());
+    for (int i = 0; i < kRounds; ++i) check(dsopt_optimizer_add_group(largest.get(), &empty, nullptr, 0));
+    std::string texts[2];
+    for (int i = 0; i < 2; ++i) {
+        check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, rates[i]));
+        const Owned owned(largest.get(), shapes);
+        const dsopt_step step = owned.arguments();
+        check(dsopt_optimizer_apply(opt, &step));
+        texts[i] = owned.text();
+    }
+    ASSERT_NE(texts[0], texts[1]);
+
+    std::atomic<int> wrong{0};
+    // Whoever is refused tries again: one of them always gets on.
+    const auto until_free = [&](const auto &call) {
+        for (dsopt_status status = call(); status != DSOPT_OK; status = call()) {
+            if (status != DSOPT_ERR_BUSY) return void(++wrong);
+            std::this_thread::yield();
+        }
+    };
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i)
+        threads.emplace_back([&] {
+            for (int k = 0; k < kApplies; ++k) {
+                const Owned owned(largest.get(), shapes);
+                const dsopt_step step = owned.arguments();
+                until_free([&] { return dsopt_optimizer_apply(opt, &step); });
+                wrong += owned.text() != texts[0] && owned.text() != texts[1];
+                double rate = rates[0];
+                int64_t groups = 1, params = 4, entries = 0;
+                size_t bytes = 0;
+                int32_t reduction = 0;
+                DSOPT_NEW(dsopt_state_info, info);
+                until_free([&] { return dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, &rate); });
+                until_free([&] { return dsopt_optimizer_count(opt, &groups, &params); });
+                until_free([&] { return dsopt_optimizer_state_count(opt, &entries); });
+                until_free([&] { return dsopt_optimizer_state(opt, entries - 1, &info); });
+                until_free([&] { return dsopt_optimizer_workspace(opt, &bytes); });
+                until_free([&] { return dsopt_optimizer_next_reduction(opt, 1, &reduction); });
+                wrong += (rate != rates[0] && rate != rates[1]) || groups < 1 || groups > 1 + kRounds || params != 4;
+                wrong += info.tensor.numel != 4;
+            }
+        });
+    threads.emplace_back([&] {
+        const std::vector<dsopt_tensor> params = Model::list_of(trainer.model.params);
+        std::vector<int32_t> steps(4);
+        for (int round = 0; round < kRounds; ++round) {
+            until_free([&] { return dsopt_optimizer_add_group(opt, &empty, nullptr, 0); });
+            until_free([&] { return dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, rates[round % 2]); });
+            until_free([&] { return dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, params.data(), 4); });
+            const dsopt_step step = trainer.arguments();
+            until_free([&] { return dsopt_optimizer_step(opt, &step); });
+            Tape tape;
+            until_free([&] {
+                tape.data.clear();
+                const dsopt_io io = tape.io();
+                return dsopt_optimizer_save(opt, nullptr, &io);
+            });
+            const dsopt_io io = tape.io();
+            until_free([&] { return dsopt_optimizer_load(opt, nullptr, &io); });
+            int64_t entries = 0;
+            until_free([&] { return dsopt_optimizer_state_count(opt, &entries); });
+            until_free([&] { return dsopt_optimizer_export(opt, entries - 1, steps.data(), 16); });
+            until_free([&] { return dsopt_optimizer_import(opt, entries - 1, steps.data(), 16); });
+            until_free([&] { return dsopt_optimizer_reset(opt, DSOPT_RESET_MOMENTS, nullptr); });
+            DSOPT_NEW(dsopt_report, report);
+            until_free([&] { return dsopt_optimizer_report(opt, &report); });
+        }
+    });
+    for (std::thread &thread : threads) thread.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(report_of(opt).calls, 1 + kRounds);
 }
 
 TEST_P(Apply, WorkspaceChangesWithGroupsAlone) {

@@ -1,10 +1,20 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# options.sh SOURCE-DIR MESON...: a build with every option off can be configured.
+# options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; and with CUDA `enabled`, one where nvcc
+# is called through ccache.
 set -eu
-source=$1
-shift
+source=$1 cuda=$2
+shift 2
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$@" setup "$folder/least" "$source" -Dauto_features=disabled >"$folder/log" 2>&1 ||
     { echo "all off: refused"; tail -n 20 "$folder/log"; exit 1; }
+
+[ "$cuda" = enabled ] || exit 0
+mkdir "$folder/bin"
+printf '#!/bin/sh\n[ "$1" = --version ] || exec "$@"\n' >"$folder/bin/ccache" # Meson takes it where it finds it
+chmod +x "$folder/bin/ccache"
+PATH=$folder/bin:$PATH
+"$@" setup "$folder/ccache" "$source" -Dauto_features=disabled -Dcuda=enabled >"$folder/log" 2>&1 ||
+    { echo "with ccache and CUDA: refused"; tail -n 20 "$folder/log"; exit 1; }
+grep -q 'Cuda compiler.*: ccache ' "$folder/log" || { echo "with ccache and CUDA: nvcc is not called through ccache"; exit 1; }

@@ -4,9 +4,11 @@
 
 usage: symbols.py dsopt.h dsopt.map libdsopt.so libdsopt.a
 
-Also: the shared library needs nothing but the C and C++ runtime, and nothing runs when it is loaded. Prints
+Also: the static library hides them, so that a shared object with a copy of it does not export them; the shared library
+needs nothing but the C and C++ runtime; nothing runs when it is loaded; all versions are those of the header. Prints
 `name: reason` for each check that fails, then `N passed, N failed`.
 """
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +45,12 @@ def defined(*nm):
     return {row[2].split("@")[0] for row in rows if len(row) == 3 and row[1] != "A"}
 
 
+def visible(static):
+    """Functions of the static library that a shared object with a copy of it would export."""
+    rows = re.findall(r"(GLOBAL|WEAK)\s+(\w+)\s+(?!UND)\w+\s+(\S+)$", output("readelf", "-sW", static), flags=re.M)
+    return [name for _, visibility, name in rows if visibility != "HIDDEN"]
+
+
 def difference(have, want):
     parts = [f"lacks {name}" for name in sorted(want - have)] + [f"has {name} too much" for name in sorted(have - want)]
     return ", ".join(parts)
@@ -58,13 +66,31 @@ def static_constructors(static):
     return f"{functions - registering} in {', '.join(name for name, _ in found)}" if functions != registering else ""
 
 
+def versions(header, version_script, shared):
+    """The file's name has the version of the header; its soname and the node of its symbols have that of the ABI."""
+    number = dict(re.findall(r"#define DSOPT_(\w*VERSION\w*) (\d+)", header))
+    abi = number["ABI_VERSION"]
+    soname = re.search(r"\(SONAME\).*\[(.*)\]", output("readelf", "-dW", shared)).group(1)
+    version = ".".join(number["VERSION_" + part] for part in ("MAJOR", "MINOR", "PATCH"))
+    for name, have, want in (
+        ("file", os.path.basename(shared), "libdsopt.so." + version),
+        ("soname", soname, "libdsopt.so." + abi),
+        ("node", re.search(r"\w+(?= \{)", version_script).group(), "DSOPT_" + abi),
+    ):
+        yield "" if have == want else f"{name} is {have}, by dsopt.h it should be {want}"
+
+
 def checks(header, version_script, shared, static):
-    functions, private = declared(open(header, encoding="utf-8").read())
+    header, version_script = (open(file, encoding="utf-8").read() for file in (header, version_script))
+    functions, private = declared(header)
     yield "header", "" if len(functions) > 20 else f"found only {len(functions)} functions in it"
     yield "header", ", ".join(f"{name} lacks DSOPT_API" for name in sorted(private))
-    yield "map", difference(listed(open(version_script, encoding="utf-8").read()), functions)
+    yield "map", difference(listed(version_script), functions)
     yield "shared library", difference(defined("nm", "-D", "--defined-only", shared), functions)
     yield "static library", difference(defined("nm", "-g", "--defined-only", static), functions)
+    yield "static library", ", ".join(f"{name} is not hidden" for name in visible(static))
+    for reason in versions(header, version_script, shared):
+        yield "version", reason
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", output("readelf", "-dW", shared))
     yield "needed libraries", "" if needed else "readelf names none"
     yield "needed libraries", ", ".join(name for name in needed if not re.fullmatch(RUNTIME, name))

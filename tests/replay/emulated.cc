@@ -27,7 +27,7 @@ void become_emulated(char **argv) {
     // A path in place of a preload: a sanitizer's library wants to be the first one of all.
     const char *before = std::getenv("LD_LIBRARY_PATH");
     const std::string mine = before != nullptr && *before != 0 ? folder + ":" + before : folder;
-    if (access((folder + "/libdsopt.so.0").c_str(), R_OK) != 0 ||
+    if (access((folder + "/libdsopt.so.1").c_str(), R_OK) != 0 ||
         (before != nullptr &&
          std::strncmp(before, folder.c_str(), folder.size()) == 0)) { // or this would go on forever
         std::fprintf(stderr, "dsopt-replay: no emulated backend in %s\n", folder.c_str());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated CUDA backend: libdsopt.so.0 built once more, with the CUDA runtime and a device played on the CPU.
+// The emulated CUDA backend: libdsopt.so.1 built once more, with the CUDA runtime and a device played on the CPU.
 #pragma once
 
 namespace replay {

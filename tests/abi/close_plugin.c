@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes it. The threads of OpenMP
+// still wait for work then; what they run must not be taken from under them.
+#define _DEFAULT_SOURCE // usleep
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+int main(int argc, char **argv) {
+    const void *(*first)(int fail, const char **last_error) = NULL;
+    const char *error;
+    void *plugin = argc == 2 ? dlopen(argv[1], RTLD_NOW) : NULL,
+         *symbol = plugin != NULL ? dlsym(plugin, "first") : NULL;
+    if (symbol != NULL) memcpy(&first, &symbol, sizeof first); // ISO C has no cast for it
+    if (first == NULL || first(0, &error) == NULL || dlclose(plugin) != 0) {
+        fprintf(stderr, "close_plugin: cannot load, use or close the plugin\n");
+        return 1;
+    }
+    usleep(100000);
+    return 0;
+}
