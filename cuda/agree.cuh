@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the passes of a step with comms: ranks agree on norms and on whether to skip.
+// Between the passes of a step with comms: ranks agree on norms and on whether to skip; between LAMB's
+// sweeps, on what trust ratios follow from.
 #pragma once
 #include "comm.h"
 #include "device.h"
@@ -27,6 +28,22 @@ inline void agree_on_norms(const StepPlan &plan, cudaStream_t stream) {
                  [](const NormMove &move) { move(); });
     check(cudaMemcpyAsync(plan.norms, host.data(), cells * sizeof(double), cudaMemcpyHostToDevice, stream), "norms");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+/// Before shards are written: what takes no part counts with zeros.
+inline void clear_shards(const StepPlan &plan, cudaStream_t stream) {
+    check(cudaMemsetAsync(plan.shard_sums, 0, shard_bytes(plan.shard_count), stream), "cudaMemsetAsync");
+}
+/// `skip`: the decision, on the device.
+inline void agree_on_shards(const StepPlan &plan, const int32_t *skip, bool frozen, cudaStream_t stream) {
+    if (!plan.comms.model->on_device()) {
+        // The host waits here all the same, and as on the CPU sends nothing for a step that is skipped.
+        int32_t skipped = 0;
+        check(cudaMemcpyAsync(&skipped, skip, sizeof skipped, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+        check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+        if (skipped != 0) return;
+    }
+    add_up_shards(plan, frozen);
 }
 
 } // namespace dsopt::gpu

@@ -431,10 +431,18 @@ void CudaBackend::step(const StepPlan &plan) const {
     }
     const unsigned blocks = blocks_for(d.leaves);
     const size_t rooms = plan.has_lamb || plan.report_norms ? 2 * kLeaf * sizeof(float) : 0;
+    const bool shards = has_shards(plan, false);
+    if (shards) clear_shards(plan, stream);
     if (narrow)
         check(::gpu::launch("update8", update_kernel<8>, blocks, kThreads, rooms, stream, d), "update");
     else
         check(::gpu::launch("update4", update_kernel<4>, blocks, kThreads, rooms, stream, d), "update");
+    if (shards) {
+        agree_on_shards(plan, &d.control->skip, false, stream);
+        check(::gpu::launch("shared_trust", shared_trust_kernel, blocks_for(plan.count / kThreads + 1), kThreads, 0,
+                            stream, d),
+              "shared_trust");
+    }
     if (plan.has_lamb) {
         if (narrow)
             check(::gpu::launch("lamb_weights8", lamb_weights_kernel<8>, blocks, kThreads, 0, stream, d),

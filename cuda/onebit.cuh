@@ -285,7 +285,12 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const 
             if (threadIdx.x == 0) b.factors[leaf] = double(float_of(most_of_block));
         });
 }
-/// The trust ratios that follow. One block.
+__device__ inline void take_frozen_trust(const DeviceOneBit &b, int64_t i, double factor, double without, double with) {
+    const StepPlan &plan = b.d.plan;
+    plan.trust_ratio[i] = frozen_trust(b.trust, factor, without, with, hyper_of(plan, plan.jobs[i].group).weight_decay > 0,
+                                       b.trust_average[i], b.scaling[i], b.trust_factor[i]);
+}
+/// The trust ratios that follow, or what other ranks need for theirs. One block.
 __global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
@@ -297,11 +302,24 @@ __global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneB
             const double factor = by.most(b.factors + job.first_leaf, leaves),
                          without = by.sum(plan.sums_a + job.first_leaf, leaves),
                          with = by.sum(plan.sums_b + job.first_leaf, leaves);
-            if (by.lead)
-                plan.trust_ratio[i] =
-                    frozen_trust(b.trust, factor, without, with, hyper_of(plan, job.group).weight_decay > 0,
-                                 b.trust_average[i], b.scaling[i], b.trust_factor[i]);
+            if (!by.lead) return;
+            if (job.trust_slot >= 0) {
+                plan.shard_sums[job.trust_slot] = {without, with, 1};
+                plan.shard_factors()[job.trust_slot] = factor_to_send(factor);
+            } else {
+                take_frozen_trust(b, i, factor, without, with);
+            }
         });
+}
+/// Those of sharded tensors, as shared_trust_kernel().
+__global__ void __launch_bounds__(kThreads) onebit_shared_trust_kernel(const DeviceOneBit b) {
+    const StepPlan &plan = b.d.plan;
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
+        const int32_t slot = plan.jobs[i].trust_slot;
+        if (slot < 0 || !moves_trust(plan, plan.jobs[i])) continue;
+        const ShardSums &sums = plan.shard_sums[slot];
+        take_frozen_trust(b, i, plan.shard_factors()[slot], sums.weights, sums.updates);
+    }
 }
 
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const DeviceOneBit b) {
@@ -375,7 +393,7 @@ __global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit
     const bool taken = !skipped(b.d);
     if (taken && b.stage == Stage::full && b.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
         for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
-            if (plan.jobs[i].present && is_lamb(plan.groups[plan.jobs[i].group].rule))
+            if (moves_trust(plan, plan.jobs[i]) && is_lamb(plan.groups[plan.jobs[i].group].rule))
                 average_trust(b.trust, plan.trust_ratio[i], b.trust_average[i], b.scaling[i]);
     if (taken && b.stage == Stage::sync)
         for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) write_double(b.lr_sum + 2 * g, 0);

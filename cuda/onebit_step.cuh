@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The host's part of compression and of the 1-bit family's steps: which kernels run, in which order.
 #pragma once
-#include "device.h"
+#include "agree.cuh"
 #include "onebit.cuh"
 #include <algorithm>
 
@@ -133,7 +133,13 @@ public:
         }
         send<Feed::scaled>(mark);
         launch("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kLeaf * sizeof(float));
+        const bool shards = has_shards(plan_, true);
+        if (shards) clear_shards(plan_, stream_);
         launch_one("onebit_trust", onebit_trust_kernel);
+        if (shards) {
+            agree_on_shards(plan_, exchange_.skip, true, stream_);
+            launch_one("onebit_shared_trust", onebit_shared_trust_kernel);
+        }
         launch("onebit_lamb_weights", onebit_lamb_weights_kernel, 0);
         mark(2);
     }

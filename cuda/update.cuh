@@ -276,8 +276,18 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
             if (!job.present || !is_lamb(hyper.rule) || elsewhere(d, job)) return;
             const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                          updates = by.sum(plan.sums_b + job.first_leaf, leaves);
-            if (by.lead) plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+            if (!by.lead) return;
+            if (job.trust_slot >= 0)
+                plan.shard_sums[job.trust_slot] = {weights, updates, 1};
+            else
+                plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
         });
+}
+
+/// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
+__global__ void __launch_bounds__(kThreads) shared_trust_kernel(const DevicePlan d) {
+    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < d.plan.count; i += int64_t(gridDim.x) * kThreads)
+        take_shared_trust(d.plan, i);
 }
 
 template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(const DevicePlan d) {

@@ -291,6 +291,23 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message,
     if (plan.wrapper == Wrapper::none || plan.local_gradients) over_data(&table.reasons(), 1);
 }
 
+bool has_shards(const StepPlan &plan, bool frozen) {
+    const bool apart = plan.onebit != nullptr && plan.onebit->stage != Stage::full;
+    for (int64_t i = 0; plan.shard_count != 0 && i < plan.count; ++i)
+        if (plan.jobs[i].trust_slot >= 0 && (apart && plan.jobs[i].onebit) == frozen) return true;
+    return false;
+}
+
+void add_up_shards(const StepPlan &plan, bool frozen) {
+    constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
+    Comm &comm = *plan.comms.model;
+    comm.all_reduce(plan.shard_sums, doubles * plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream,
+                    Place::backend);
+    if (frozen)
+        comm.all_reduce(plan.shard_factors(), plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.stream,
+                        Place::backend);
+}
+
 namespace {
 template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
     for (const Comm *comm : {comms.data, comms.node, comms.model})

@@ -231,6 +231,9 @@ private:
         return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
     }
     Wrapper wrapper() const;
+    bool shares_trust() const; // with other model ranks: of tensors that are sharded over them
+    bool shares_trust(const Param &param) const;
+    int64_t shard_count() const; // of such tensors
     void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     void follow_groups(); // the schedule's rules are theirs
     OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,

@@ -3,6 +3,7 @@
 #include "optimizer.h"
 #include "rules/decide.h"
 #include "workspace.h"
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -40,7 +41,7 @@ struct Optimizer::Arguments {
 /// constant. What the host writes comes behind the rest where backend memory is host memory, and in memory of its own
 /// otherwise.
 struct Optimizer::Layout {
-    size_t scalars, divisors, norms, sums_a, sums_b, bad, extra, exchange, mean, bytes;
+    size_t scalars, divisors, norms, sums_a, sums_b, bad, shards, extra, exchange, mean, bytes;
     size_t jobs, hypers, onebit, cost, lists, host_bytes; // the first three make a backend's table, in this order
 };
 
@@ -61,6 +62,7 @@ Optimizer::Layout Optimizer::layout() const {
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
+    l.shards = place(shard_bytes(shard_count()));
     l.extra = place(context_->backend().extra_bytes(int64_t(count), int64_t(groups), int64_t(leaves), onebit_.get()));
     l.exchange = place(onebit_ && onebit_->compresses ? onebit_->layout.workspace_bytes() : 0);
     l.mean = place(onebit_ ? size_t(onebit_->mean_numel + onebit_->mean_scratch) * sizeof(float) : 0);
@@ -74,6 +76,18 @@ Optimizer::Layout Optimizer::layout() const {
     l.bytes = context_->backend().is_host() ? at : shared;
     l.host_bytes = at;
     return l;
+}
+
+/// Standard mode has one trust ratio a tensor, whichever ranks hold it; the original one a shard.
+bool Optimizer::shares_trust() const {
+    return desc_.compat == DSOPT_COMPAT_NONE && with_.model && with_.model->ranks() > 1;
+}
+bool Optimizer::shares_trust(const Param &param) const {
+    return (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && is_lamb(rule_of(groups_[size_t(param.group)]));
+}
+int64_t Optimizer::shard_count() const {
+    if (!shares_trust()) return 0;
+    return std::count_if(params_.begin(), params_.end(), [&](const Param &param) { return shares_trust(param); });
 }
 
 size_t Optimizer::workspace_bytes() const { return with_slack(layout().bytes); }
@@ -197,6 +211,8 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                              place.exchange, of_engine != nullptr ? of_engine->schedule : nullptr, step.stream);
     // Where ranks exchange, an absent gradient is one of zeros: all must send the same.
     const bool exchanges = onebit_ && (onebit.stage == Stage::exchange || onebit.stage == Stage::sync);
+    const bool shares = shares_trust();
+    int32_t slots = 0;
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_tensor *own = state + param.first_state;
@@ -223,6 +239,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .random_key = param.random_key,
                    .group = param.group,
                    .expert = param.expert,
+                   .trust_slot = shares && shares_trust(param) ? slots++ : -1,
                    .grad_type = grad != nullptr ? Dtype(grad->dtype) : Dtype::f32,
                    .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
                    .state_type = Dtype(moment.dtype),
@@ -306,6 +323,8 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                         .sums_a = part(place.sums_a, static_cast<double *>(nullptr)),
                         .sums_b = part(place.sums_b, static_cast<double *>(nullptr)),
                         .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+                        .shard_sums = part(place.shards, static_cast<ShardSums *>(nullptr)),
+                        .shard_count = slots,
                         .extra = part(place.extra, static_cast<void *>(nullptr)),
                         .cache = of_engine != nullptr ? cache_.get() : nullptr,
                         .mirror = of_engine != nullptr && desc_.skip_budget > 0 ? static_cast<Outcome *>(mirror_.get())

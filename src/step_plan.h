@@ -23,16 +23,25 @@ struct TensorJob {
     int64_t offset;      // of its first element in the whole tensor, and
     uint64_t random_key; // the tensor's key: for stochastic rounding
     int32_t group;
-    int32_t expert; // 0 = dense
+    int32_t expert;     // 0 = dense
+    int32_t trust_slot; // among StepPlan::shard_sums; -1: no other rank has a part in its trust ratio
     Dtype grad_type, weight_type, state_type, copy_type, out_type;
     bool present;        // takes part in this step
     bool has_master;     // `weight` is one
     bool in_norm;        // its squares count on this rank
     bool stochastic;     // bf16 weights without a master are rounded at random
     bool onebit;         // its gradient goes into exchanges of the 1-bit family
-    uint8_t reserved[6]; // no padding: tables of these are compared byte by byte
+    uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
 };
 static_assert(sizeof(TensorJob) == 104);
+
+/// What model ranks add up of a LAMB tensor that is sharded over them.
+struct ShardSums {
+    double weights, updates; // of squares; in compressed steps of 1-bit LAMB of the update without and with decay
+    double shards;           // that take part in the step; none: the trust ratio stays
+};
+/// Of `count` such tensors, with a factor each behind them.
+constexpr size_t shard_bytes(int64_t count) { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
 
 enum StepFlag : uint32_t {
     kZeroGrads = DSOPT_STEP_ZERO_GRADS,
@@ -104,6 +113,8 @@ struct StepPlan {
     int64_t *cost;           // host memory, count + 1: running sum of bytes, the ruler along which the list is cut
     double *sums_a, *sums_b; // one a leaf
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
+    int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
     void *extra;             // of the backend, Backend::extra_bytes() long
     StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
     Outcome *mirror;         // host memory to which the outcome is copied in stream order, or NULL
@@ -112,6 +123,8 @@ struct StepPlan {
     int64_t chunk;
 
     DSOPT_HD int64_t classes() const { return 1 + comms.expert_count; }
+    /// 1-bit LAMB: of every slot the largest counts.
+    DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
 };
 
 } // namespace dsopt

@@ -34,8 +34,9 @@ struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, compat = DSOPT_COMPAT_NONE;
     std::vector<int64_t> sizes = {700, 1, 33, 5000, 4096};
     int64_t freeze_step = 4, calls = 16;
-    bool averages = true; // the engine does, in full steps
-    double max_norm = 0;  // in compat mode there is none without a wrapper
+    bool averages = true;        // the engine does, in full steps
+    double max_norm = 0;         // in compat mode there is none without a wrapper
+    dsopt_comm *model = nullptr; // with one, all parameters are sharded over its ranks
     std::function<void(int64_t call, dsopt_step &step)> change = {};
 };
 inline std::vector<Setting> settings() {
@@ -71,6 +72,7 @@ public:
         desc.flags = setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0;
         desc.max_norm = setting.max_norm;
         desc.data = comm;
+        desc.model = setting.model;
         must(dsopt_optimizer_create(context, &desc, &opt_));
         dsopt_group group;
         must(dsopt_group_init(&group, sizeof group, setting.algorithm));
@@ -92,6 +94,7 @@ public:
             memory_.write(weights_[t], values.data(), n * sizeof(float));
             dsopt_param param{};
             param.tensor = {weights_[t], setting.sizes[t], DSOPT_DTYPE_F32, 0};
+            param.flags = setting.model != nullptr ? DSOPT_PARAM_MODEL_PARALLEL : 0;
             params.push_back(param);
         }
         must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));

@@ -348,8 +348,10 @@ TEST_F(Report, OnTheDeviceSaysTheSameAsTheHosts) {
         wanted[DSOPT_REPORT_SCALE_USED] = float(host.scale_used);
         wanted[DSOPT_REPORT_SCALE_NEXT] = float(host.loss_scale);
         wanted[DSOPT_REPORT_SKIPPED_IN_ROW] = float(info_of(scaler).skipped_in_row);
+        wanted[DSOPT_REPORT_REASONS] = float(host.reasons);
         EXPECT_TRUE(same_bits({device.begin(), device.end()}, wanted)) << "step " << step;
         EXPECT_EQ(host.last_skipped, step == 2 || step == 3);
+        EXPECT_EQ(host.reasons & DSOPT_SKIP_GRADIENTS, host.last_skipped ? DSOPT_SKIP_GRADIENTS : 0);
     }
 }
 

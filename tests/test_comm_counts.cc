@@ -191,16 +191,4 @@ TEST(CommCounts, OfACallThatFailsAreNoBytes) {
     expect_sums(info_of(comm));
 }
 
-TEST(CommCounts, AreLeftOutForACallerWhoseHeaderIsOlder) {
-    with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
-        must(meet(ctx, comm));
-        dsopt_comm_info info;
-        std::memset(static_cast<void *>(&info), 0x5a, sizeof info);
-        info.size = offsetof(dsopt_comm_info, calls_of);
-        must(dsopt_comm_query(comm.get(), &info));
-        EXPECT_EQ(info.calls, info_of(comm).calls);
-        for (const int64_t number : info.calls_of) EXPECT_EQ(number, 0x5a5a5a5a5a5a5a5a);
-    });
-}
-
 } // namespace

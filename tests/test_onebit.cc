@@ -615,7 +615,6 @@ TEST(OneBitRefusal, OfGroups) {
         const bool zero_one = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                    lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
         std::vector<Case> cases = {
-            {"bias correction", DSOPT_ERR_UNSUPPORTED, "bias correction", [](dsopt_group &g) { g.flags = 0; }},
             {"eps inside", DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt",
              [](dsopt_group &g) { g.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT; }},
             {"lr", DSOPT_ERR_ARGUMENT, "lr", [](dsopt_group &g) { g.lr = double(kNaN); }},

@@ -46,9 +46,9 @@ const Case kBoth[] = {
      "gradient|'layer.weight'|overflows"},
     {"GradDtypeZero", [](auto &l, auto &) { l.grads[1].dtype = 0; }, DSOPT_ERR_DTYPE, "gradient|'layer.weight'|0"},
     {"GradDtypeInteger", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE,
-     "gradient|'p0'|4"},
+     "gradient|'p0'|I32"},
     {"GradDtypeDouble", [](auto &l, auto &) { l.grads[0].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE,
-     "gradient|'p0'|7"},
+     "gradient|'p0'|F64"},
     {"GradDtypeUnknown", [](auto &l, auto &) { l.grads[1].dtype = -5; }, DSOPT_ERR_DTYPE, "gradient|'layer.weight'|-5"},
     {"GradReserved", [](auto &l, auto &) { l.grads[1].reserved = 9; }, DSOPT_ERR_ARGUMENT,
      "gradient|'layer.weight'|reserved|9"},
@@ -59,13 +59,13 @@ const Case kBoth[] = {
     {"ParamDtype", [](auto &l, auto &) { l.params[1].dtype = DSOPT_DTYPE_F16; }, DSOPT_ERR_DTYPE,
      "parameter|'layer.weight'"},
     {"ParamDtypeInteger", [](auto &l, auto &) { l.params[0].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE,
-     "parameter|'p0'|4"},
+     "parameter|'p0'|I32"},
     {"ParamReserved", [](auto &l, auto &) { l.params[0].reserved = 1; }, DSOPT_ERR_ARGUMENT, "parameter|'p0'|reserved"},
     {"ParamMisaligned", [](auto &l, auto &) { l.move(l.params, 0, 1); }, DSOPT_ERR_ALIGNMENT, "parameter|'p0'|aligned"},
     {"ParamWithoutMemory", [](auto &l, auto &) { l.params[1].data = nullptr; }, DSOPT_ERR_STATE,
      "parameter|'layer.weight'|memory"},
     {"OutNumel", [](auto &l, auto &) { l.out[1].numel = 1; }, DSOPT_ERR_SHAPE, "output|'layer.weight'|1"},
-    {"OutDtype", [](auto &l, auto &) { l.out[1].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE, "output|'layer.weight'|5"},
+    {"OutDtype", [](auto &l, auto &) { l.out[1].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE, "output|'layer.weight'|F64"},
     {"OutReserved", [](auto &l, auto &) { l.out[0].reserved = 3; }, DSOPT_ERR_ARGUMENT, "output|'p0'|reserved"},
     {"OutMisaligned", [](auto &l, auto &) { l.move(l.out, 0, 3); }, DSOPT_ERR_ALIGNMENT, "output|'p0'|aligned"},
     {"OutOnlyWithoutOut", [](auto &, auto &s) { s.out = nullptr, s.flags = DSOPT_STEP_OUT_ONLY; }, DSOPT_ERR_ARGUMENT,
@@ -103,10 +103,14 @@ const Case kStepOnly[] = {
 };
 const Case kApplyOnly[] = {
     {"WorkspaceNull", [](auto &, auto &s) { s.workspace = nullptr; }, DSOPT_ERR_WORKSPACE, "workspace"},
-    {"WorkspaceSmall", [](auto &, auto &s) { --s.workspace_bytes; }, DSOPT_ERR_WORKSPACE, "workspace|needed"},
+    {"WorkspaceSmall", [](auto &, auto &s) { s.workspace_bytes -= 256; }, DSOPT_ERR_WORKSPACE, "workspace|needed"},
     {"WorkspaceEmpty", [](auto &, auto &s) { s.workspace_bytes = 0; }, DSOPT_ERR_WORKSPACE, "workspace|0"},
-    {"WorkspaceMisaligned", [](auto &, auto &s) { s.workspace = shifted(static_cast<char *>(s.workspace), 128); },
-     DSOPT_ERR_ALIGNMENT, "workspace|256"},
+    {"WorkspaceShifted",
+     [](auto &, auto &s) {
+         s.workspace = static_cast<char *>(s.workspace) + 1;
+         --s.workspace_bytes; // one less than the slack allows
+     },
+     DSOPT_ERR_WORKSPACE, "workspace|needed"},
     {"ParamsNull", [](auto &, auto &s) { s.params = nullptr; }, DSOPT_ERR_ARGUMENT, "params"},
     {"StateNull", [](auto &, auto &s) { s.state = nullptr; }, DSOPT_ERR_ARGUMENT, "state"},
     {"StateWithAHole", [](auto &l, auto &) { l.state[4].data = nullptr; }, DSOPT_ERR_ARGUMENT,
@@ -272,7 +276,7 @@ TEST(RefusedZeroGrad, NamesTheCulpritAndChangesNothing) {
         const char *words;
     };
     const Wrong cases[] = {
-        {[](auto &l) { l[2].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE, "gradient|2|4"},
+        {[](auto &l) { l[2].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE, "gradient|2|I32"},
         {[](auto &l) { l[2].dtype = 77; }, DSOPT_ERR_DTYPE, "gradient|2|77"},
         {[](auto &l) { l[2].numel = -1; }, DSOPT_ERR_SHAPE, "gradient|2|-1"},
         {[](auto &l) { l[2].numel = INT64_MAX; }, DSOPT_ERR_SHAPE, "gradient|2|overflows"},

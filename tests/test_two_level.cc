@@ -362,7 +362,7 @@ TEST_F(TwoLevelRefusal, OfOneCommForBothLevels) {
 TEST_F(TwoLevelRefusal, OfAWorkspaceThatIsTooSmall) {
     with_nodes(2, 2, [&](const Seat &seat) {
         Side side(seat.data, seat.node.get(), {40, 0, 9});
-        --side.args.workspace_bytes;
+        side.args.workspace_bytes -= 256;
         EXPECT_TRUE(fails(side.call({}), DSOPT_ERR_WORKSPACE, "workspace"));
     });
 }

@@ -219,6 +219,25 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
     *result = r;
 }
 
+/// From the sums of LAMB's first sweep. mine(i): that was in it.
+template <class Mine> void find_trust_ratios(const StepPlan &plan, const Mine &mine) {
+    const bool shards = has_shards(plan, false);
+    if (shards) std::memset(plan.shard_sums, 0, shard_bytes(plan.shard_count));
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const TensorJob &job = plan.jobs[i];
+        const Hyper &hyper = plan.groups[job.group];
+        if (!job.present || !mine(i)) continue;
+        const double weights = fold_leaves(plan.sums_a, job), updates = fold_leaves(plan.sums_b, job);
+        if (job.trust_slot >= 0)
+            plan.shard_sums[job.trust_slot] = {weights, updates, 1};
+        else
+            plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+    }
+    if (!shards) return;
+    add_up_shards(plan, false);
+    for (int64_t i = 0; i < plan.count; ++i) take_shared_trust(plan, i);
+}
+
 void CpuBackend::step(const StepPlan &plan) const {
     const DefaultFloatEnvironment environment;
     Outcome outcome{};
@@ -289,17 +308,13 @@ void CpuBackend::step(const StepPlan &plan) const {
             kernels_.update(rule, span);
     });
     if (taken && plan.has_lamb) {
-        for (int64_t i = 0; i < plan.count; ++i) {
-            const TensorJob &job = plan.jobs[i];
-            const Hyper &hyper = plan.groups[job.group];
-            if (job.present && is_lamb(hyper.rule) && !(onebit && onebit->owns(i)))
-                plan.trust_ratio[i] = trust_ratio(fold_leaves(plan.sums_a, job), fold_leaves(plan.sums_b, job),
-                                                  hyper.min_trust, hyper.max_trust);
-        }
+        const auto sweeps = [&](int64_t i) {
+            return is_lamb(plan.groups[plan.jobs[i].group].rule) && !(onebit && onebit->owns(i));
+        };
+        find_trust_ratios(plan, sweeps);
         cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
-            const Rule rule = plan.groups[plan.jobs[i].group].rule;
-            if (plan.jobs[i].present && is_lamb(rule) && !(onebit && onebit->owns(i)))
-                kernels_.lamb_weights(rule, span_of(i, begin, end));
+            if (plan.jobs[i].present && sweeps(i))
+                kernels_.lamb_weights(plan.groups[plan.jobs[i].group].rule, span_of(i, begin, end));
         });
     }
     if (onebit && taken) onebit->run(cut, span_of, outcome.ms);

@@ -131,7 +131,7 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
 
 void OneBitStep::average_trust() {
     for (int64_t i = 0; i < plan_.count; ++i)
-        if (plan_.jobs[i].present && is_lamb(plan_.groups[plan_.jobs[i].group].rule))
+        if (moves_trust(plan_, plan_.jobs[i]) && is_lamb(plan_.groups[plan_.jobs[i].group].rule))
             dsopt::average_trust(one_.trust, plan_.trust_ratio[i], one_.trust_average[i], one_.scaling[i]);
 }
 
@@ -157,18 +157,42 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
     send(cut, span_of);
     auto *const factors = reinterpret_cast<double *>(plan_.bad);
     for_own(cut, span_of, [&](const OneBitSpan &one) { onebit_.lamb_mean(one, factors); });
+    find_frozen_trust(factors);
+    for_own(cut, span_of, onebit_.lamb_weights);
+    mark(DSOPT_MS_DECOMPRESS);
+}
+
+/// `factors`: one a leaf.
+void OneBitStep::find_frozen_trust(const double *factors) {
+    const auto take = [&](int64_t i, double factor, double without, double with) {
+        plan_.trust_ratio[i] =
+            frozen_trust(one_.trust, factor, without, with, hyper_of(plan_, plan_.jobs[i].group).weight_decay > 0,
+                         one_.trust_average[i], one_.scaling[i], one_.trust_factor[i]);
+    };
+    const bool shards = has_shards(plan_, true);
+    if (shards) std::memset(plan_.shard_sums, 0, shard_bytes(plan_.shard_count));
     for (int64_t i = 0; i < plan_.count; ++i) {
         const TensorJob &job = plan_.jobs[i];
         if (!owns(i) || !job.present) continue;
         double factor = 0;
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf)
             factor = larger_factor(factor, factors[leaf]);
-        plan_.trust_ratio[i] = frozen_trust(one_.trust, factor, fold_leaves(plan_.sums_a, job),
-                                            fold_leaves(plan_.sums_b, job), hyper_of(plan_, job.group).weight_decay > 0,
-                                            one_.trust_average[i], one_.scaling[i], one_.trust_factor[i]);
+        const double without = fold_leaves(plan_.sums_a, job), with = fold_leaves(plan_.sums_b, job);
+        if (job.trust_slot < 0) {
+            take(i, factor, without, with);
+        } else {
+            plan_.shard_sums[job.trust_slot] = {without, with, 1};
+            plan_.shard_factors()[job.trust_slot] = factor_to_send(factor);
+        }
     }
-    for_own(cut, span_of, onebit_.lamb_weights);
-    mark(DSOPT_MS_DECOMPRESS);
+    if (!shards) return;
+    add_up_shards(plan_, true);
+    for (int64_t i = 0; i < plan_.count; ++i) {
+        const int32_t slot = plan_.jobs[i].trust_slot;
+        if (slot < 0 || !moves_trust(plan_, plan_.jobs[i])) continue;
+        const ShardSums &sums = plan_.shard_sums[slot];
+        take(i, plan_.shard_factors()[slot], sums.weights, sums.updates);
+    }
 }
 
 void OneBitStep::end(const Cut &cut, bool taken) {

@@ -45,6 +45,7 @@ private:
     void send(const Cut &cut, const SpanOf &span_of);
     OneBitSpan onebit_span(int64_t i, const Span &span) const;
     void average_trust();
+    void find_frozen_trust(const double *factors);
 
     const StepPlan &plan_;
     const OneBitPlan &one_;

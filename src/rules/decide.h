@@ -61,6 +61,24 @@ DSOPT_HD double fold_leaves(const double *sums, const TensorJob &job) {
     return sum;
 }
 
+/// Between LAMB's sweeps model ranks add up shard_sums, and in compressed steps take the largest of shard_factors.
+/// `frozen`: of the tensors whose variance is, which go by themselves. False: there are none, and nobody sends anything.
+bool has_shards(const StepPlan &plan, bool frozen);
+void add_up_shards(const StepPlan &plan, bool frozen);
+
+/// Whether a LAMB tensor takes part in the step, with any of its shards.
+DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
+    return job.trust_slot < 0 ? job.present : plan.shard_sums[job.trust_slot].shards != 0;
+}
+/// From the sums of all shards, on every model rank alike.
+DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
+    const TensorJob &job = plan.jobs[i];
+    if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
+    const Hyper &hyper = plan.groups[job.group];
+    const ShardSums &sums = plan.shard_sums[job.trust_slot];
+    plan.trust_ratio[i] = trust_ratio(sums.weights, sums.updates, hyper.min_trust, hyper.max_trust);
+}
+
 /// The last line of dsopt_tensors_norm: `value` is the sum of squares, or the largest magnitude.
 DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value, double max_norm) {
     result.norm = kind == DSOPT_NORM_MAX ? value : sqrt(value);

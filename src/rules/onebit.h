@@ -123,6 +123,9 @@ DSOPT_HD float frozen_trust(const TrustRules &rules, double factor, double witho
 /// The largest of two factors, of which NaN is the largest.
 template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > most || other != other ? other : most; }
 
+/// For an exchange of the largest ones, which may lose a NaN: to frozen_trust() infinity is the same.
+DSOPT_HD double factor_to_send(double factor) { return factor != factor ? double(INFINITY) : factor; }
+
 /// 0/1 Adam between exchanges: a step by this rank alone.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &drift) {
     m = s.beta1 * m + s.a1 * (o.anchored && v == 0 ? 0.0f : unscale(s, g));

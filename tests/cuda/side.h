@@ -84,6 +84,7 @@ private:
     void *base_ = nullptr;
 };
 
+struct Ranks;
 struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int32_t param = DSOPT_DTYPE_F32, grad = DSOPT_DTYPE_F32;
@@ -96,6 +97,9 @@ struct Setting {
     bool mixed = false; // dtypes differ from tensor to tensor
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
+    std::vector<uint32_t> flags_of = {}; // in place of that, of every parameter
+    const Ranks *model = nullptr;        // model-parallel ranks, and which of them this is
+    int model_rank = 0;
     bool gaps = false;                                       // every fifth gradient is zero, always
     int exports_every = 1;                                   // steps
     void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
@@ -162,6 +166,7 @@ public:
             desc.scaler = scaler;
         }
         if (ranks != nullptr) desc.data = comm = ranks->join(context, rank);
+        if (setting.model != nullptr) desc.model = model = setting.model->join(context, setting.model_rank);
         if (node_ranks != nullptr) desc.node = node = node_ranks->join(context, node_rank);
         good(dsopt_optimizer_create(context, &desc, &optimizer));
         const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
@@ -178,7 +183,7 @@ public:
             params.back().set(p);
             dsopt_param entry{};
             entry.tensor = {params.back().data(), n, param, 0};
-            entry.flags = setting.param_flags;
+            entry.flags = setting.flags_of.empty() ? setting.param_flags : setting.flags_of[i];
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
             if (setting.out != 0) {
@@ -204,6 +209,7 @@ public:
         dsopt_scaler_destroy(scaler);
         dsopt_comm_destroy(comm);
         dsopt_comm_destroy(node);
+        dsopt_comm_destroy(model);
         if (setting_.context == nullptr) dsopt_context_destroy(context);
     }
 
@@ -275,7 +281,7 @@ public:
 
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
-    dsopt_comm *comm = nullptr, *node = nullptr;
+    dsopt_comm *comm = nullptr, *node = nullptr, *model = nullptr;
     dsopt_optimizer *optimizer = nullptr;
     std::vector<Bytes> params, grads, outs;
     std::vector<dsopt_tensor> gradients, outputs;

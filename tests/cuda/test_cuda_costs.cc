@@ -53,6 +53,40 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
     }
 }
 
+TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
+    allow_many_blocks();
+    for (const bool sharded : {false, true}) {
+        const Ranks group(2);
+        std::barrier together(2);
+        std::vector<std::string> seen, wanted;
+        for (int rank = 0; rank < 2; ++rank) {
+            for (const char *name : {"fold", "decide", "update4", "lamb_weights4"}) wanted.push_back(name);
+            if (sharded) wanted.push_back("shared_trust");
+        }
+        group.run([&](int rank) {
+            Setting s;
+            s.algorithm = DSOPT_ALGORITHM_LAMB;
+            s.sizes.assign(300, 3);
+            s.param_flags = sharded ? DSOPT_PARAM_MODEL_PARALLEL : 0;
+            s.model = &group;
+            s.model_rank = rank;
+            Side side(true, s);
+            side.fill_gradients(1);
+            OK(side.step());
+            together.arrive_and_wait();
+            if (rank == 0) fakert::mark();
+            together.arrive_and_wait();
+            OK(side.step());
+            together.arrive_and_wait();
+            if (rank == 0) seen = fakert::launched_kernels();
+            together.arrive_and_wait();
+        });
+        std::sort(seen.begin(), seen.end()); // of two ranks at once
+        std::sort(wanted.begin(), wanted.end());
+        EXPECT_EQ(seen, wanted);
+    }
+}
+
 TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     allow_many_blocks();
     Setting s;

@@ -16,10 +16,11 @@ constexpr int kRanks = 2;
 constexpr int64_t kCalls = 7;
 using Comms = std::vector<dsopt_comm *>; // data, model, experts
 
-/// AdamW with everything that ranks agree on in a step: norms of a model in parts and of experts, clipping, overflow.
+/// AdamW, or LAMB on shards, with everything that ranks agree on in a step: norms of a model in parts and of experts,
+/// clipping, overflow; trust ratios.
 class Trainer {
 public:
-    Trainer(dsopt_context *context, const Comms &comms, int rank, Memory memory) :
+    Trainer(dsopt_context *context, const Comms &comms, int rank, Memory memory, int32_t algorithm) :
         rank_(rank),
         memory_(std::move(memory)) {
         DSOPT_NEW(dsopt_scaler_desc, how);
@@ -36,7 +37,7 @@ public:
         desc.expert_count = 1;
         must(dsopt_optimizer_create(context, &desc, &opt_));
         dsopt_group group;
-        must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        must(dsopt_group_init(&group, sizeof group, algorithm));
         for (const bool second : {false, true}) {
             std::vector<dsopt_param> params;
             for (size_t t = second ? 2 : 0; t < (second ? 4u : 2u); ++t) {
@@ -47,6 +48,7 @@ public:
                 dsopt_param param{};
                 param.tensor = {weights_[t], kSizes[t], DSOPT_DTYPE_F32, 0};
                 param.expert = t % 2 ? 1 : 0;
+                param.flags = algorithm == DSOPT_ALGORITHM_LAMB ? DSOPT_PARAM_MODEL_PARALLEL : 0;
                 params.push_back(param);
             }
             must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));
@@ -160,41 +162,50 @@ void expect_busy(cudaStream_t stream) {
     (void)cudaGetLastError();
 }
 
+constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB};
+
 /// What threads on the CPU come to.
-std::vector<std::vector<std::string>> on_the_host() {
+std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
     std::vector<std::vector<std::string>> all(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
         // One comm thrice: its calls come in the same order on both ranks.
-        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, {}).run();
+        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, {}, algorithm).run();
     });
     return all;
 }
 
 TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
-    const auto wanted = on_the_host();
-    ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "nothing of the report is in it";
-    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
-        const std::vector<std::string> ids{new_id(), new_id(), new_id()};
-        run_ranks(kRanks, [&](int rank) {
-            const ThreeComms place(ids, rank, flags);
-            const std::vector<std::string> all =
-                Trainer(place.context(), place.comms, rank, device_memory(place.stream())).run();
-            for (size_t call = 0; call < all.size(); ++call)
-                EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
-                    << "flags " << flags << ", rank " << rank << ", call " << call + 1 << ": "
-                    << all[call].substr(all[call].size() - 80) << " instead of "
-                    << wanted[size_t(rank)][call].substr(wanted[size_t(rank)][call].size() - 80);
-        });
+    for (const int32_t algorithm : kAlgorithms) {
+        const auto wanted = on_the_host(algorithm);
+        ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "nothing of the report is in it";
+        for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
+            const std::vector<std::string> ids{new_id(), new_id(), new_id()};
+            run_ranks(kRanks, [&](int rank) {
+                const ThreeComms place(ids, rank, flags);
+                const std::vector<std::string> all =
+                    Trainer(place.context(), place.comms, rank, device_memory(place.stream()), algorithm).run();
+                for (size_t call = 0; call < all.size(); ++call)
+                    EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
+                        << "algorithm " << algorithm << ", flags " << flags << ", rank " << rank << ", call "
+                        << call + 1 << ": " << all[call].substr(all[call].size() - 80) << " instead of "
+                        << wanted[size_t(rank)][call].substr(wanted[size_t(rank)][call].size() - 80);
+            });
+        }
     }
 }
 
-TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
+class NcclEnqueuedStep : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(, NcclEnqueuedStep, testing::ValuesIn(kAlgorithms), [](const auto &info) {
+    return std::string(info.param == DSOPT_ALGORITHM_LAMB ? "Lamb" : "AdamW");
+});
+
+TEST_P(NcclEnqueuedStep, ReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     const std::vector<std::string> ids{new_id(), new_id(), new_id()};
     std::barrier together(kRanks);
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(together);
         const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-        Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
+        Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()), GetParam());
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first one
@@ -212,14 +223,14 @@ TEST(NcclEnqueued, StepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     });
 }
 
-TEST(NcclEnqueued, StepInAGraphGivesTheBitsOfPlainSteps) {
+TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
     constexpr int replays = 3;
     std::vector<std::string> wanted(kRanks), got(kRanks);
     for (const bool captured : {false, true}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
             const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()));
+            Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()), GetParam());
             trainer.fill(1);
             trainer.step();
             trainer.fill(2);
@@ -253,6 +264,40 @@ TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
             const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
             onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
             EXPECT_TRUE(trainer.run() == wanted[size_t(rank)]) << onebit_run::name_of(setting) << ", rank " << rank;
+        });
+    }
+}
+
+/// Two model ranks of 1-bit LAMB, with a skipped step before and after the freeze.
+onebit_run::Setting shards_of_onebit_lamb(dsopt_comm *model, const int32_t *skip) {
+    onebit_run::Setting setting;
+    setting.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB;
+    setting.sizes = {300, 1, 33, 4100};
+    setting.calls = 10;
+    setting.averages = false;
+    setting.model = model;
+    setting.change = [skip](int64_t call, dsopt_step &step) { step.skip = call == 2 || call == 7 ? skip : nullptr; };
+    return setting;
+}
+
+TEST(NcclEnqueued, OneBitLambOnShardsGivesTheBitsOfThreads) {
+    const int32_t one = 1;
+    std::vector<std::vector<std::string>> wanted(kRanks);
+    onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
+        wanted[size_t(rank)] = onebit_run::Rank(context, nullptr, rank, shards_of_onebit_lamb(comm, &one)).run();
+    });
+    for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
+        const std::string id = new_id();
+        run_ranks(kRanks, [&](int rank) {
+            const Device device(id, rank, kRanks, 60000, flags);
+            const DeviceBytes skip(Bytes{1, 0, 0, 0});
+            onebit_run::Rank trainer(device.context, nullptr, rank,
+                                     shards_of_onebit_lamb(device.comm, static_cast<const int32_t *>(skip.data())),
+                                     device_memory(device.stream));
+            const std::vector<std::string> all = trainer.run();
+            for (size_t call = 0; call < all.size(); ++call)
+                EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
+                    << "flags " << flags << ", rank " << rank << ", call " << call + 1;
         });
     }
 }

@@ -91,5 +91,28 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
         }
 }
 
+TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeOut) {
+    // Of a rank: norms and sums in the first step; norms, sums and the largest factors in the second.
+    for (const char *where : {"1:1:hang", "1:3:hang", "1:4:hang"}) {
+        const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);
+        const int64_t good = where[2] == '1' ? 0 : 1;
+        const std::string id = new_id();
+        run_ranks(2, [&](int rank) {
+            const Device device(id, rank, 2, 3000);
+            onebit_run::Setting setting;
+            setting.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB;
+            setting.freeze_step = 1;
+            setting.averages = false;
+            setting.model = device.comm;
+            onebit_run::Rank trainer(device.context, nullptr, rank, setting, device_memory(device.stream));
+            for (int64_t call = 1; call <= good; ++call) onebit_run::must(trainer.step(call));
+            const auto begin = Clock::now();
+            EXPECT_EQ(trainer.step(good + 1), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
+            EXPECT_LT(milliseconds_since(begin), 20000);
+            EXPECT_EQ(trainer.step(good + 2), DSOPT_ERR_TIMEOUT) << "the comm is lost";
+        });
+    }
+}
+
 } // namespace
 } // namespace nccl_test
