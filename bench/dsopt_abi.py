@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library and what dsopt.h declares, for Python: structs and constants are read from the header, so they cannot be out of date.
+"""The library for Python: structs, constants and signatures as include/dsopt.json has them.
 
     lib = dsopt_abi.load("libdsopt.so")
     group = lib.dsopt_group(lr=1e-3)        # a ctypes.Structure; `size` is filled in
     lib.check(lib.dsopt_group_init(ctypes.byref(group), ...))
 """
 import ctypes
+import json
 import os
-import re
 
-HEADER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "include", "dsopt.h")
-SCALARS = {"int": ctypes.c_int, "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double,
-           "dsopt_status": ctypes.c_int, "dsopt_parallel_for": ctypes.c_void_p}
-SCALARS.update({name + "_t": getattr(ctypes, "c_" + name) for name in "int32 uint32 int64 uint64".split()})
+DESCRIPTION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "include", "dsopt.json")
+SCALARS = {"void": None, "char": ctypes.c_char, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
+           "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double}
 
 
 class Library(ctypes.CDLL):
@@ -21,52 +20,52 @@ class Library(ctypes.CDLL):
             raise RuntimeError("status %d: %s" % (status, self.dsopt_last_error().decode()))
 
 
-def type_of(text, known):
-    """Of 'const float *' and the like. Pointers are addresses, strings bytes."""
-    if "*" in text:
-        return ctypes.c_char_p if re.fullmatch(r"const char \*", text.strip()) else ctypes.c_void_p
-    return known[text.replace("const ", "").strip()]
+def type_of(entry, known):
+    """Of a field or an argument. Pointers are addresses, strings bytes."""
+    if "signature" in entry:
+        return function_type(entry["signature"], known)
+    kind = entry["type"]
+    if kind.endswith("*"):
+        return ctypes.c_char_p if kind == "const char *" else ctypes.c_void_p
+    return known[kind] * entry["count"] if "count" in entry else known[kind]
 
 
-def fields_of(body, known, constants):
-    for line in filter(str.strip, body.split(";")):
-        line = " ".join(line.split())
-        function = re.fullmatch(r"(.*?)\(\*(\w+)\)\((.*)\)", line)
-        if function:
-            result, name, arguments = function.groups()
-            types = [type_of(re.sub(r"\w+$", "", word.strip()), known) for word in arguments.split(",")]
-            yield name, ctypes.CFUNCTYPE(None if result.strip() == "void" else type_of(result, known), *types)
-            continue
-        first, *more = line.split(",")
-        base, star, name = re.fullmatch(r"(.*?)(\**)(\w+(?:\[\w+\])?)", first).groups()
-        for name in [name] + [word.strip() for word in more]:
-            name, count = re.fullmatch(r"(\w+)(?:\[(\w+)\])?", name).groups()
-            kind = type_of(base + star, known)
-            yield name, kind * int(constants.get(count, count)) if count else kind
+def signature_of(entry, known):
+    """Of a function: result and arguments."""
+    return type_of({"type": entry["result"]}, known), [type_of(argument, known) for argument in entry["arguments"]]
 
 
-def structs(header=HEADER):
-    """Structs and enumerators by name."""
-    with open(header, encoding="utf-8") as file:
-        text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.DOTALL)
-    found = {name: int(value, 0) for name, value in re.findall(r"\b(DSOPT_\w+) = (0x[0-9a-fA-F]+|\d+)\b", text)}
-    known = dict(SCALARS)
-    for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\} \1;", text, flags=re.DOTALL):
-        fields = list(fields_of(body, known, found))
-
-        def init(self, *values, _own=fields[0][0] == "size", **named):
-            if _own and not values:
-                named.setdefault("size", ctypes.sizeof(self))
-            ctypes.Structure.__init__(self, *values, **named)
-
-        found[name] = known[name] = type(name, (ctypes.Structure,), {"_fields_": fields, "__init__": init})
-    return found
+def function_type(entry, known):
+    result, arguments = signature_of(entry, known)
+    return ctypes.CFUNCTYPE(result, *arguments)
 
 
-def load(path, header=HEADER):
-    library = Library(path)
-    library.dsopt_last_error.restype = ctypes.c_char_p
-    for name, value in structs(header).items():
+def struct_type(entry, known):
+    def init(self, *values, _own=entry["fields"][0]["name"] == "size", **named):
+        if _own and not values:
+            named.setdefault("size", ctypes.sizeof(self))
+        ctypes.Structure.__init__(self, *values, **named)
+
+    fields = [(field["name"], type_of(field, known)) for field in entry["fields"]]
+    return type(entry["name"], (ctypes.Structure,), {"_fields_": fields, "__init__": init})
+
+
+def load(path, description=DESCRIPTION):
+    with open(description, encoding="utf-8") as file:
+        abi = json.load(file)
+    library, known = Library(path), dict(SCALARS)
+    for new in abi["typedefs"]:
+        known[new["name"]] = type_of(new, known)
+    for callback in abi["callbacks"]:
+        known[callback["name"]] = function_type(callback, known)
+    for struct in abi["structs"]:
+        known[struct["name"]] = struct_type(struct, known)
+    for function in abi["functions"]:
+        entry = getattr(library, function["name"])
+        entry.restype, entry.argtypes = signature_of(function, known)
+    for name in [entry["name"] for entry in abi["callbacks"] + abi["structs"]]:
+        setattr(library, name, known[name])
+    for name, value in abi["constants"].items():
         setattr(library, name, value)
     return library
 

@@ -41,13 +41,13 @@ class Dsopt:
         desc = lib.dsopt_optimizer_desc(max_norm=1.0, scaler=scaler)
         lib.check(lib.dsopt_optimizer_create(context, ctypes.byref(desc), ctypes.byref(self.optimizer)))
         group = lib.dsopt_group()
-        lib.check(lib.dsopt_group_init(ctypes.byref(group), ctypes.c_size_t(group.size), lib.DSOPT_ALGORITHM_ADAMW))
+        lib.check(lib.dsopt_group_init(ctypes.byref(group), group.size, lib.DSOPT_ALGORITHM_ADAMW))
         group.weight_decay = 0.01
 
         def f16(tensor):
             return lib.dsopt_tensor(tensor.data_ptr(), tensor.numel(), lib.DSOPT_DTYPE_F16)
         list_ = (lib.dsopt_param * len(params))(*[lib.dsopt_param(tensor=f16(p)) for p in params])
-        lib.check(lib.dsopt_optimizer_add_group(self.optimizer, ctypes.byref(group), list_, ctypes.c_int64(len(params))))
+        lib.check(lib.dsopt_optimizer_add_group(self.optimizer, ctypes.byref(group), list_, len(params)))
         self.grads = (lib.dsopt_tensor * len(grads))(*map(f16, grads))
         self.step_ = lib.dsopt_step(grads=ctypes.addressof(self.grads), count=len(grads))
 

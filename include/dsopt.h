@@ -48,8 +48,9 @@
  *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
  *    also a call on its scaler and on its comms. A context serves any number of threads.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
- *    DSOPT_ERR_FORKED. The child may create new contexts. Their CPU work runs on threads of their own, not on OpenMP,
- *    whose threads do not survive a fork.
+ *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
+ *    create new contexts. Their CPU work runs on threads of their own, started for each pass, and not on OpenMP, whose
+ *    threads do not survive a fork.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits for any number of threads and any instruction
  *    set. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
@@ -131,14 +132,15 @@ enum dsopt_status_code {
     DSOPT_ERR_UNSUPPORTED = 18,
     /** Not possible now: for example no groups yet, or a parameter has no memory. */
     DSOPT_ERR_STATE = 19,
-    /** The object is in use by another thread. */
+    /** The object is in use by another thread, or by the call from which a hook calls. Try again. */
     DSOPT_ERR_BUSY = 20,
     /** The object was made before fork(): in the child it can only be destroyed. */
     DSOPT_ERR_FORKED = 21,
     /** The skip budget is used up: that many steps in a row were skipped. */
     DSOPT_ERR_SKIPS = 22,
-    /** `parallel_for` returned before it had run every piece exactly once, or threw. What the call writes is undefined
-     * in part: weights, state and outputs must be loaded again. The objects stay usable. Since: 0.2 */
+    /** `parallel_for` did not run every piece exactly once, or threw. Weights, state and outputs of the call are then
+     * undefined in part, counters too: load them again. The objects stay usable. Other ranks may wait in a collective
+     * of that call: abort its comms, and do not simply call again. Since: 0.2 */
     DSOPT_ERR_HOOK = 23,
     /* The system is at fault. */
     /** Out of host or backend memory. */
@@ -237,7 +239,8 @@ enum dsopt_context_flags {
 /**
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
  * when all of them are done. The calling thread should run pieces too: a pool whose threads all wait inside dsopt would
- * otherwise never finish. Pieces that were not run, ran twice, or an exception: DSOPT_ERR_HOOK.
+ * otherwise never finish. If it returns too early, hands out a piece twice, or throws, the call returns DSOPT_ERR_HOOK.
+ * A piece that begins after the function has returned is undefined behaviour.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -297,8 +300,8 @@ enum dsopt_algorithm {
     DSOPT_ALGORITHM_ADAMW = 3,
     /** You et al. 2020, as in DeepSpeed's FusedLamb: u = m / (sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u.
      * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 where a norm is 0.
-     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are over all its shards; compat mode takes one ratio per
-     * shard, as the original does. */
+     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are those of the whole tensor, over all model ranks. Compat
+     * mode takes one ratio per shard, as the original does. */
     DSOPT_ALGORITHM_LAMB = 4,
     /**
      * The first fused Adam of apex: p -= lr sqrt(c2)/c1 (m / (sqrt(v) + eps) + wd p). eps acts on the uncorrected v.
@@ -314,7 +317,8 @@ enum dsopt_algorithm {
      * steps, up to max_local_interval, the 1-bit mean of the distances they went brings the ranks together again. */
     DSOPT_ALGORITHM_ZERO_ONE_ADAM = 17,
     /** 1-bit LAMB, Li et al. 2021. Up to freeze_step it is LAMB. After that it is as 1-bit Adam, with the running mean
-     * of the trust ratio times a factor that follows how the variance would have gone on. */
+     * of the trust ratio times a factor that follows how the variance would have gone on. Sharded tensors as in LAMB:
+     * mean, factor and ratio are one number per tensor. */
     DSOPT_ALGORITHM_ONEBIT_LAMB = 18,
     DSOPT_ALGORITHM_SIGNED = -1
 };
@@ -371,7 +375,11 @@ typedef struct dsopt_group {
 
 enum dsopt_param_flags {
     /** Sharded over the model comm: this rank has one shard, and each rank's shard counts in norms. The gradients of
-     * parameters without this flag count in norms on model rank 0 only. */
+     * parameters without this flag count in norms on model rank 0 only.
+     * LAMB takes one trust ratio for all shards (standard mode). All model ranks then register the same LAMB tensors
+     * with this flag in the same order, empty ones where a rank holds nothing, and give gradients for the same ones. A
+     * shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages, whose ranks hold
+     * different tensors. */
     DSOPT_PARAM_MODEL_PARALLEL = 1,
     /** Another pipeline stage has the same parameter and counts it: left out of norms here. */
     DSOPT_PARAM_REPLICATED = 2,
@@ -489,7 +497,8 @@ typedef struct dsopt_optimizer_desc {
     dsopt_scaler *scaler;
     /** Kept. Data-parallel ranks, which agree on skipping. NULL = one rank. */
     dsopt_comm *data;
-    /** Kept. Model-parallel ranks, which add up norms and agree on skipping. NULL = one rank. */
+    /** Kept. Model-parallel ranks, which add up norms, agree on skipping, and find LAMB's trust ratios of sharded
+     * tensors together: one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
     dsopt_comm *model;
     /** The comms are kept, the array is not. Expert-parallel ranks, see dsopt_param.expert. */
     dsopt_comm *const *experts;
@@ -607,7 +616,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *op
 
 /**
  * Number of groups and of parameters.
- * @param[out] groups, params  either may be NULL.
+ * @param[out] groups  NULL = not wanted.
+ * @param[out] params  NULL = not wanted.
  * @return DSOPT_OK. Thread-safety: any number of readers.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params);
@@ -883,9 +893,10 @@ typedef struct dsopt_step {
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost; parameters and state are unchanged,
- * except where an exchange of the 1-bit family or of LAMB's sharded norms had begun (docs/onebit.md), or with ENQUEUE:
- * then load a checkpoint.
+ * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters and state are unchanged,
+ * with three exceptions, after which a checkpoint must be loaded: an exchange of the 1-bit family fails half-way
+ * (docs/onebit.md); the model comm fails between LAMB's two sweeps, when LAMB's moments, other groups and the scaler
+ * have moved already; or a comm was made with ENQUEUE.
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
@@ -909,8 +920,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
 /**
  * Write the starting values of every state tensor into the caller's list, in stream order: masters from `params`,
  * zeros, the scaler's starting scale and counters as its desc says. In compat mode with masters this includes the step
- * on zero gradients that the original takes when it is made. After it dsopt_optimizer_apply gives the bits that
- * dsopt_optimizer_step gives. Nothing is read from state that the optimizer owns.
+ * on zero gradients that the original takes when it is made, which also decays F32 parameters in place. After it
+ * dsopt_optimizer_apply gives the bits that dsopt_optimizer_step gives. Nothing is read from state that the optimizer
+ * owns.
  * Allocates workspace for the call and frees it, only where that step is taken; then it cannot be captured in a graph.
  * @param[in]  params  one entry per parameter. NULL is legal if there are no masters and the step is not taken.
  * @param[out] state   every entry, in list order, with memory unless it is empty.
@@ -1620,8 +1632,9 @@ typedef struct dsopt_compressed {
  * Sizes for a list. Reads `tensors` (without their data), `count`, `compat` and `node`.
  * A buffer has its elements first and its scales behind them. A worker has `count` scales, and as many elements as a
  * server times the ranks of the comm.
- * @param[out] worker, server  floats of worker_error and server_error; either may be NULL.
- * @param[out] workspace       bytes, enough for any alignment; may be NULL.
+ * @param[out] worker     floats of worker_error. NULL = not wanted.
+ * @param[out] server     floats of server_error. NULL = not wanted.
+ * @param[out] workspace  bytes, enough for any alignment. NULL = not wanted.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args,
@@ -1637,7 +1650,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, 
 /**
  * What a worker and a server still owe: one float per element, without the scales. With two levels a worker has its
  * own slice. Waits for the stream.
- * @param[out] worker, server  host memory; NULL = not wanted.
+ * @param[out] worker  host memory. NULL = not wanted.
+ * @param[out] server  host memory. NULL = not wanted.
  * @return as dsopt_compressed_allreduce. Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args,

@@ -60,6 +60,9 @@ shared)
     compile shared caller_c.c $(flags --cflags --libs)
     needs_library shared || fail "shared: not linked to the shared library"
     LD_LIBRARY_PATH=$(flags --variable=libdir) runs shared
+    # What other languages and programs that are not linked take.
+    cmp "$(flags --variable=abi_json)" "$here/../../include/dsopt.json" || fail "shared: abi_json"
+    [ -f "$(flags --variable=includedir)/dsopt_dl.h" ] || fail "shared: no dsopt_dl.h"
     ;;
 plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
     compile plugins plugins.c $(flags --cflags --libs) -ldl

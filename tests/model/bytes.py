@@ -75,7 +75,7 @@ for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     comm = comm_of(ranks)
     result, value = lib.dsopt_norm_result(), ctypes.c_float(1)
     tensor = lib.dsopt_tensor(ctypes.addressof(value), 1, lib.DSOPT_DTYPE_F32)
-    check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), ctypes.c_int64(1), lib.DSOPT_NORM_L2, ctypes.c_double(0), comm,
+    check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, lib.DSOPT_NORM_L2, 0, comm,
                                  ctypes.byref(result), None))
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)
     checked += 1

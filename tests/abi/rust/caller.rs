@@ -24,17 +24,17 @@ struct Param {
     name: *const c_char,
     dims: *const i64,
     ndim: i32,
-    flags: u32,
+    flags: i32,
     offset: i64,
     expert: i32,
-    reserved: i32,
+    group: i32,
 }
 
 #[repr(C)]
 struct Group {
     size: usize,
     algorithm: i32,
-    flags: u32,
+    flags: i32,
     lr: f64,
     beta1: f64,
     beta2: f64,
@@ -74,8 +74,9 @@ struct Step {
     stream: *mut c_void,
     parallel_for: Option<ParallelFor>,
     parallel_user: *mut c_void,
-    flags: u32,
-    reserved: u32,
+    flags: i32,
+    reserved: i32,
+    hyper: *const f32,
 }
 
 extern "C" {

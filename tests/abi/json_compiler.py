@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What dsopt.json says, against what a compiler makes of dsopt.h, and the other way round.
+
+usage: json_compiler.py dsopt.json INCLUDE-DIR STANDARD COMPILER...
+
+A program made of dsopt.json asserts every size, offset, type, value and signature. The names that are to be in it come
+from the preprocessor; a field that is missing leaves a gap, because no struct has padding (test header-*). At the end
+the same checks must refuse descriptions that are wrong in one place.
+"""
+import copy
+import json
+import re
+import subprocess
+import sys
+
+DESCRIPTION, INCLUDE, STANDARD, *COMPILER = sys.argv[1:]
+COMPILER += ["-x", "c++" if STANDARD.startswith("c++") else "c", "-std=" + STANDARD, "-I" + INCLUDE, "-Wall", "-Wextra",
+             "-Werror", "-Wno-unused-function"]
+
+
+def compiler(source, *options):
+    return subprocess.run(COMPILER + [*options, "-"], input=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def kinds(arguments):
+    return ", ".join(argument["type"] for argument in arguments) or "void"
+
+
+def program(abi):
+    lines = ['#include "dsopt.h"', "#include <stddef.h>", "#ifdef __cplusplus", "#define ASSERT static_assert", 'extern "C" {',
+             "#else", "#define ASSERT _Static_assert", "#endif", "#define CHECK(...) ASSERT((__VA_ARGS__), #__VA_ARGS__)"]
+
+    def check(condition):
+        lines.append("CHECK(%s);" % condition)
+
+    for struct in abi["structs"]:
+        name = struct["name"]
+        check("sizeof(%s) == %d" % (name, struct["size"]))
+        for field in struct["fields"]:
+            check("offsetof(%s, %s) == %d" % (name, field["name"], field["offset"]))
+            check("sizeof(((%s *)0)->%s) == %d" % (name, field["name"], field["size"]))
+            array = "(*pointer)[%d]" % field["count"] if "count" in field else "*pointer"
+            lines.append("static void %s_%s(%s *in) { __typeof__(%s) %s = &in->%s; (void)pointer; }"
+                         % (name, field["name"], name, field["type"], array, field["name"]))
+            if "signature" in field:
+                signature = field["signature"]
+                lines.append("static void %s_%s_call(%s *in) { %s (*pointer)(%s) = in->%s; (void)pointer; }" % (
+                    name, field["name"], name, signature["result"], kinds(signature["arguments"]), field["name"]))
+    for enum in abi["enums"]:
+        check("sizeof(enum %s) == 4 && (enum %s)-1 < 0" % (enum["name"], enum["name"]))
+        for constant in enum["constants"]:  # in C++ an enum takes constants of its own only
+            check("%s == %d" % (constant["name"], constant["value"]))
+            lines.append("static const enum %s check_%s = %s;" % (enum["name"], constant["name"], constant["name"]))
+            lines.append("static void use_%s(void) { (void)check_%s; }" % (constant["name"], constant["name"]))
+    for name, value in abi["constants"].items():
+        check("%s == %d" % (name, value))
+    # To declare something once more is legal if it is the same.
+    for new in abi["typedefs"]:
+        lines.append("typedef %s %s;" % (new["type"], new["name"]))
+    for callback in abi["callbacks"]:
+        lines.append("typedef %s (*%s)(%s);" % (callback["result"], callback["name"], kinds(callback["arguments"])))
+    for name in abi["opaque"]:
+        lines.append("typedef struct %s %s;" % (name, name))
+    for function in abi["functions"]:
+        lines.append("%s %s(%s);" % (function["result"], function["name"], kinds(function["arguments"])))
+    return "\n".join(lines + ["#ifdef __cplusplus", "}", "#endif", ""])
+
+
+def header():
+    """The names in dsopt.h, by kind."""
+    include = '#include "dsopt.h"\n'
+    text, macros = (compiler(include, *options).stdout for options in (("-E", "-P"), ("-E", "-dM")))
+    text = re.sub(r"\s+", " ", text)
+    constants = re.findall(r"\b(DSOPT_\w+) = -?\d", text) + re.findall(r"^#define (DSOPT_\w+) [-(\d]", macros, flags=re.M)
+    return {"structs": re.findall(r"\bstruct (dsopt_\w+) \{", text), "enums": re.findall(r"\benum (dsopt_\w+) \{", text),
+            "opaque": re.findall(r"\btypedef struct (dsopt_\w+) \1 ?;", text),
+            "typedefs": re.findall(r"\btypedef (?!struct)[\w ]+\b(dsopt_\w+) ?;", text),
+            "callbacks": re.findall(r"\btypedef [\w *]+\(\*(dsopt_\w+)\)", text),
+            "functions": re.findall(r'visibility\("default"\).*?\b(dsopt_\w+) ?\(', text),
+            "constants": [name for name in constants if not name.endswith("_SIGNED")]}
+
+
+def problems(abi):
+    for kind, want in header().items():
+        have = abi[kind] if kind in ("constants", "opaque") else [entry["name"] for entry in abi[kind]]
+        for name in sorted(set(want) ^ set(have)):
+            yield "%s: %s" % (name, "missing" if name in want else "not in the header")
+        if not want or len(have) != len(set(have)):
+            yield "%s: none, or one twice" % kind
+    listed = {constant["name"] for enum in abi["enums"] for constant in enum["constants"]}
+    for name in sorted(set(abi["constants"]) - listed):
+        if not re.fullmatch(r"DSOPT_(VERSION_(MAJOR|MINOR|PATCH)|ABI_VERSION)", name):
+            yield "%s: in no enum" % name
+    for struct in abi["structs"]:
+        end = 0
+        for field in struct["fields"] + [{"name": "(end)", "offset": struct["size"], "size": 0}]:
+            if field["offset"] != end:
+                yield "%s: %s begins at %d, the field before it ends at %d" % (struct["name"], field["name"], field["offset"], end)
+            end = field["offset"] + field["size"]
+    result = compiler(program(abi), "-fsyntax-only")
+    if result.returncode:
+        yield result.stderr
+
+
+def named(entries, name):
+    return next(entry for entry in entries if entry["name"] == name)
+
+
+def altered(abi):
+    """Descriptions that are wrong in one place each."""
+    def alter(change):
+        wrong = copy.deepcopy(abi)
+        change(wrong)
+        return wrong
+
+    def step(wrong):
+        return named(wrong["structs"], "dsopt_step")["fields"]
+
+    def save(wrong):
+        return named(wrong["functions"], "dsopt_optimizer_save")["arguments"]
+
+    yield "a struct less", alter(lambda wrong: wrong["structs"].pop())
+    yield "a field less", alter(lambda wrong: step(wrong).pop(3))
+    yield "the last field less", alter(lambda wrong: step(wrong).pop())
+    yield "another size", alter(lambda wrong: wrong["structs"][0].update(size=32))
+    yield "two fields exchanged", alter(lambda wrong: step(wrong)[1].update(name="params") or step(wrong)[3].update(name="grads"))
+    yield "another type of the same size", alter(lambda wrong: named(step(wrong), "count").update(type="uint64_t"))
+    yield "a const less", alter(lambda wrong: named(step(wrong), "grads").update(type="dsopt_tensor *"))
+    yield "an array less", alter(lambda wrong: named(named(wrong["structs"], "dsopt_report")["fields"], "ms").pop("count"))
+    yield "another signature", alter(lambda wrong: named(named(wrong["structs"], "dsopt_comm_table")["fields"], "error")[
+        "signature"]["arguments"].pop())
+    yield "a function less", alter(lambda wrong: wrong["functions"].pop(4))
+    yield "an argument less", alter(lambda wrong: save(wrong).pop())
+    yield "another result", alter(lambda wrong: named(wrong["functions"], "dsopt_version").update(result="int64_t"))
+    yield "a constant less", alter(lambda wrong: wrong["constants"].pop("DSOPT_MS_PHASES"))
+    yield "another value", alter(lambda wrong: wrong["constants"].update(DSOPT_ALL_GROUPS=0))
+    yield "another value in its enum", alter(lambda wrong: wrong["enums"][1]["constants"][2].update(value=9))
+    yield "an enum less", alter(lambda wrong: wrong["enums"].pop())
+    yield "a handle less", alter(lambda wrong: wrong["opaque"].pop())
+    yield "another callback", alter(lambda wrong: wrong["callbacks"][0]["arguments"].pop())
+    yield "another typedef", alter(lambda wrong: wrong["typedefs"][0].update(type="int64_t"))
+
+
+def main():
+    with open(DESCRIPTION, encoding="utf-8") as file:
+        abi = json.load(file)
+    found = list(problems(abi))
+    if found:
+        sys.exit("\n".join(found))
+    count = 0
+    for count, (name, wrong) in enumerate(altered(abi), 1):
+        if not any(problems(wrong)):
+            sys.exit("not noticed: " + name)
+    print("%d structs, %d functions, %d constants; %d wrong descriptions refused"
+          % (len(abi["structs"]), len(abi["functions"]), len(abi["constants"]), count))
+
+
+if __name__ == "__main__":
+    main()
