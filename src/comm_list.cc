@@ -9,7 +9,7 @@
 namespace dsopt {
 namespace {
 
-constexpr int64_t kBucket = int64_t(4) << 20; // floats: 16 MiB, where a collective costs its bytes and little else
+constexpr int64_t kBucket = int64_t(1) << 20; // floats: 4 MiB, a collective for which latency is small, and still in a cache
 constexpr int64_t kAlone = int64_t(1) << 18;  // fp32 tensors from here on are worth a collective of their own
 
 /// A stretch of a tensor of the list.
