@@ -431,7 +431,8 @@ enum dsopt_compat {
 
 /** What a step does about Inf and NaN in gradients. */
 enum dsopt_nonfinite {
-    /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. */
+    /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. With the 1-bit family
+     * prefer SKIP: a NaN that is applied stays in the error feedback for good. */
     DSOPT_NONFINITE_AUTO = 0,
     /** Always look, which is one more read of the gradients, and skip. */
     DSOPT_NONFINITE_SKIP = 1,
@@ -817,9 +818,9 @@ enum dsopt_hyper_place {
     DSOPT_HYPER_WEIGHT_DECAY = 4,
     /** dsopt_group.max_norm. */
     DSOPT_HYPER_GROUP_MAX_NORM = 5,
-    /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN in the others. */
+    /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN or 0 in the others. */
     DSOPT_HYPER_MAX_NORM = 6,
-    /** Length of a row. Place 7 must be NaN. */
+    /** Length of a row. Place 7 is reserved: NaN or 0. */
     DSOPT_HYPER_FLOATS = 8,
     DSOPT_HYPER_SIGNED = -1
 };
@@ -827,8 +828,8 @@ enum dsopt_hyper_place {
 /**
  * Arguments of one step. Lists have one entry per parameter, in flat order. `grads` and `count` are always needed, all
  * else is optional unless it says otherwise. The members from `lr` to `grad_norms` are in backend memory and are read
- * when the stream gets there. A value there that the host would refuse skips the step (DSOPT_SKIP_SCALE, _HYPER,
- * _NORM), whatever the policy for non-finite gradients.
+ * when the stream gets there. A scale or hyper-parameter there that the host would refuse skips the step
+ * (DSOPT_SKIP_SCALE, _HYPER), whatever the policy for non-finite gradients.
  */
 typedef struct dsopt_step {
     size_t size;
@@ -854,7 +855,8 @@ typedef struct dsopt_step {
     /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters stay. A scaler takes it for
      * an overflow, as it takes every reason to skip. */
     const int32_t *skip;
-    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. */
+    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. A negative
+     * or non-finite one counts as an overflow: it skips the step unless the policy is APPLY. */
     const float *grad_norms;
     /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_place. */
     float *report;
@@ -924,9 +926,10 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * dsopt_optimizer_apply gives the bits that dsopt_optimizer_step gives. Nothing is read from state that the optimizer
  * owns.
  * Allocates workspace for the call and frees it, only where that step is taken; then it cannot be captured in a graph.
- * @param[in]  params  one entry per parameter. NULL is legal if there are no masters and the step is not taken.
- * @param[out] state   every entry, in list order, with memory unless it is empty.
- * @param[in]  count   number of state entries.
+ * @param[in,out] params  one entry per parameter, only read unless that step is taken. NULL is legal if there are no
+ *                        masters.
+ * @param[out]    state   every entry, in list order, with memory unless it is empty.
+ * @param[in]     count   number of state entries.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory, each naming the tensor; _STATE: no
  * groups. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
@@ -1010,7 +1013,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_schedule_decode(const dsopt_optimizer *
 enum dsopt_phase {
     /** Pass 1: finite check and squares, in one read of the gradients. */
     DSOPT_MS_OVERFLOW_CHECK = 0,
-    /** Adding up leaves and ranks. On CUDA one rank does it in OVERFLOW_CHECK. */
+    /** Adding up leaves and ranks. With one rank, CUDA does this in OVERFLOW_CHECK. */
     DSOPT_MS_COMPUTE_NORM = 1,
     /** The divisor; the division is in BASIC_STEP. On CUDA it is made in OVERFLOW_CHECK. */
     DSOPT_MS_UNSCALE_AND_CLIP = 2,
@@ -1078,11 +1081,11 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 
 /* ---------------------------------------------------------------------------------------------------- save and load */
 enum dsopt_io_flags {
-    /** Load: leave moments and counters as they are. */
+    /** Load: leave moments, counters, schedule and error feedback as they are. */
     DSOPT_IO_NO_STATE = 1,
     /** Load: leave saved masters out and make them from the parameters. */
     DSOPT_IO_NO_MASTERS = 2,
-    /** Load: keep the hyper-parameters that are set now. */
+    /** Load: keep the hyper-parameters that are set now, those of the optimizer and the scaler's rules included. */
     DSOPT_IO_NO_HYPER = 4,
     /** Save and load the parameters as well. */
     DSOPT_IO_PARAMS = 8,
@@ -1257,7 +1260,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 
 /**
- * Set the scale, set an override, or clear the override. In stream order.
+ * Set the scale, set an override, or clear the override. Waits for the device.
  * @param[in] what   enum dsopt_scale.
  * @param[in] value  positive and finite in fp32; 0 to clear.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT.
@@ -1386,7 +1389,7 @@ enum dsopt_op {
 
 enum dsopt_memory {
     DSOPT_MEMORY_HOST = 0,
-    /** Of the context: device memory on CUDA. */
+    /** Memory of the context: device memory on CUDA. */
     DSOPT_MEMORY_BACKEND = 1,
     DSOPT_MEMORY_SIGNED = -1
 };
@@ -1430,7 +1433,8 @@ typedef struct dsopt_comm_desc {
     /** With `id`: number of ranks. */
     int32_t ranks;
     /**
-     * Longest wait in any call, but see ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to it.
+     * Longest wait in any call, except with ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to
+     * it.
      */
     int32_t timeout_ms;
     /** The bytes of dsopt_comm_unique_id, the same on all ranks. Creating is then collective. */

@@ -118,8 +118,8 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
         if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
             with_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
-            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr,
-                       state[i].data, stream);
+            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr, state[i].data,
+                       stream);
     }
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
