@@ -697,7 +697,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
                                                          dsopt_state_info *info);
 
 /**
- * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values.
+ * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values,
+ * except for loss_scale and scaler, which are there from the start.
  * Waits for the device.
  * @param[out] host   numel * size bytes.
  * @param[in]  bytes  exactly that number.
