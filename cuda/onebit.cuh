@@ -287,8 +287,9 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const 
 }
 __device__ inline void take_frozen_trust(const DeviceOneBit &b, int64_t i, double factor, double without, double with) {
     const StepPlan &plan = b.d.plan;
-    plan.trust_ratio[i] = frozen_trust(b.trust, factor, without, with, hyper_of(plan, plan.jobs[i].group).weight_decay > 0,
-                                       b.trust_average[i], b.scaling[i], b.trust_factor[i]);
+    plan.trust_ratio[i] =
+        frozen_trust(b.trust, factor, without, with, hyper_of(plan, plan.jobs[i].group).weight_decay > 0,
+                     b.trust_average[i], b.scaling[i], b.trust_factor[i]);
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
 __global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneBit b) {

@@ -48,8 +48,9 @@
  *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
  *    also a call on its scaler and on its comms. A context serves any number of threads.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
- *    DSOPT_ERR_FORKED. The child may create new contexts. Their CPU work runs on threads of their own, not on OpenMP,
- *    whose threads do not survive a fork.
+ *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
+ *    create new contexts. Their CPU work runs on threads of their own, started for each pass, and not on OpenMP, whose
+ *    threads do not survive a fork.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits for any number of threads and any instruction
  *    set. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
@@ -131,14 +132,15 @@ enum dsopt_status_code {
     DSOPT_ERR_UNSUPPORTED = 18,
     /** Not possible now: for example no groups yet, or a parameter has no memory. */
     DSOPT_ERR_STATE = 19,
-    /** The object is in use by another thread. */
+    /** The object is in use by another thread, or by the call from which a hook calls. Try again. */
     DSOPT_ERR_BUSY = 20,
     /** The object was made before fork(): in the child it can only be destroyed. */
     DSOPT_ERR_FORKED = 21,
     /** The skip budget is used up: that many steps in a row were skipped. */
     DSOPT_ERR_SKIPS = 22,
-    /** `parallel_for` returned before it had run every piece exactly once, or threw. What the call writes is undefined
-     * in part: weights, state and outputs must be loaded again. The objects stay usable. Since: 0.2 */
+    /** `parallel_for` did not run every piece exactly once, or threw. Weights, state and outputs of the call are then
+     * undefined in part, counters too: load them again. The objects stay usable. Other ranks may wait in a collective
+     * of that call: abort its comms, and do not simply call again. Since: 0.2 */
     DSOPT_ERR_HOOK = 23,
     /* The system is at fault. */
     /** Out of host or backend memory. */
@@ -237,7 +239,8 @@ enum dsopt_context_flags {
 /**
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
  * when all of them are done. The calling thread should run pieces too: a pool whose threads all wait inside dsopt would
- * otherwise never finish. Pieces that were not run, ran twice, or an exception: DSOPT_ERR_HOOK.
+ * otherwise never finish. If it returns too early, hands out a piece twice, or throws, the call returns DSOPT_ERR_HOOK.
+ * A piece that begins after the function has returned is undefined behaviour.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -297,8 +300,8 @@ enum dsopt_algorithm {
     DSOPT_ALGORITHM_ADAMW = 3,
     /** You et al. 2020, as in DeepSpeed's FusedLamb: u = m / (sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u.
      * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 where a norm is 0.
-     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are over all its shards; compat mode takes one ratio per
-     * shard, as the original does. */
+     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are those of the whole tensor, over all model ranks. Compat
+     * mode takes one ratio per shard, as the original does. */
     DSOPT_ALGORITHM_LAMB = 4,
     /**
      * The first fused Adam of apex: p -= lr sqrt(c2)/c1 (m / (sqrt(v) + eps) + wd p). eps acts on the uncorrected v.
@@ -314,7 +317,8 @@ enum dsopt_algorithm {
      * steps, up to max_local_interval, the 1-bit mean of the distances they went brings the ranks together again. */
     DSOPT_ALGORITHM_ZERO_ONE_ADAM = 17,
     /** 1-bit LAMB, Li et al. 2021. Up to freeze_step it is LAMB. After that it is as 1-bit Adam, with the running mean
-     * of the trust ratio times a factor that follows how the variance would have gone on. */
+     * of the trust ratio times a factor that follows how the variance would have gone on. Sharded tensors as in LAMB:
+     * mean, factor and ratio are one number per tensor. */
     DSOPT_ALGORITHM_ONEBIT_LAMB = 18,
     DSOPT_ALGORITHM_SIGNED = -1
 };
@@ -371,7 +375,11 @@ typedef struct dsopt_group {
 
 enum dsopt_param_flags {
     /** Sharded over the model comm: this rank has one shard, and each rank's shard counts in norms. The gradients of
-     * parameters without this flag count in norms on model rank 0 only. */
+     * parameters without this flag count in norms on model rank 0 only.
+     * LAMB takes one trust ratio for all shards (standard mode). All model ranks then register the same LAMB tensors
+     * with this flag in the same order, empty ones where a rank holds nothing, and give gradients for the same ones. A
+     * shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages, whose ranks hold
+     * different tensors. */
     DSOPT_PARAM_MODEL_PARALLEL = 1,
     /** Another pipeline stage has the same parameter and counts it: left out of norms here. */
     DSOPT_PARAM_REPLICATED = 2,
@@ -423,7 +431,8 @@ enum dsopt_compat {
 
 /** What a step does about Inf and NaN in gradients. */
 enum dsopt_nonfinite {
-    /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. */
+    /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. With the 1-bit family
+     * prefer SKIP: a NaN that is applied stays in the error feedback for good. */
     DSOPT_NONFINITE_AUTO = 0,
     /** Always look, which is one more read of the gradients, and skip. */
     DSOPT_NONFINITE_SKIP = 1,
@@ -489,7 +498,8 @@ typedef struct dsopt_optimizer_desc {
     dsopt_scaler *scaler;
     /** Kept. Data-parallel ranks, which agree on skipping. NULL = one rank. */
     dsopt_comm *data;
-    /** Kept. Model-parallel ranks, which add up norms and agree on skipping. NULL = one rank. */
+    /** Kept. Model-parallel ranks, which add up norms, agree on skipping, and find LAMB's trust ratios of sharded
+     * tensors together: one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
     dsopt_comm *model;
     /** The comms are kept, the array is not. Expert-parallel ranks, see dsopt_param.expert. */
     dsopt_comm *const *experts;
@@ -687,7 +697,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
                                                          dsopt_state_info *info);
 
 /**
- * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values.
+ * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values,
+ * except for loss_scale and scaler, which are there from the start.
  * Waits for the device.
  * @param[out] host   numel * size bytes.
  * @param[in]  bytes  exactly that number.
@@ -808,9 +819,9 @@ enum dsopt_hyper_place {
     DSOPT_HYPER_WEIGHT_DECAY = 4,
     /** dsopt_group.max_norm. */
     DSOPT_HYPER_GROUP_MAX_NORM = 5,
-    /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN in the others. */
+    /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN or 0 in the others. */
     DSOPT_HYPER_MAX_NORM = 6,
-    /** Length of a row. Place 7 must be NaN. */
+    /** Length of a row. Place 7 is reserved: NaN or 0. */
     DSOPT_HYPER_FLOATS = 8,
     DSOPT_HYPER_SIGNED = -1
 };
@@ -818,8 +829,8 @@ enum dsopt_hyper_place {
 /**
  * Arguments of one step. Lists have one entry per parameter, in flat order. `grads` and `count` are always needed, all
  * else is optional unless it says otherwise. The members from `lr` to `grad_norms` are in backend memory and are read
- * when the stream gets there. A value there that the host would refuse skips the step (DSOPT_SKIP_SCALE, _HYPER,
- * _NORM), whatever the policy for non-finite gradients.
+ * when the stream gets there. A scale or hyper-parameter there that the host would refuse skips the step
+ * (DSOPT_SKIP_SCALE, _HYPER), whatever the policy for non-finite gradients.
  */
 typedef struct dsopt_step {
     size_t size;
@@ -845,7 +856,8 @@ typedef struct dsopt_step {
     /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters stay. A scaler takes it for
      * an overflow, as it takes every reason to skip. */
     const int32_t *skip;
-    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. */
+    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. A negative
+     * or non-finite one counts as an overflow: it skips the step unless the policy is APPLY. */
     const float *grad_norms;
     /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_place. */
     float *report;
@@ -885,9 +897,10 @@ typedef struct dsopt_step {
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost; parameters and state are unchanged,
- * except where an exchange of the 1-bit family or of LAMB's sharded norms had begun (docs/onebit.md), or with ENQUEUE:
- * then load a checkpoint.
+ * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters and state are unchanged,
+ * with three exceptions, after which a checkpoint must be loaded: an exchange of the 1-bit family fails half-way
+ * (docs/onebit.md); the model comm fails between LAMB's two sweeps, when LAMB's moments, other groups and the scaler
+ * have moved already; or a comm was made with ENQUEUE.
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
@@ -911,14 +924,15 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
 /**
  * Write the starting values of every state tensor into the caller's list, in stream order: masters from `params`,
  * zeros, the scaler's starting scale and counters as its desc says. In compat mode with masters this includes the step
- * on zero gradients that the original takes when it is made. After it dsopt_optimizer_apply gives the bits that
- * dsopt_optimizer_step gives. Nothing is read from state that the optimizer owns.
- * Where that step is taken the call allocates workspace and frees it, the host may wait for the device, the call cannot
- * be captured in a graph, and F32 parameters beside masters, which are their own, decay in `params`.
- * @param[in,out] params  one entry per parameter, but for that only read. NULL is legal if there are no masters and the
- *                     step is not taken.
- * @param[out] state   every entry, in list order, with memory unless it is empty.
- * @param[in]  count   number of state entries.
+ * on zero gradients that the original takes when it is made, which also decays F32 parameters in place. After it
+ * dsopt_optimizer_apply gives the bits that dsopt_optimizer_step gives. Nothing is read from state that the optimizer
+ * owns.
+ * Where that step is taken the call allocates workspace and frees it, the host may wait for the device, and the call
+ * cannot be captured in a graph.
+ * @param[in,out] params  one entry per parameter, only read unless that step is taken. NULL is legal if there are no
+ *                        masters.
+ * @param[out]    state   every entry, in list order, with memory unless it is empty.
+ * @param[in]     count   number of state entries.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory, each naming the tensor; _STATE: no
  * groups, or this call cannot be captured. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
@@ -1002,7 +1016,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_schedule_decode(const dsopt_optimizer *
 enum dsopt_phase {
     /** Pass 1: finite check and squares, in one read of the gradients. */
     DSOPT_MS_OVERFLOW_CHECK = 0,
-    /** Adding up leaves and ranks. On CUDA one rank does it in OVERFLOW_CHECK. */
+    /** Adding up leaves and ranks. With one rank, CUDA does this in OVERFLOW_CHECK. */
     DSOPT_MS_COMPUTE_NORM = 1,
     /** The divisor; the division is in BASIC_STEP. On CUDA it is made in OVERFLOW_CHECK. */
     DSOPT_MS_UNSCALE_AND_CLIP = 2,
@@ -1070,11 +1084,11 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 
 /* ---------------------------------------------------------------------------------------------------- save and load */
 enum dsopt_io_flags {
-    /** Load: leave moments and counters as they are. */
+    /** Load: leave moments, counters, schedule and error feedback as they are. */
     DSOPT_IO_NO_STATE = 1,
     /** Load: leave saved masters out and make them from the parameters. */
     DSOPT_IO_NO_MASTERS = 2,
-    /** Load: keep the hyper-parameters that are set now. */
+    /** Load: keep the hyper-parameters that are set now, those of the optimizer and the scaler's rules included. */
     DSOPT_IO_NO_HYPER = 4,
     /** Save and load the parameters as well. */
     DSOPT_IO_PARAMS = 8,
@@ -1249,7 +1263,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 
 /**
- * Set the scale, set an override, or clear the override. In stream order.
+ * Set the scale, set an override, or clear the override. Waits for the device.
  * @param[in] what   enum dsopt_scale.
  * @param[in] value  positive and finite in fp32; 0 to clear.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT.
@@ -1378,7 +1392,7 @@ enum dsopt_op {
 
 enum dsopt_memory {
     DSOPT_MEMORY_HOST = 0,
-    /** Of the context: device memory on CUDA. */
+    /** Memory of the context: device memory on CUDA. */
     DSOPT_MEMORY_BACKEND = 1,
     DSOPT_MEMORY_SIGNED = -1
 };
@@ -1422,7 +1436,8 @@ typedef struct dsopt_comm_desc {
     /** With `id`: number of ranks. */
     int32_t ranks;
     /**
-     * Longest wait in any call, but see ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to it.
+     * Longest wait in any call, except with ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to
+     * it.
      */
     int32_t timeout_ms;
     /** The bytes of dsopt_comm_unique_id, the same on all ranks. Creating is then collective. */

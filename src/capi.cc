@@ -62,7 +62,7 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     if (bytes != entry.bytes())
         throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
-    optimizer.ensure_state(nullptr, nullptr);
+    if (!entry.of_scaler()) optimizer.ensure_state(nullptr, nullptr); // the scaler has its memory from the start
     return entry_at(optimizer, index);
 }
 

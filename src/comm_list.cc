@@ -9,8 +9,9 @@
 namespace dsopt {
 namespace {
 
-constexpr int64_t kBucket = int64_t(4) << 20; // floats: 16 MiB, where a collective costs its bytes and little else
-constexpr int64_t kAlone = int64_t(1) << 18;  // fp32 tensors from here on are worth a collective of their own
+constexpr int64_t kBucket =
+    int64_t(1) << 20; // floats: 4 MiB, a collective for which latency is small, and still in a cache
+constexpr int64_t kAlone = int64_t(1) << 18; // fp32 tensors from here on are worth a collective of their own
 
 /// A stretch of a tensor of the list.
 dsopt_tensor stretch(const dsopt_tensor &tensor, int64_t begin, int64_t numel) {
@@ -83,8 +84,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
             continue;
         }
         comm.all_reduce(list[i].data, list[i].numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-        if (op == DSOPT_OP_MEAN)
-            backend.axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
+        if (op == DSOPT_OP_MEAN) backend.axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
     }
     bucket.flush();
 }

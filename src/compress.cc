@@ -190,8 +190,7 @@ void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const 
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
     const Backend &backend = context.backend();
     const Parallel parallel = context.parallel();
-    const Exchange buffers(layout, args.worker_error, args.server_error,
-                           static_cast<char *>(args.workspace) + slack);
+    const Exchange buffers(layout, args.worker_error, args.server_error, static_cast<char *>(args.workspace) + slack);
     backend.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
     if (layout.has_levels())
         two_level_exchange(context, &comm, *node, buffers, parallel, args.stream);

@@ -248,8 +248,8 @@ void Optimizer::write_reduction(const dsopt_tensor *schedule, int32_t *reduction
         throw Error(DSOPT_ERR_ALIGNMENT, "reduction is at %p, not aligned to 4 bytes", static_cast<void *>(reduction));
     const StateEntry *const entry = find_entry(StateKind::schedule);
     if ((schedule != nullptr) != (entry != nullptr))
-        throw Error(DSOPT_ERR_ARGUMENT, entry != nullptr ? "schedule is NULL"
-                                                         : "schedule is given, and no group is of the 1-bit family");
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    entry != nullptr ? "schedule is NULL" : "schedule is given, and no group is of the 1-bit family");
     if (entry != nullptr) check_state_tensor(*schedule, *entry, true);
     context_->backend().write_reduction(entry != nullptr ? onebit_->rules : ScheduleRules{},
                                         entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr,

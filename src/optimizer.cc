@@ -54,8 +54,7 @@ bool has_trust(const dsopt_group &group) {
 } // namespace
 
 void Optimizer::check_group(const dsopt_group &g) {
-    constexpr int32_t known =
-        DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_NON_FREEZE;
+    constexpr int32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_NON_FREEZE;
     const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
     if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
         g.algorithm != DSOPT_ALGORITHM_ADAMW)
@@ -87,9 +86,9 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
     constexpr int32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
-                               DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
-                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
-                               DSOPT_OPTIMIZER_MOMENTUM_BITS;
+                              DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
+                              DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
+                              DSOPT_OPTIMIZER_MOMENTUM_BITS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_COMPAT_NONE)
@@ -144,9 +143,8 @@ Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t gro
     const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
                no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
     if (given.offset < 0 || (given.offset != 0 && !random))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "parameter '%s' has offset %lld: only stochastic rounding has a use for one", label.name,
-                    ll(given.offset));
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
+                    label.name, ll(given.offset));
     if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
     param.random_key = desc_.seed;
@@ -208,8 +206,7 @@ std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, con
         if (setup->compresses && !setup->layout.is_exact()) {
             add(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
             add(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-            if (desc_.compat == DSOPT_COMPAT_NONE)
-                add(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
+            if (desc_.compat == DSOPT_COMPAT_NONE) add(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
             if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
                 add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
         }
@@ -246,8 +243,7 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
 }
 
 /// `named_groups`: parameters say to which of the groups they go; else all of them go to the last one.
-void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *params, int64_t count,
-                     bool named_groups) {
+void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *params, int64_t count, bool named_groups) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
     if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
@@ -278,8 +274,8 @@ void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *par
                         "dsopt_param.group of parameter %lld is %d: in dsopt_optimizer_add_group it must be 0",
                         ll(index), given.group);
         if (group < 0 || size_t(group) >= new_groups.size())
-            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups", ll(index),
-                        group, new_groups.size());
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups",
+                        ll(index), group, new_groups.size());
         Param param = make_param(given, index, group);
         if (!names.insert(param.name).second)
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
@@ -480,8 +476,7 @@ double Optimizer::get(int32_t group, int32_t key) const {
     dsopt_group copy = groups_[index];
     switch (key) {
     case DSOPT_KEY_ALGORITHM: return copy.algorithm;
-    case DSOPT_KEY_BIAS_CORRECTION:
-        return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
+    case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
     case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
     case DSOPT_KEY_FREEZE_STEP:
         if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);

@@ -256,7 +256,7 @@ private:
     dsopt_optimizer_desc desc_;
     std::vector<dsopt_group> groups_;
     Attachments with_;
-    int64_t scaler_ticket_ = 0; // says whether the scaler was detached since
+    int64_t scaler_ticket_ = 0;   // says whether the scaler was detached since
     std::vector<Comm *> experts_; // of with_, as a plan wants them
     std::vector<Param> params_;
     std::vector<StateEntry> state_;

@@ -18,6 +18,7 @@ public:
             throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
         return found->second;
     }
+    bool has(const std::string &key) const { return file_.metadata().find(key) != file_.metadata().end(); }
     template <class T> T number(const std::string &key) const {
         const std::string &value = text(key);
         T number{};

@@ -49,8 +49,13 @@ constexpr std::string_view kStart = R"({"__metadata__":{"header_xxh3":")"; // th
 constexpr struct {
     std::string_view name;
     int32_t dtype;
-} kDtypes[] = {{"F32", DSOPT_DTYPE_F32}, {"F16", DSOPT_DTYPE_F16}, {"BF16", DSOPT_DTYPE_BF16}, {"I32", DSOPT_DTYPE_I32},
-               {"U8", kU8},         {"I64", kI64},       {"F64", DSOPT_DTYPE_F64}};
+} kDtypes[] = {{"F32", DSOPT_DTYPE_F32},
+               {"F16", DSOPT_DTYPE_F16},
+               {"BF16", DSOPT_DTYPE_BF16},
+               {"I32", DSOPT_DTYPE_I32},
+               {"U8", kU8},
+               {"I64", kI64},
+               {"F64", DSOPT_DTYPE_F64}};
 
 // ---- checksums ----
 

@@ -12,8 +12,8 @@
 // the header with its own digits as '0'. Any safetensors reader can read the file; only files with these checksums are
 // read here.
 #pragma once
-#include "dtype.h"
 #include "byte_io.h"
+#include "dtype.h"
 #include "status.h"
 #include <cstddef>
 #include <cstdint>

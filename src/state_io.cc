@@ -87,6 +87,38 @@ std::vector<std::string> split_names(const std::string &text) {
     return names;
 }
 
+/// Group of every parameter where the parameters of a group do not follow one another; "" where they do, and their
+/// numbers say it.
+std::string join_groups(const std::vector<Param> &params) {
+    if (std::is_sorted(params.begin(), params.end(), [](const Param &a, const Param &b) { return a.group < b.group; }))
+        return "";
+    std::string text;
+    for (const Param &param : params) text += (text.empty() ? "" : ",") + to_text(param.group);
+    return text;
+}
+/// The reverse. `sizes`: number of parameters of each group.
+std::vector<int64_t> split_groups(const Fields &fields, const std::vector<int64_t> &sizes, size_t params) {
+    std::vector<int64_t> groups;
+    if (!fields.has("param_groups")) {
+        for (size_t i = 0; i < sizes.size(); ++i) groups.insert(groups.end(), size_t(sizes[i]), int64_t(i));
+    } else {
+        const std::string &text = fields.text("param_groups");
+        const char *const end = text.data() + text.size();
+        for (const char *at = text.data(); at < end; ++at) { // a comma behind each but the last
+            int64_t group = 0;
+            const auto [next, error] = std::from_chars(at, end, group);
+            if (error != std::errc() || (next != end && *next != ','))
+                throw Error(DSOPT_ERR_FORMAT, "field 'param_groups' of the checkpoint is damaged at byte %zu",
+                            size_t(at - text.data()));
+            groups.push_back(group);
+            at = next;
+        }
+    }
+    if (groups.size() != params)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has groups for %zu of its %zu parameters", groups.size(), params);
+    return groups;
+}
+
 void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known) {
     if (io.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
@@ -163,17 +195,17 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
             throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i,
                         static_cast<long long>(sizes[i]), names.size());
     std::vector<int64_t> order;
-    size_t group = 0;
-    int64_t end = sizes.empty() ? 0 : sizes[0];
+    const std::vector<int64_t> saved = split_groups(fields, sizes, names.size());
     for (const std::string &name : names) {
-        while (group + 1 < sizes.size() && int64_t(order.size()) >= end) end += sizes[++group];
+        const int64_t group = saved[order.size()];
         const auto found = places.find(name);
         if (found == places.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
-        if (size_t(params[size_t(found->second)].group) != group)
-            throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is in group %zu of the checkpoint and in group %d here",
-                        name.c_str(), group, params[size_t(found->second)].group);
+        if (params[size_t(found->second)].group != group)
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "parameter '%.200s' is in group %lld of the checkpoint and in group %d here", name.c_str(),
+                        static_cast<long long>(group), params[size_t(found->second)].group);
         order.push_back(found->second);
         found->second = -1; // a name counts once
     }
@@ -332,6 +364,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
+    if (std::string groups = join_groups(optimizer.params()); !groups.empty())
+        metadata.emplace_back("param_groups", std::move(groups));
     if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE)
         metadata.emplace_back("accumulated", optimizer.accumulated());
     if (const Scaler *scaler = optimizer.scaler()) {

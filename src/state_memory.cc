@@ -123,8 +123,8 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
         if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
             with_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
-            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr,
-                       state[i].data, stream);
+            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr, state[i].data,
+                       stream);
     }
     const dsopt_tensor *const schedule = find_state(state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - state)].data) state_changed();

@@ -94,8 +94,8 @@ size_t Optimizer::workspace_bytes() const { return with_slack(layout().bytes); }
 
 Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    constexpr int32_t known = DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED |
-                              DSOPT_STEP_NO_NAN;
+    constexpr int32_t known =
+        DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED | DSOPT_STEP_NO_NAN;
     const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
     if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
@@ -121,9 +121,8 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
     if ((step.flags & DSOPT_STEP_NO_NAN) && step.report == nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_NO_NAN has no effect without dsopt_step.report");
     for (const void *scalar : {static_cast<const void *>(step.lr), static_cast<const void *>(step.hyper),
-                               static_cast<const void *>(step.grad_scale),
-                               static_cast<const void *>(step.skip), static_cast<const void *>(step.grad_norms),
-                               static_cast<const void *>(step.report)})
+                               static_cast<const void *>(step.grad_scale), static_cast<const void *>(step.skip),
+                               static_cast<const void *>(step.grad_norms), static_cast<const void *>(step.report)})
         if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
 

@@ -94,7 +94,7 @@ struct StepPlan {
     bool dry;             // learning rates are 0
     bool local_gradients; // the data ranks' differ: their norms go together
     double max_norm;
-    float max_value;                           // INFINITY = off
+    float max_value;                                   // INFINITY = off
     const float *lr, *hyper, *grad_scale, *grad_norms; // device scalars or NULL
     const int32_t *skip;
     float *loss_scale; // of the scaler, with its machine and rules; NULL without

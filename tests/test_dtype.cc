@@ -28,8 +28,7 @@ struct Isa {
 };
 
 TEST(Dtype, SizesOfAllAndOfNone) {
-    for (const int32_t dtype :
-         {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_DTYPE_F64})
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_DTYPE_F64})
         EXPECT_EQ(dsopt::dtype_size(dtype), size_of(dtype));
     EXPECT_EQ(dsopt::dtype_size(dsopt::kU8), 1u);
     EXPECT_EQ(dsopt::dtype_size(dsopt::kI64), 8u);

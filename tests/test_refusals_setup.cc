@@ -321,13 +321,13 @@ TEST_F(AddGroup, RefusesWrongLists) {
 }
 
 TEST_F(AddGroup, RefusesWrongTensors) {
-    for (const int32_t dtype :
-         std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
+    for (const int32_t dtype : std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
         std::vector<dsopt_param> list = params();
         list[0].tensor.dtype = dtype;
-        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|dtype " + (dtype == DSOPT_DTYPE_I32   ? "I32"
-                                                                                               : dtype == DSOPT_DTYPE_F64 ? "F64"
-                                                                                                                          : std::to_string(dtype)));
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE,
+                       "'p1'|dtype " + (dtype == DSOPT_DTYPE_I32   ? "I32"
+                                        : dtype == DSOPT_DTYPE_F64 ? "F64"
+                                                                   : std::to_string(dtype)));
     }
     expect_param_refused([](auto &p) { p.tensor.numel = -1; }, DSOPT_ERR_SHAPE, "'layer.weight'|-1");
     expect_param_refused([](auto &p) { p.tensor.numel = INT64_MIN; }, DSOPT_ERR_SHAPE, "'layer.weight'");

@@ -61,8 +61,9 @@ TEST(Safetensors, FileAndCallbacksGiveTheSameBytesAndComeBack) {
 TEST(Safetensors, EveryDtypeComesBackAligned) {
     Content content;
     for (int round = 0; round < 3; ++round)
-        for (const int32_t dtype : std::initializer_list<int32_t>{dsopt::kU8, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_F64, DSOPT_DTYPE_BF16,
-                                    DSOPT_DTYPE_I32, dsopt::kI64})
+        for (const int32_t dtype :
+             std::initializer_list<int32_t>{dsopt::kU8, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_F64,
+                                            DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, dsopt::kI64})
             content.add("t" + std::to_string(dtype) + "." + std::to_string(round), dtype, {3, round},
                         3 * uint64_t(round) * dtype_size(dtype));
     Memory memory{image(content)};

@@ -518,4 +518,45 @@ TEST(ScalerSaved, DynamicCheckpointIsRefusedByAStaticScaler) {
     EXPECT_TRUE(ok(file.load(b, DSOPT_IO_NO_SCALER)));
 }
 
+TEST(ScalerExport, NeedsNoMemoryOfParameters) {
+    const Context ctx = make_context();
+    const Scaler scaler = make_scaler(ctx, 4096);
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.scaler = scaler.get();
+    dsopt_optimizer *raw = nullptr;
+    must(dsopt_optimizer_create(ctx.get(), &desc, &raw));
+    const std::unique_ptr<dsopt_optimizer, Release<dsopt_optimizer_destroy>> opt(raw);
+    dsopt_group group;
+    must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+    dsopt_param param{};
+    param.tensor = {nullptr, 5, DSOPT_DTYPE_F16, 0}; // its master has nothing to start from
+    must(dsopt_optimizer_add_group(raw, &group, &param, 1));
+    int64_t count = 0;
+    must(dsopt_optimizer_state_count(raw, &count));
+    for (int64_t i = 0; i < count; ++i) {
+        DSOPT_NEW(dsopt_state_info, info);
+        must(dsopt_optimizer_state(raw, i, &info));
+        std::vector<char> bytes(size_t(info.tensor.numel) * 4);
+        const dsopt_status status = dsopt_optimizer_export(raw, i, bytes.data(), bytes.size());
+        const std::string name = info.name;
+        if (name != "loss_scale" && name != "scaler") {
+            EXPECT_TRUE(fails(status, DSOPT_ERR_STATE, "no memory")) << name;
+            continue;
+        }
+        ASSERT_TRUE(ok(status)) << name;
+        if (name == "loss_scale") {
+            float scale = 0;
+            std::memcpy(&scale, bytes.data(), sizeof scale);
+            EXPECT_EQ(scale, 4096.0f);
+        } else {
+            int32_t words[12];
+            std::memcpy(words, bytes.data(), sizeof words);
+            DSOPT_NEW(dsopt_scaler_info, decoded);
+            must(dsopt_scaler_decode(words, &decoded));
+            EXPECT_EQ(decoded.scale, 4096.0);
+            EXPECT_EQ(decoded.last_overflow, -1);
+        }
+    }
+}
+
 } // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the published settings send, from dsopt_optimizer_next_reduction alone: the table in README.md. Nothing is
+// What the published settings send, from dsopt_optimizer_next_reduction alone: the table in docs/onebit.md. Nothing is
 // trained.
 #include "test_mixed_util.h"
 

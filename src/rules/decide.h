@@ -133,8 +133,9 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
         const float *row = plan.hyper + g * DSOPT_HYPER_FLOATS, last = row[DSOPT_HYPER_FLOATS - 1],
                     of_all = row[DSOPT_HYPER_MAX_NORM];
         // Clipping that the host has not switched on: gradients are not read for it.
-        valid = valid && last != last && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
-        valid = valid && (of_all != of_all || (g == 0 && is_not_negative(of_all) && (of_all == 0 || plan.max_norm > 0)));
+        valid = valid && !(last < 0) && !(last > 0) && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
+        const bool clips = of_all < 0 || of_all > 0;
+        valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.max_norm > 0));
     }
     return valid;
 }

@@ -132,7 +132,10 @@ TEST(Hccl, CallsFromAnotherThreadFindTheDeviceAndGiveItBack) {
     const std::string id = new_id();
     std::unique_ptr<Comm> comm;
     run_ranks(1, [&](int) { comm = make(id, 0, 1); });
-    std::thread([&] { std::vector<char> row(1);comm->all_gather(row.data(), row.data(), 1, nullptr); }).join();
+    std::thread([&] {
+        std::vector<char> row(1);
+        comm->all_gather(row.data(), row.data(), 1, nullptr);
+    }).join();
     comm.reset();
 }
 

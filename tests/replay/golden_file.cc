@@ -19,9 +19,12 @@ struct DtypeRow {
     int32_t dtype;
     size_t size;
 };
-constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_DTYPE_F64, 8}, {"F32", DSOPT_DTYPE_F32, 4},
-                                   {"F16", DSOPT_DTYPE_F16, 2}, {"BF16", DSOPT_DTYPE_BF16, 2},
-                                   {"I64", kI64, 8},       {"I32", DSOPT_DTYPE_I32, 4},
+constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_DTYPE_F64, 8},
+                                   {"F32", DSOPT_DTYPE_F32, 4},
+                                   {"F16", DSOPT_DTYPE_F16, 2},
+                                   {"BF16", DSOPT_DTYPE_BF16, 2},
+                                   {"I64", kI64, 8},
+                                   {"I32", DSOPT_DTYPE_I32, 4},
                                    {"U8", kU8, 1}};
 
 const DtypeRow &dtype_row(int32_t dtype) {

@@ -123,8 +123,7 @@ public:
         } else { // gradients are recorded as they came out of it
             (void)comparison_.input("grads_averaged", kU8, {steps});
         }
-        if (file_.find("grad_present") != nullptr)
-            present_ = &comparison_.input("grad_present", kU8, {steps, count});
+        if (file_.find("grad_present") != nullptr) present_ = &comparison_.input("grad_present", kU8, {steps, count});
         overflow_ = &scalar("overflow");
         scale_used_ = &scalar("loss_scale_used");
         divisor_ = &scalar("combined_scale");

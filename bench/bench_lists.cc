@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a rank does itself in dsopt_comm_all_reduce: 16-bit tensors and small ones to a bucket of fp32 and back. The comm's
+// collectives do nothing here. Beside it a copy that moves as many bytes, and one collective and two conversions a tensor.
+#include "bench_util.h"
+#include <benchmark/benchmark.h>
+#include <cstring>
+
+namespace {
+
+using bench::check;
+constexpr int kRanks = 4;
+
+struct Fixture {
+    std::vector<int64_t> sizes;
+    bench::List list;
+    dsopt_context *context = nullptr;
+    dsopt_comm *comm = nullptr;
+    Fixture(const std::string &name, int32_t dtype) : sizes(bench::shapes(name)), list(sizes, dtype) {
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.threads = 1;
+        check(dsopt_context_create(&desc, &context));
+        comm = bench::idle_comm(context, kRanks);
+    }
+    ~Fixture() {
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context);
+    }
+    int64_t bytes(int32_t dtype) const { // to the bucket and back
+        return bench::total(sizes) * int64_t(2 * (bench::List::element(dtype) + 4));
+    }
+};
+
+void done(benchmark::State &state, int64_t bytes) { state.SetBytesProcessed(state.iterations() * bytes); }
+
+void BM_AllReduceList(benchmark::State &state, const std::string &name, int32_t dtype) {
+    Fixture f(name, dtype);
+    for (auto _ : state)
+        check(dsopt_comm_all_reduce(f.comm, f.list.tensors.data(), int64_t(f.list.tensors.size()), DSOPT_OP_MEAN,
+                                    nullptr));
+    done(state, f.bytes(dtype));
+}
+
+/// What a caller without lists would write.
+void BM_TensorByTensor(benchmark::State &state, const std::string &name, int32_t dtype) {
+    Fixture f(name, dtype);
+    int64_t most = 0;
+    for (const int64_t n : f.sizes) most = n > most ? n : most;
+    const bench::Memory wide(size_t(most) * sizeof(float));
+    const float share = 1.0f / kRanks;
+    for (auto _ : state)
+        for (const dsopt_tensor &tensor : f.list.tensors) {
+            const dsopt_tensor room{wide.as<float>(), tensor.numel, DSOPT_DTYPE_F32, 0};
+            check(dsopt_tensors_axpby(f.context, nullptr, &tensor, 0, &room, 1, nullptr));
+            check(dsopt_comm_all_reduce(f.comm, &room, 1, DSOPT_OP_SUM, nullptr));
+            check(dsopt_tensors_axpby(f.context, &share, &room, 0, &tensor, 1, nullptr));
+        }
+    done(state, f.bytes(dtype));
+}
+
+void BM_Copy(benchmark::State &state, const std::string &name, int32_t dtype) {
+    const int64_t bytes = bench::total(bench::shapes(name)) * int64_t(2 * (bench::List::element(dtype) + 4));
+    const bench::Memory from(size_t(bytes / 2)), to(size_t(bytes / 2));
+    for (auto _ : state) {
+        std::memcpy(to.as<char>(), from.as<char>(), size_t(bytes / 2));
+        benchmark::ClobberMemory();
+    }
+    done(state, bytes);
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    for (const char *name : {"gpt2-124m", "resnet50", "10000x1000"})
+        for (const int32_t dtype : {int32_t(DSOPT_DTYPE_BF16), int32_t(DSOPT_DTYPE_F16)}) {
+            const std::string end = std::string("/") + name + (dtype == DSOPT_DTYPE_BF16 ? "/bf16" : "/fp16");
+            benchmark::RegisterBenchmark(("BM_AllReduceList" + end).c_str(), BM_AllReduceList, name, dtype);
+            benchmark::RegisterBenchmark(("BM_TensorByTensor" + end).c_str(), BM_TensorByTensor, name, dtype);
+            benchmark::RegisterBenchmark(("BM_Copy" + end).c_str(), BM_Copy, name, dtype);
+        }
+    benchmark::Initialize(&argc, argv);
+    benchmark::RunSpecifiedBenchmarks();
+    return 0;
+}
