@@ -12,6 +12,7 @@ namespace dsopt {
 class Fields {
 public:
     explicit Fields(const SafetensorsReader &file) : file_(file) {}
+    bool has(const std::string &key) const { return file_.metadata().count(key) != 0; }
     const std::string &text(const std::string &key) const {
         const auto found = file_.metadata().find(key);
         if (found == file_.metadata().end())
