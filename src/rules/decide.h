@@ -92,8 +92,8 @@ DSOPT_HD double row_or(const float *row, int place, double host) {
     return value == value ? double(value) : host;
 }
 
-/// Hyper-parameters of a group with what the caller has in backend memory. Every reader of them comes through here.
-DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
+/// Hyper-parameters of a group with what the caller has in backend memory.
+DSOPT_HD Hyper given_hyper_of(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
     if (plan.lr != nullptr) hyper.lr = double(plan.lr[group]);
     if (plan.hyper != nullptr) {
@@ -105,6 +105,11 @@ DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
         hyper.weight_decay = row_or(row, DSOPT_HYPER_WEIGHT_DECAY, hyper.weight_decay);
         hyper.max_norm = row_or(row, DSOPT_HYPER_GROUP_MAX_NORM, hyper.max_norm);
     }
+    return hyper;
+}
+/// As the step uses them. Every reader of them comes through here.
+DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
+    Hyper hyper = given_hyper_of(plan, group);
     if (plan.dry) hyper.lr = 0;
     return hyper;
 }
@@ -121,7 +126,7 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     if (plan.lr == nullptr && plan.hyper == nullptr) return true;
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
-        const Hyper hyper = hyper_of(plan, g);
+        const Hyper hyper = given_hyper_of(plan, g);
         valid = valid && is_not_negative(hyper.lr) && is_beta(hyper.beta1) && is_beta(hyper.beta2) &&
                 is_not_negative(hyper.eps) && is_not_negative(hyper.weight_decay) && is_not_negative(hyper.max_norm);
         if (plan.hyper == nullptr) continue;
@@ -134,11 +139,17 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     return valid;
 }
 
-/// What gradients are divided by before clipping must be a number that they can be divided by in fp32.
+/// What gradients are divided by before clipping must be a number of fp32, as must 1 by it.
+DSOPT_HD bool can_divide_by(double scale) {
+    return scale > 0 && is_finite(double(float(scale))) && is_finite(double(float(1.0 / scale)));
+}
+/// In one of the two orders of events the step divides by the scale that it comes with, in the other one by the next.
 DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
-    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0,
-                 loss = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0, scale = given * loss;
-    return given > 0 && is_finite(given) && loss > 0 && is_finite(loss) && is_finite(double(float(1.0 / scale)));
+    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    if (!(given > 0)) return false; // with another negative one it would be positive again
+    if (plan.scaler == nullptr) return can_divide_by(given);
+    return *plan.loss_scale > 0 && can_divide_by(given * double(*plan.loss_scale)) && scale_can_be_used(*plan.scaler) &&
+           can_divide_by(given * double(scale_in_use(*plan.scaler)));
 }
 
 /// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
@@ -146,7 +157,7 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
     int32_t reasons = 0;
     if (plan.skip_nonfinite && outcome.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
-    for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
+    for (int64_t g = 0; plan.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
