@@ -218,7 +218,9 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
-    if (table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
+    // Through the ranks of an expert comm a rank hears of its own reason too.
+    const bool echoes = plan.comms.expert_count != 0 && outcome.reasons != 0;
+    if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
         skip = true;
