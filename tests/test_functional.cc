@@ -31,8 +31,7 @@ class Functional : public testing::TestWithParam<Form> {
 protected:
     const Form form = GetParam();
 };
-INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()),
-                         [](const auto &info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
 
 TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     constexpr int64_t calls = 9;
@@ -53,8 +52,7 @@ TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
                 for (Stepper *side : {&stepper, &pure}) {
                     std::vector<float> &report = reports[side == &pure];
                     report.assign(DSOPT_REPORT_FLOATS, -7);
-                    ASSERT_TRUE(ok(side->step(grads, [&](dsopt_step &step) { step.report = report.data(); })))
-                        << call;
+                    ASSERT_TRUE(ok(side->step(grads, [&](dsopt_step &step) { step.report = report.data(); }))) << call;
                 }
                 ASSERT_TRUE(same_bits(reports[0], reports[1])) << call << (passed ? ", passed" : "");
                 EXPECT_EQ(reports[0][DSOPT_REPORT_SKIPPED], form.scaled && (call == 5 || call == 6)) << call;

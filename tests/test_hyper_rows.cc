@@ -103,7 +103,8 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
                     const float value = place.values[call % 3];
                     Rows rows;
                     for (int g = 0; g < 2; ++g)
-                        if ((group == DSOPT_ALL_GROUPS || group == g) && (place.place != DSOPT_HYPER_MAX_NORM || g == 0))
+                        if ((group == DSOPT_ALL_GROUPS || group == g) &&
+                            (place.place != DSOPT_HYPER_MAX_NORM || g == 0))
                             rows.at[g][place.place] = value;
                     const std::vector<Array> grads = gradients_of(form, rank, call);
                     std::vector<float> reports[2];
@@ -275,9 +276,9 @@ TEST(HyperRow, AndLrAreRefusedTogetherAndRowsMustBeAligned) {
         Stepper side(ctx, form, pure);
         const Rows rows;
         const float lr[2] = {0, 0};
-        EXPECT_TRUE(fails(side.step(gradients_of(form, 0, 1),
-                                    [&](dsopt_step &step) { step.lr = lr, step.hyper = rows.at[0]; }),
-                          DSOPT_ERR_ARGUMENT, "hyper"));
+        EXPECT_TRUE(
+            fails(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.lr = lr, step.hyper = rows.at[0]; }),
+                  DSOPT_ERR_ARGUMENT, "hyper"));
         const auto *odd = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.at[0]) + 2);
         EXPECT_TRUE(fails(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = odd; }),
                           DSOPT_ERR_ALIGNMENT));

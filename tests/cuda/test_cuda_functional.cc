@@ -182,8 +182,8 @@ protected:
 };
 
 TEST_F(CudaFunctional, StartsFromInitStateAndHasTheBitsOfTheCpu) {
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
-                                    DSOPT_ALGORITHM_ADAM_LEGACY})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool masters : {false, true}) {
                 Setting s = setting(algorithm, compat, masters);
@@ -297,9 +297,9 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
 }
 
 TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_LAMB,
-                                    DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-                                    DSOPT_ALGORITHM_ONEBIT_LAMB})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
+          DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool pure : {false, true}) {
                 SCOPED_TRACE("algorithm " + std::to_string(algorithm) + ", compat " + std::to_string(compat));
