@@ -29,9 +29,7 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int cou
         return;
     }
     if (s.step == step && s.group == job.group) return;
-    const double divisor = d.decided                    ? plan.divisors[job.group]
-                           : plan.grad_scale != nullptr ? double(*plan.grad_scale)
-                                                        : 1.0;
+    const double divisor = d.decided ? plan.divisors[job.group] : 1.0;
     s.scalars = make_scalars(hyper_of(plan, job.group), step, divisor, plan.max_value);
     s.step = step;
     s.group = job.group;

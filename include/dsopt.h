@@ -356,7 +356,7 @@ typedef struct dsopt_group {
     double max_norm;
     /** LAMB: bounds of the trust ratio, 0 <= min_trust <= max_trust. */
     double min_trust, max_trust;
-    /* The 1-bit family. The next four must be the same in all its groups. */
+    /* The 1-bit family. The rest must be the same in all its groups. */
     /** Number of the last step that changes the variance, >= 1. */
     int64_t freeze_step;
     /** 0/1 Adam, >= 1. The original's var_update_scaler. */
@@ -799,7 +799,7 @@ enum dsopt_skip {
     DSOPT_SKIP_GRADIENTS = 1,
     /** A norm is not finite, or one of `grad_norms` is negative. */
     DSOPT_SKIP_NORM = 2,
-    /** The loss scale or `grad_scale` is not positive, not finite, or so small that dividing by it overflows fp32. */
+    /** The loss scale or `grad_scale` is not positive, not finite, or so small that 1 divided by it overflows fp32. */
     DSOPT_SKIP_SCALE = 4,
     /** `lr` or `hyper` has a value that dsopt_optimizer_set would refuse. */
     DSOPT_SKIP_HYPER = 8,
@@ -866,7 +866,7 @@ typedef struct dsopt_step {
     /** At least the number that dsopt_optimizer_workspace says, or 255 less if the memory is 256-byte aligned. */
     size_t workspace_bytes;
     void *stream;
-    /** Thread pool for this call, CPU backend. */
+    /** Thread pool for this call, CPU backend. State that a first call makes is made with the context's pool. */
     dsopt_parallel_for parallel_for;
     /** First argument of `parallel_for`. */
     void *parallel_user;
@@ -874,8 +874,8 @@ typedef struct dsopt_step {
     int32_t flags;
     int32_t reserved;
     /** Hyper-parameters: one row of DSOPT_HYPER_FLOATS floats per group, enum dsopt_hyper_place. NaN = the value set on
-     * the host, which is also more exact than a float. A max_norm other than 0 needs clipping to be on on the host, by
-     * any positive max_norm there; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
+     * the host, which is also more exact than a float. A max_norm other than 0 needs the same max_norm to be positive
+     * on the host, which switches that clipping on; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
     const float *hyper;
 } dsopt_step;
 
@@ -916,8 +916,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, co
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * Bytes of workspace that `apply` needs at any alignment. Changes only when parameters are added. Thread-safety: any
- * number of readers.
+ * Bytes of workspace that `apply` needs at any alignment. Changes only when parameters are added.
+ * @return DSOPT_OK. Thread-safety: any number of readers.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
 
@@ -1050,7 +1050,7 @@ typedef struct dsopt_report {
     int64_t nonfinite;
     /** First parameter with one in the last call, -1 = none. */
     int64_t first_bad;
-    /** Its name, owned by the optimizer. NULL = none. */
+    /** Its name, owned by the optimizer, valid until parameters are added. NULL = none. */
     const char *first_bad_name;
     /** 1 if the last call was skipped. */
     int32_t last_skipped;
@@ -1334,7 +1334,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_decode(const int32_t *words, dso
  *
  * The first failure loses the comm: later calls return its status without trying. A rank that does not come, has died,
  * or makes another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
- * provider notices. Every kind works with every context unless it says otherwise: data in other memory than the kind
+ * provider notices. All calls of a comm go to one stream, or to several that the caller keeps in order.
+ * Every kind works with every context unless it says otherwise: data in other memory than the kind
  * works in are copied there and back by the engine.
  *
  * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
@@ -1375,7 +1376,6 @@ enum dsopt_comm_flags {
      *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use.
      *    dsopt_comm_destroy may abort what is still there.
      *  - Counters count what is enqueued or captured, not replays.
-     *  - All calls of a comm go to one stream, or to several that the caller keeps in order.
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,
     DSOPT_COMM_FLAG_SIGNED = -1
@@ -1385,7 +1385,7 @@ enum dsopt_comm_flags {
 enum dsopt_op {
     DSOPT_OP_SUM = 0,
     DSOPT_OP_MAX = 1,
-    /** The sum divided by the number of ranks. dsopt_comm_all_reduce only. Since: 0.2 */
+    /** The sum times 1 / ranks, both in fp32. dsopt_comm_all_reduce only. Since: 0.2 */
     DSOPT_OP_MEAN = 2,
     DSOPT_OP_SIGNED = -1
 };
@@ -1516,8 +1516,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsop
  * buckets, which the comm keeps. Entries without data are passed over, and must be so on all ranks.
  * @param[in,out] list  F32, F16 or BF16 in backend memory.
  * @param[in]     op    enum dsopt_op.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the
- * comm is lost and the list undefined. Thread-safety: one thread per comm. Since: 0.2
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed; _STATE: it cannot be captured
+ * (docs/graphs.md). With any other failure the comm is lost and the list undefined. MAX of a NaN is unspecified.
+ * Thread-safety: one thread per comm. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count,
                                                          int32_t op, void *stream);

@@ -337,6 +337,7 @@ dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *h
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+        if (entry.of_scaler()) optimizer.check_scaler();
         optimizer.settle_momentum();
         optimizer.context().backend().copy_from_host(entry.data, host, bytes, nullptr);
         optimizer.state_changed();
@@ -449,6 +450,8 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
             throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
         if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
         not_null(result, "result");
+        if (reinterpret_cast<uintptr_t>(result) % alignof(dsopt_norm_result) != 0)
+            throw Error(DSOPT_ERR_ALIGNMENT, "result is at %p, not aligned to 8 bytes", static_cast<void *>(result));
         check_list(list, count, "tensor");
         context.backend().norm(list, count, norm, max_norm, comm_if_any(comm).get(), result, context.parallel(),
                                stream);

@@ -234,9 +234,11 @@ void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream,
 }
 
 float *Comm::bucket(int64_t numel, void *stream) {
+    const bool host = context_->backend().is_host();
+    // Memory cannot come while a stream is being captured; asking does the capture no harm.
+    if (!host && bucket_.bytes() < size_t(numel) * sizeof(float)) (void)context_->backend().finished(stream);
     begin();
-    return reinterpret_cast<float *>(
-        bucket_.get(context_, !context_->backend().is_host(), size_t(numel) * sizeof(float), stream));
+    return reinterpret_cast<float *>(bucket_.get(context_, !host, size_t(numel) * sizeof(float), stream));
 }
 
 void Comm::abort() noexcept {

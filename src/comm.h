@@ -44,6 +44,7 @@ public:
 
     /// Backend memory for what travels together, kept for the next call.
     float *bucket(int64_t numel, void *stream);
+    void lose(dsopt_status status) noexcept;
     void abort() noexcept;
     dsopt_comm_info info() const;
 
@@ -53,6 +54,7 @@ private:
     public:
         char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
         void leave_behind();
+        size_t bytes() const { return bytes_; }
 
     private:
         Memory device_;
@@ -68,7 +70,6 @@ private:
              const Call &call);
     int settle(void *stream);
     void fail(int result, const char *what, void *stream);
-    void lose(dsopt_status status) noexcept;
     int done(int kind, int result, int64_t sent, int64_t received);
     void move(void *to, const void *from, int64_t bytes, void *stream) const;
     void clear(void *data, int64_t bytes, void *stream) const;

@@ -78,16 +78,28 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     for (int64_t i = 0; i < count; ++i)
         if (list[i].data != nullptr && !goes_alone(list[i])) together += list[i].numel;
     Bucket bucket(comm, std::min(together, kBucket), adds, factor, stream);
-    for (int64_t i = 0; i < count; ++i) {
-        if (list[i].data == nullptr || list[i].numel == 0) continue;
-        if (!goes_alone(list[i])) {
-            bucket.add(list[i]);
-            continue;
+    const auto reduce = [&] {
+        for (int64_t i = 0; i < count; ++i) {
+            if (list[i].data == nullptr || list[i].numel == 0) continue;
+            if (!goes_alone(list[i])) {
+                bucket.add(list[i]);
+                continue;
+            }
+            comm.all_reduce(list[i].data, list[i].numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
+            if (op == DSOPT_OP_MEAN)
+                backend.axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
         }
-        comm.all_reduce(list[i].data, list[i].numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-        if (op == DSOPT_OP_MEAN) backend.axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
+        bucket.flush();
+    };
+    try {
+        reduce();
+    } catch (const Error &error) {                                        // ranks may be at different collectives now
+        if (error.status() != DSOPT_ERR_STATE) comm.lose(error.status()); // a capture: nothing was enqueued
+        throw;
+    } catch (const std::exception &) {
+        comm.lose(DSOPT_ERR_NOMEM);
+        throw;
     }
-    bucket.flush();
 }
 
 } // namespace dsopt

@@ -89,7 +89,7 @@ Context::Context(const dsopt_context_desc &desc) :
     generation_ = fork_generation.load(std::memory_order_relaxed);
     plain_threads_ = is_forked_child();
     backend_ = make_backend(desc);
-    threads_ = desc.threads != 0 ? desc.threads : default_threads();
+    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(), Parallel::kMaxThreads);
     if (log_level_ == 0) log_level_ = level_from_environment();
 }
 

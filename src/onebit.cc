@@ -86,6 +86,10 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
             rules.max_local_interval != others.max_local_interval)
             throw Error(DSOPT_ERR_ARGUMENT,
                         "freeze_step and the intervals must be the same in all groups of the 1-bit family");
+        if (group.trust_beta != first->trust_beta || group.trust_threshold != first->trust_threshold ||
+            group.trust_min_change != first->trust_min_change || group.trust_max_change != first->trust_max_change)
+            throw Error(DSOPT_ERR_ARGUMENT, "trust_beta, _threshold, _min_change and _max_change must be the same in "
+                                            "all groups of 1-bit LAMB");
     }
     if (first == nullptr) return setup;
     setup.rules = schedule_rules(*first, compat);
@@ -274,7 +278,8 @@ dsopt_schedule_info Optimizer::decode_schedule(const int32_t *words) const {
 
 int32_t Optimizer::next_reduction(int64_t call) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    if (call < 0) throw Error(DSOPT_ERR_ARGUMENT, "call is %lld", static_cast<long long>(call));
+    if (call < 0 || call > INT32_MAX)
+        throw Error(DSOPT_ERR_ARGUMENT, "call is %lld, not in [0, 2^31)", static_cast<long long>(call));
     if (!onebit_) return DSOPT_REDUCTION_FULL;
     ScheduleState state{};
     if (call == 0) {

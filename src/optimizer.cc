@@ -249,6 +249,11 @@ void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *par
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
 
+    // The original's wrappers step once when they are made, with all that a group has then.
+    if (named_groups && count != 0 && desc_.compat != DSOPT_COMPAT_NONE && !state_list_.empty())
+        throw Error(DSOPT_ERR_STATE, "in compat mode parameters come before the state is made: add a group for '%s'",
+                    param_name(params[0], int64_t(params_.size())).c_str());
+
     // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
     std::vector<Param> new_params = params_;
     std::vector<StateEntry> new_state = state_;

@@ -153,6 +153,10 @@ public:
     int node_ranks() const { return with_.node ? with_.node->ranks() : 1; }
     void note_loaded(int resharded_from) { resharded_from_ = resharded_from; }
     Scaler *scaler() const { return with_.scaler.get(); }
+    /// Throws DSOPT_ERR_STATE if the scaler was detached since.
+    void check_scaler() const {
+        if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
+    }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// To the groups that the parameters name.

@@ -413,6 +413,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const bool no_state = io.flags & DSOPT_IO_NO_STATE, no_masters = io.flags & DSOPT_IO_NO_MASTERS;
     const bool with_params = io.flags & DSOPT_IO_PARAMS, no_hyper = io.flags & DSOPT_IO_NO_HYPER;
     Scaler *const scaler = io.flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler();
+    if (scaler != nullptr) optimizer.check_scaler();
 
     const RankFiles files(optimizer, path, io);
     const SafetensorsReader &file = files.file();

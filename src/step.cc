@@ -413,7 +413,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
-    if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
+    check_scaler();
     Arguments arguments = check_step(step, false);
     arguments.met = &met;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -458,7 +458,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
     if (bytes != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
-    if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
+    check_scaler();
     const dsopt_tensor *const schedule = find_state(step.state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
     run(arguments, step.state, step.workspace, nullptr);
