@@ -49,9 +49,7 @@ Scaler scaler_of(const Context &ctx, const Rules &rules) {
 
 /// The two state tensors, at addresses that suit their elements and nothing more.
 struct Arrays {
-    explicit Arrays(int garbage = 0xcc) :
-        scale(1, DSOPT_DTYPE_F32, garbage),
-        words(12, DSOPT_DTYPE_I32, garbage) {}
+    explicit Arrays(int garbage = 0xcc) : scale(1, DSOPT_DTYPE_F32, garbage), words(12, DSOPT_DTYPE_I32, garbage) {}
     std::array<dsopt_tensor, 2> list() const { return {scale.tensor(), words.tensor()}; }
     std::string text() const { return scale.text() + words.text(); }
     Block scale, words;

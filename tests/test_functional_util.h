@@ -7,10 +7,9 @@
 
 namespace dsopt_test {
 
-inline constexpr int32_t kAllAlgorithms[] = {DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,
-                                             DSOPT_ALGORITHM_LAMB,        DSOPT_ALGORITHM_ADAM_LEGACY,
-                                             DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-                                             DSOPT_ALGORITHM_ONEBIT_LAMB};
+inline constexpr int32_t kAllAlgorithms[] = {
+    DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,         DSOPT_ALGORITHM_LAMB,       DSOPT_ALGORITHM_ADAM_LEGACY,
+    DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
 inline bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 inline bool is_lamb(int32_t algorithm) {
     return algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -154,8 +153,7 @@ public:
         weights(std::move(from)),
         opt_(opt),
         infos_(state_of(opt)) {
-        for (const dsopt_state_info &info : infos_)
-            blocks.emplace_back(info.tensor.numel, info.tensor.dtype, garbage);
+        for (const dsopt_state_info &info : infos_) blocks.emplace_back(info.tensor.numel, info.tensor.dtype, garbage);
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(opt, &bytes));
         workspace.assign(bytes, 0xdd);

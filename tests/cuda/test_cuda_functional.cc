@@ -182,8 +182,8 @@ protected:
 };
 
 TEST_F(CudaFunctional, StartsFromInitStateAndHasTheBitsOfTheCpu) {
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
-                                    DSOPT_ALGORITHM_ADAM_LEGACY})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool masters : {false, true}) {
                 Setting s = setting(algorithm, compat, masters);
@@ -297,9 +297,9 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
 }
 
 TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_LAMB,
-                                    DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-                                    DSOPT_ALGORITHM_ONEBIT_LAMB})
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
+          DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool pure : {false, true}) {
                 SCOPED_TRACE("algorithm " + std::to_string(algorithm) + ", compat " + std::to_string(compat));
@@ -324,7 +324,7 @@ TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
                     if (t % 3) rows[0][DSOPT_HYPER_MAX_NORM] = 0.25f;
                     if (t == 0) rows[1][DSOPT_HYPER_LR] = -1;
                     if (t == 4) rows[1][DSOPT_HYPER_MAX_NORM] = 1;
-                    if (t == 5) rows[0][DSOPT_HYPER_FLOATS - 1] = 0;
+                    if (t == 5) rows[0][DSOPT_HYPER_FLOATS - 1] = 1;
                     if (t == 6) rows[0][DSOPT_HYPER_BETA1] = 1;
                     const bool bad = t == 0 || (t >= 4 && t <= 6);
                     std::vector<char> reports[2];
