@@ -282,7 +282,8 @@ void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
 dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
     return fence([&] {
         not_null(opt, "the optimizer")->object->context().check_process();
-        *not_null(other, "other") = new dsopt_optimizer{opt->object};
+        not_null(other, "other"); // before there is a handle that nobody would get
+        *other = new dsopt_optimizer{opt->object};
     });
 }
 

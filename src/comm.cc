@@ -287,8 +287,11 @@ void reduce_norms(const StepPlan &plan, const NormTable &table, double *message,
         run(move);
         return;
     }
-    // The original trusts data-parallel ranks to have the same averaged gradients.
-    if (plan.wrapper == Wrapper::none || plan.local_gradients) over_data(&table.reasons(), 1);
+    // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
+    // not have.
+    const bool has_values = plan.lr != nullptr || plan.hyper != nullptr || plan.grad_scale != nullptr ||
+                            plan.grad_norms != nullptr || plan.skip != nullptr;
+    if (plan.wrapper == Wrapper::none || plan.local_gradients || has_values) over_data(&table.reasons(), 1);
 }
 
 bool has_shards(const StepPlan &plan, bool frozen) {

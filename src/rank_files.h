@@ -12,13 +12,13 @@ namespace dsopt {
 class Fields {
 public:
     explicit Fields(const SafetensorsReader &file) : file_(file) {}
+    bool has(const std::string &key) const { return file_.metadata().count(key) != 0; }
     const std::string &text(const std::string &key) const {
         const auto found = file_.metadata().find(key);
         if (found == file_.metadata().end())
             throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
         return found->second;
     }
-    bool has(const std::string &key) const { return file_.metadata().find(key) != file_.metadata().end(); }
     template <class T> T number(const std::string &key) const {
         const std::string &value = text(key);
         T number{};

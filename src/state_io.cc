@@ -87,35 +87,38 @@ std::vector<std::string> split_names(const std::string &text) {
     return names;
 }
 
-/// Group of every parameter where the parameters of a group do not follow one another; "" where they do, and their
-/// numbers say it.
+/// The group of each parameter, where the parameters do not stand in the order of the groups; else "", and the file is
+/// as it was before they could.
 std::string join_groups(const std::vector<Param> &params) {
     if (std::is_sorted(params.begin(), params.end(), [](const Param &a, const Param &b) { return a.group < b.group; }))
         return "";
     std::string text;
-    for (const Param &param : params) text += (text.empty() ? "" : ",") + to_text(param.group);
+    for (const Param &param : params) text += to_text(param.group) + ",";
     return text;
 }
-/// The reverse. `sizes`: number of parameters of each group.
-std::vector<int64_t> split_groups(const Fields &fields, const std::vector<int64_t> &sizes, size_t params) {
-    std::vector<int64_t> groups;
-    if (!fields.has("param_groups")) {
-        for (size_t i = 0; i < sizes.size(); ++i) groups.insert(groups.end(), size_t(sizes[i]), int64_t(i));
+/// Of as many parameters as the groups' sizes add up to.
+std::vector<size_t> split_groups(const Fields &fields, const std::vector<int64_t> &sizes, size_t count) {
+    constexpr char key[] = "param_groups";
+    std::vector<size_t> groups;
+    groups.reserve(count);
+    if (!fields.has(key)) {
+        for (size_t i = 0; i < sizes.size(); ++i) groups.insert(groups.end(), size_t(sizes[i]), i);
     } else {
-        const std::string &text = fields.text("param_groups");
-        const char *const end = text.data() + text.size();
-        for (const char *at = text.data(); at < end; ++at) { // a comma behind each but the last
-            int64_t group = 0;
+        const std::string &text = fields.text(key);
+        std::vector<int64_t> left = sizes;
+        for (const char *at = text.data(), *const end = at + text.size(); at != end;) {
+            size_t group = 0;
             const auto [next, error] = std::from_chars(at, end, group);
-            if (error != std::errc() || (next != end && *next != ','))
-                throw Error(DSOPT_ERR_FORMAT, "field 'param_groups' of the checkpoint is damaged at byte %zu",
-                            size_t(at - text.data()));
+            if (error != std::errc() || next == end || *next != ',' || group >= left.size() || left[group]-- == 0)
+                throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is damaged at byte %td", key,
+                            at - text.data());
             groups.push_back(group);
-            at = next;
+            at = next + 1;
         }
     }
-    if (groups.size() != params)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has groups for %zu of its %zu parameters", groups.size(), params);
+    if (groups.size() != count)
+        throw Error(DSOPT_ERR_FORMAT, "the groups of the checkpoint have %zu parameters, its list has %zu",
+                    groups.size(), count);
     return groups;
 }
 
@@ -194,10 +197,10 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         if (sizes[i] < 0 || sizes[i] > int64_t(names.size()))
             throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i,
                         static_cast<long long>(sizes[i]), names.size());
+    const std::vector<size_t> saved_groups = split_groups(fields, sizes, names.size());
     std::vector<int64_t> order;
-    const std::vector<int64_t> saved = split_groups(fields, sizes, names.size());
     for (const std::string &name : names) {
-        const int64_t group = saved[order.size()];
+        const size_t group = saved_groups[order.size()];
         const auto found = places.find(name);
         if (found == places.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH,
@@ -364,8 +367,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
-    if (std::string groups = join_groups(optimizer.params()); !groups.empty())
-        metadata.emplace_back("param_groups", std::move(groups));
+    if (std::string places = join_groups(optimizer.params()); !places.empty())
+        metadata.emplace_back("param_groups", std::move(places));
     if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE)
         metadata.emplace_back("accumulated", optimizer.accumulated());
     if (const Scaler *scaler = optimizer.scaler()) {

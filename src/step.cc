@@ -246,8 +246,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
                    // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
                    .present = grad != nullptr ||
-                              (wrapped != Wrapper::none &&
-                               (param.has_master || data != nullptr || param.numel == 0)) ||
+                              (wrapped != Wrapper::none && (param.has_master || data != nullptr || param.numel == 0)) ||
                               (exchanges && onebit.jobs[i].worker >= 0),
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),

@@ -140,11 +140,17 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     return valid;
 }
 
-/// What gradients are divided by before clipping must be a number that they can be divided by in fp32.
+/// What gradients are divided by before clipping must be a number of fp32, as must 1 by it.
+DSOPT_HD bool can_divide_by(double scale) {
+    return scale > 0 && is_finite(double(float(scale))) && is_finite(double(float(1.0 / scale)));
+}
+/// In one of the two orders of events the step divides by the scale that it comes with, in the other one by the next.
 DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
-    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0,
-                 loss = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0, scale = given * loss;
-    return given > 0 && is_finite(given) && loss > 0 && is_finite(loss) && is_finite(double(float(1.0 / scale)));
+    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    if (!(given > 0)) return false; // with another negative one it would be positive again
+    if (plan.scaler == nullptr) return can_divide_by(given);
+    return *plan.loss_scale > 0 && can_divide_by(given * double(*plan.loss_scale)) && scale_can_be_used(*plan.scaler) &&
+           can_divide_by(given * double(scale_in_use(*plan.scaler)));
 }
 
 /// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
@@ -152,7 +158,7 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
     int32_t reasons = 0;
     if (plan.skip_nonfinite && outcome.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
-    for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
+    for (int64_t g = 0; plan.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
@@ -213,7 +219,9 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
-    if (table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
+    // Through the ranks of an expert comm a rank hears of its own reason too.
+    const bool echoes = plan.comms.expert_count != 0 && outcome.reasons != 0;
+    if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
         skip = true;

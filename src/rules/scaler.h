@@ -47,14 +47,33 @@ DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
     s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
 }
 
+/// False for words that no transition leaves behind, such as zeros or those of another array.
+DSOPT_HD bool scale_can_be_used(const ScalerState &s) { return s.overridden ? s.forced > 0 : s.dynamic > 0; }
+
+/// After an overflow: words that were spoilt become the smallest scale, and one that has left the doubles comes back.
+/// A static scale is the caller's to know.
+DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
+    if (s.overridden && !(s.forced > 0 && s.forced <= double(FLT_MAX))) {
+        s.overridden = 0;
+        s.forced = 0;
+    }
+    if (rules.flags & DSOPT_SCALER_STATIC) return;
+    if (!(s.dynamic > 0)) s.dynamic = rules.min > 0 ? rules.min : 1;
+    if (!(s.dynamic <= DBL_MAX)) s.dynamic = double(FLT_MAX);
+}
+
+/// Counts from words that may be anything.
+DSOPT_HD int32_t one_more(int32_t count) { return int32_t(uint32_t(count) + 1); }
+
 /// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without
 /// hysteresis).
 DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool overflow) {
-    s.skipped_in_row = overflow ? s.skipped_in_row + 1 : 0;
+    s.skipped_in_row = overflow ? one_more(s.skipped_in_row) : 0;
     s.recorded = 0;
+    if (overflow) restore_scale(rules, s);
     if (s.overridden) return;
     if (rules.flags & DSOPT_SCALER_STATIC) {
-        ++s.updates;
+        s.updates = one_more(s.updates);
         return;
     }
     if (overflow) {
@@ -62,7 +81,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
             --s.hysteresis;
         } else {
             if ((rules.flags & DSOPT_SCALER_FAIL_AT_MIN) && s.dynamic == rules.min) {
-                ++s.failures;
+                s.failures = one_more(s.failures);
                 return; // the original throws here, before it counts
             }
             shrink(rules, s);
@@ -70,7 +89,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
         s.last_overflow = s.updates;
     } else {
         if (rules.flags & DSOPT_SCALER_REFILL) s.hysteresis = rules.hysteresis;
-        const int32_t good = s.updates - s.last_overflow - 1; // steps since the last overflow, before this one
+        const int64_t good = int64_t(s.updates) - s.last_overflow - 1; // steps since the last overflow, before this one
         const bool grow = rules.flags & DSOPT_SCALER_GROWTH_AT_WINDOW ? (good + 1) % rules.window == 0
                                                                       : good > 0 && good % rules.window == 0;
         if (grow) {
@@ -78,7 +97,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
             s.dynamic = s.dynamic * rules.factor < rules.max ? s.dynamic * rules.factor : rules.max;
         }
     }
-    ++s.updates;
+    s.updates = one_more(s.updates);
 }
 
 } // namespace dsopt
