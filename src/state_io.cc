@@ -205,7 +205,7 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         if (found == places.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
-        if (params[size_t(found->second)].group != group)
+        if (size_t(params[size_t(found->second)].group) != group)
             throw Error(DSOPT_ERR_MISMATCH,
                         "parameter '%.200s' is in group %lld of the checkpoint and in group %d here", name.c_str(),
                         static_cast<long long>(group), params[size_t(found->second)].group);

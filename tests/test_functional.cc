@@ -35,7 +35,8 @@ INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto
 
 TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     constexpr int64_t calls = 9;
-    for (const bool passed : {false, true})
+    for (const bool passed : {false, true}) {
+        if (passed && form.scaled) continue;
         with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
             Stepper stepper(ctx, form, false, passed, ids, rank),
                 pure(ctx, form, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
@@ -59,6 +60,7 @@ TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
                 ASSERT_TRUE(same(stepper.snapshot(), pure.snapshot())) << call << (passed ? ", passed" : "");
             }
         });
+    }
 }
 
 TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {

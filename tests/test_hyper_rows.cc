@@ -58,7 +58,7 @@ std::vector<Form> forms() {
                     form.ranks = ranks;
                     form.max_norm = 2;
                     form.group_norm = 1;
-                    form.sizes = {700, 0, 33, 70, 5};
+                    form.sizes = {70, 0, 33, 5};
                     list.push_back(form);
                 }
     return list;
@@ -82,8 +82,10 @@ INSTANTIATE_TEST_SUITE_P(, HyperRows, testing::ValuesIn(forms()), [](const auto 
 
 TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &without) {
-        const Rows rows;
+        Rows rows;
         for (int64_t call = 1; call <= 8; ++call) {
+            if (call == 3) // places without a meaning may be 0, too
+                rows.at[0][kPlaces - 1] = rows.at[1][kPlaces - 1] = rows.at[1][DSOPT_HYPER_MAX_NORM] = 0;
             const std::vector<Array> grads = gradients_of(form, rank, call);
             must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
             must(without.step(grads));
@@ -94,12 +96,12 @@ TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
 
 TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
     for (const Place &place : kPlacesOfKeys)
-        for (const int group : {0, 1, int(DSOPT_ALL_GROUPS)}) {
+        for (const int group : {1, int(DSOPT_ALL_GROUPS)}) {
             if (place.place == DSOPT_HYPER_MAX_NORM && group != DSOPT_ALL_GROUPS) continue;
             SCOPED_TRACE(std::string(place.name) + " of group " + std::to_string(group));
             with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
-                bool moved = false;
-                for (int64_t call = 1; call <= 10; ++call) {
+                const Snapshot before = with.snapshot();
+                for (int64_t call = 1; call <= 8; ++call) {
                     const float value = place.values[call % 3];
                     Rows rows;
                     for (int g = 0; g < 2; ++g)
@@ -112,18 +114,16 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
                         std::vector<float> &report = reports[side == &setting];
                         report.assign(DSOPT_REPORT_FLOATS, -7);
                         if (side == &setting) must(dsopt_optimizer_set(side->opt(), group, place.key, double(value)));
-                        const Snapshot before = side->snapshot();
                         ASSERT_TRUE(ok(side->step(grads, [&](dsopt_step &step) {
                             step.report = report.data();
                             if (side == &with) step.hyper = rows.at[0];
                         })));
-                        moved = moved || !same(before, side->snapshot());
                         EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 0) << call;
                     }
                     ASSERT_TRUE(same_bits(reports[0], reports[1])) << call;
                     ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
                 }
-                EXPECT_TRUE(moved);
+                EXPECT_FALSE(same(before, with.snapshot()));
             });
         }
 }
@@ -179,8 +179,8 @@ TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
         for (const float value : {1.0f, -0.1f, kInf, -kInf, 1.5f})
             for (const int group : {0, 1}) list.push_back({group, place, value});
     for (const float value : {-1e-3f, kInf}) list.push_back({0, DSOPT_HYPER_MAX_NORM, value});
-    for (const float value : {0.0f, 1.0f, -1.0f}) list.push_back({1, DSOPT_HYPER_MAX_NORM, value});
-    for (const float value : {0.0f, 1.0f, kInf})
+    for (const float value : {1.0f, -1.0f, kInf}) list.push_back({1, DSOPT_HYPER_MAX_NORM, value});
+    for (const float value : {1.0f, -1.0f, kInf})
         for (const int group : {0, 1}) list.push_back({group, kPlaces - 1, value});
     Form scaled = form;
     scaled.scaled = true;
@@ -321,7 +321,7 @@ TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
                         SCOPED_TRACE(form.name());
                         for (const bool pure : {false, true}) {
                             Stepper plain(ctx, form, pure), without(ctx, form, pure);
-                            for (int64_t call = 1; call <= 7; ++call) {
+                            for (int64_t call = 1; call <= 6; ++call) {
                                 std::vector<Array> grads = gradients_of(form, 0, call);
                                 if (call == 3) grads[0].set(3, kNaN);
                                 if (call == 4) grads[2].set(3, kInf);

@@ -324,7 +324,7 @@ TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
                     if (t % 3) rows[0][DSOPT_HYPER_MAX_NORM] = 0.25f;
                     if (t == 0) rows[1][DSOPT_HYPER_LR] = -1;
                     if (t == 4) rows[1][DSOPT_HYPER_MAX_NORM] = 1;
-                    if (t == 5) rows[0][DSOPT_HYPER_FLOATS - 1] = 0;
+                    if (t == 5) rows[0][DSOPT_HYPER_FLOATS - 1] = 1;
                     if (t == 6) rows[0][DSOPT_HYPER_BETA1] = 1;
                     const bool bad = t == 0 || (t >= 4 && t <= 6);
                     std::vector<char> reports[2];
