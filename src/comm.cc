@@ -233,10 +233,16 @@ void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream,
         std::memmove(recv, send, size_t(bytes));
 }
 
+void Comm::check_stream(void *stream) const {
+    const Backend &backend = context_->backend();
+    if (!backend.is_host() && !(device_ && provider_.enqueues)) (void)backend.finished(stream);
+}
+
 float *Comm::bucket(int64_t numel, void *stream) {
-    begin();
-    return reinterpret_cast<float *>(
-        bucket_.get(context_, !context_->backend().is_host(), size_t(numel) * sizeof(float), stream));
+    const Backend &backend = context_->backend();
+    const size_t bytes = size_t(numel) * sizeof(float);
+    if (!backend.is_host() && !bucket_.holds(bytes)) (void)backend.finished(stream); // memory cannot be had in a capture
+    return reinterpret_cast<float *>(bucket_.get(context_, !backend.is_host(), bytes, stream));
 }
 
 void Comm::abort() noexcept {
