@@ -233,12 +233,17 @@ void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream,
         std::memmove(recv, send, size_t(bytes));
 }
 
+void Comm::check_stream(void *stream) const {
+    const Backend &backend = context_->backend();
+    if (!backend.is_host() && !(device_ && provider_.enqueues)) (void)backend.finished(stream);
+}
+
 float *Comm::bucket(int64_t numel, void *stream) {
-    const bool host = context_->backend().is_host();
-    // Memory cannot come while a stream is being captured; asking does the capture no harm.
-    if (!host && bucket_.bytes() < size_t(numel) * sizeof(float)) (void)context_->backend().finished(stream);
-    begin();
-    return reinterpret_cast<float *>(bucket_.get(context_, !host, size_t(numel) * sizeof(float), stream));
+    const Backend &backend = context_->backend();
+    const size_t bytes = size_t(numel) * sizeof(float);
+    if (!backend.is_host() && !bucket_.holds(bytes))
+        (void)backend.finished(stream); // memory cannot be had in a capture
+    return reinterpret_cast<float *>(bucket_.get(context_, !backend.is_host(), bytes, stream));
 }
 
 void Comm::abort() noexcept {

@@ -42,7 +42,11 @@ public:
     /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
 
-    /// Backend memory for what travels together, kept for the next call.
+    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory cannot
+    /// be.
+    void check_stream(void *stream) const;
+    /// Backend memory for what travels together, kept for the next call. There must be enough of it when a stream is
+    /// captured.
     float *bucket(int64_t numel, void *stream);
     void lose(dsopt_status status) noexcept;
     void abort() noexcept;
@@ -52,9 +56,9 @@ private:
     /// Memory that the provider works in, kept for the next call.
     class Room {
     public:
+        bool holds(size_t bytes) const { return bytes <= bytes_; }
         char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
         void leave_behind();
-        size_t bytes() const { return bytes_; }
 
     private:
         Memory device_;

@@ -74,6 +74,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
     comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // says if it is lost, for an empty list too
     if (comm.ranks() == 1) return;
+    comm.check_stream(stream); // before the first piece of work is on it
     int64_t together = 0;
     for (int64_t i = 0; i < count; ++i)
         if (list[i].data != nullptr && !goes_alone(list[i])) together += list[i].numel;

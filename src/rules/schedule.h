@@ -38,7 +38,7 @@ DSOPT_HD int32_t at_least_one(int32_t interval) { return interval > 0 ? interval
 
 DSOPT_HD Stage stage_of(const ScheduleRules &rules, const ScheduleState &s) {
     if (rules.compat && s.step == 0) return Stage::dry;
-    const int32_t t = s.step + 1;
+    const int64_t t = int64_t(s.step) + 1; // of a caller's words, too, which may be anything
     if (rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) return s.frozen ? Stage::exchange : Stage::full;
     if (!s.frozen) return t % at_least_one(s.var_interval) == 0 ? Stage::full : Stage::exchange;
     return t % at_least_one(s.local_interval) == 0 ? Stage::sync : Stage::local;
