@@ -560,7 +560,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *op
  * weights, none for biases) adds its groups without parameters first, and then all parameters in its own order.
  * Standard mode; in compat mode the parameters of a group must follow one another, as in the original.
  * @param[in] params  as in dsopt_optimizer_add_group.
- * @return as dsopt_optimizer_add_group; DSOPT_ERR_ARGUMENT also for an unknown group. Since: 0.2
+ * @return as dsopt_optimizer_add_group. DSOPT_ERR_ARGUMENT also for an unknown group; DSOPT_ERR_STATE also without
+ * groups, or in compat mode once the state is made; DSOPT_ERR_UNSUPPORTED also in compat mode for an order that is
+ * none. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params,
                                                               int64_t count);
@@ -799,13 +801,14 @@ enum dsopt_skip {
     DSOPT_SKIP_GRADIENTS = 1,
     /** A norm is not finite, or one of `grad_norms` is negative. */
     DSOPT_SKIP_NORM = 2,
-    /** The loss scale or `grad_scale` is not positive, not finite, or so small that 1 divided by it overflows fp32. */
+    /** The loss scale, `grad_scale` or their product is not positive, not finite in fp32, or so small that 1 divided by
+     * it overflows fp32; or the words of state tensor "scaler" hold no such scale. */
     DSOPT_SKIP_SCALE = 4,
     /** `lr` or `hyper` has a value that dsopt_optimizer_set would refuse. */
     DSOPT_SKIP_HYPER = 8,
     /** `skip` is not 0. */
     DSOPT_SKIP_CALLER = 16,
-    /** Another rank had a reason. */
+    /** Another rank had a reason. With expert comms not said by a rank that has one itself. */
     DSOPT_SKIP_PEER = 32,
     DSOPT_SKIP_SIGNED = -1
 };

@@ -9,7 +9,7 @@ using namespace dsopt_test;
 namespace {
 
 constexpr size_t kAlone = size_t(1) << 18;  // from here on fp32 tensors go by themselves
-constexpr size_t kBucket = size_t(1) << 22; // floats that travel together
+constexpr size_t kBucket = size_t(1) << 20; // floats that travel together
 constexpr int32_t kOps[] = {DSOPT_OP_SUM, DSOPT_OP_MEAN, DSOPT_OP_MAX};
 
 struct Entry {

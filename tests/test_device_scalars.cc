@@ -222,7 +222,9 @@ std::vector<Poison> poisons_for(const Kind &kind, bool all) {
         list.push_back({"lr of group 1", with_lr(0.01f, bad), DSOPT_SKIP_HYPER});
     }
     list.push_back({"skip", with_skip(1), DSOPT_SKIP_CALLER});
-    for (const float bad : {kNaN, kInf, -1.0f}) list.push_back({"grad_norms", with_norms(1, bad), DSOPT_SKIP_NORM});
+    for (const float bad : {kNaN, kInf, -1.0f})
+        if (kind.nonfinite != DSOPT_NONFINITE_APPLY)
+            list.push_back({"grad_norms", with_norms(1, bad), DSOPT_SKIP_NORM});
     if (!all) return list;
     for (const int row : {0, 1}) {
         for (const float bad : {kInf, -kInf, -1.0f}) {
@@ -235,7 +237,7 @@ std::vector<Poison> poisons_for(const Kind &kind, bool all) {
             list.push_back({"hyper beta1", with_hyper(row, DSOPT_HYPER_BETA1, bad), DSOPT_SKIP_HYPER});
             list.push_back({"hyper beta2", with_hyper(row, DSOPT_HYPER_BETA2, bad), DSOPT_SKIP_HYPER});
         }
-        for (const float value : {0.0f, 1.0f, kInf})
+        for (const float value : {-1.0f, 1.0f, kInf})
             list.push_back({"hyper last", with_hyper(row, DSOPT_HYPER_FLOATS - 1, value), DSOPT_SKIP_HYPER});
         list.push_back(
             {"hyper norm that is off on the host", with_hyper(row, DSOPT_HYPER_GROUP_MAX_NORM, 1), DSOPT_SKIP_HYPER});

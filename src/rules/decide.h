@@ -158,7 +158,7 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
     int32_t reasons = 0;
     if (plan.skip_nonfinite && outcome.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
-    for (int64_t g = 0; plan.grad_norms != nullptr && g < plan.group_count; ++g)
+    for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;

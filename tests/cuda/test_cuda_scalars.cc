@@ -43,7 +43,7 @@ std::vector<Case> cases(bool scaler) {
         {"lr nan", {}, {1, NAN}, {}, {}, {}, {}, DSOPT_SKIP_HYPER},
         {"lr negative", {}, {-1, 1}, {}, {}, {}, {}, DSOPT_SKIP_HYPER},
         {"beta", {}, {}, rows(1, DSOPT_HYPER_BETA2, 1), {}, {}, {}, DSOPT_SKIP_HYPER},
-        {"last place", {}, {}, rows(0, 7, 0), {}, {}, {}, DSOPT_SKIP_HYPER},
+        {"last place", {}, {}, rows(0, 7, 1), {}, {}, {}, DSOPT_SKIP_HYPER},
         {"norm", {}, {}, {}, {1, -1}, {}, {}, DSOPT_SKIP_NORM},
         {"skip", {}, {}, {}, {}, {1}, {}, DSOPT_SKIP_CALLER},
         {"two", {0}, {1, -1}, {}, {}, {1}, {}, DSOPT_SKIP_SCALE | DSOPT_SKIP_HYPER | DSOPT_SKIP_CALLER}};
