@@ -17,7 +17,11 @@ struct Control {
 };
 
 /// What the update does with tensors that go into exchanges of the 1-bit family.
-enum class Elsewhere : uint8_t { no, yes, idle }; // the same as with others, nothing, leave them as they are
+enum class Elsewhere : uint8_t {
+    no,   // updates them like others
+    yes,  // nothing: kernels of the 1-bit family update them
+    idle, // leaves them as they are
+};
 
 /// By value into every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {

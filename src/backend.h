@@ -81,15 +81,17 @@ public:
     /// What the next step does to gradients by this schedule, to backend memory. NULL: without the 1-bit family.
     virtual void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
                                  void *stream) const = 0;
-    // 1-bit compression, compress.h. The list's tensors go to the kept sums and those to rows; rows of all ranks become
-    // a row of results; the list gets what all rows of results say.
+    // 1-bit compression, compress.h.
+    /// Adds the list to the kept sums and packs them into the rows to send. Two levels: copies the list to the message.
     virtual void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
                                const Parallel &parallel, void *stream) const = 0;
+    /// Averages the rows that all ranks sent, adds what this server owes, and packs its row of results.
     virtual void compress_serve(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
+    /// Writes the means that the rows of results hold to the list.
     virtual void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
                                  const Parallel &parallel, void *stream) const = 0;
-    /// Two levels, where compress_feed writes the message: what came of the own slice becomes its mean, and that the
-    /// kept sums and rows. In one node the mean is all, in the first of the slices.
+    /// Two levels: averages this rank's slice over the node, adds it to the kept sums and packs those. With one node it
+    /// stops after the average, which is then in the first of the slices.
     virtual void compress_slice(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;

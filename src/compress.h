@@ -20,7 +20,7 @@ namespace dsopt {
 class Backend;
 class Comm;
 
-/// Where everything is: in the buffer of a worker, in that of a server, in a row of a message.
+/// Where each element is: in a worker's buffer, in a server's buffer, and in the row that goes over the wire.
 struct CompressLayout {
     /// A vector that is cut into one chunk a rank.
     struct Unit {
@@ -48,8 +48,8 @@ struct CompressLayout {
     std::vector<int32_t> first_part;          // of every chunk; its scale is the first in the row
     // Running numbers of leaves, one more than there are parts, and segments of the own chunk.
     std::vector<int64_t> part_leaf{0}, segment_leaf{0};
-    /// Two levels: this one is the whole vector, with a chunk for every rank of every node; the rest of the struct is
-    /// the own slice of it, with a chunk for every node, where parts are the stretches of tensors in that slice.
+    /// Two levels: the layout of the whole vector, with one chunk for each rank of each node. The other members then
+    /// describe this rank's slice, with one chunk for each node; its parts are the stretches of tensors in the slice.
     std::shared_ptr<const CompressLayout> whole;
     int node_ranks = 1;
     int64_t slice = 0, slice_begin = 0; // elements
@@ -91,18 +91,17 @@ struct Exchange {
     const CompressLayout *layout = nullptr;
     float *worker = nullptr, *server = nullptr;
     const int32_t *active = nullptr; // a bit for each element of the list, lowest first: it takes part; NULL = all do
-    // Rows: one a rank, one a rank, one, one a rank. One a leaf: the sum of squares, and how many elements take part.
-    char *send = nullptr, *recv = nullptr, *result = nullptr, *results = nullptr;
-    double *sums = nullptr;
-    int32_t *counts = nullptr;
-    // Of a backend that is not the host: the layout in its memory, and where it says that nothing is to change. NULL:
-    // there is none yet, there is no such word.
-    const void *table = nullptr;
-    const int32_t *skip = nullptr;
-    // Two levels: the whole vector as it goes to the node, a slice for each of its ranks; the own slice as they sent
-    // it; the rows of results of that slice, of which `results` then has those of all.
-    float *message = nullptr, *slices = nullptr;
-    char *slice_results = nullptr;
+    char *send = nullptr;            // rows to each rank
+    char *recv = nullptr;            // rows from each rank
+    char *result = nullptr;          // the row that this rank makes as a server
+    char *results = nullptr;         // the results of all ranks; with two levels those of all slices
+    double *sums = nullptr;          // sum of squares of each leaf
+    int32_t *counts = nullptr;       // how many elements of each leaf take part
+    const void *table = nullptr;     // CUDA: the layout in device memory; NULL until it is uploaded
+    const int32_t *skip = nullptr;   // CUDA: a device word, nonzero = leave everything unchanged; NULL = never skipped
+    float *message = nullptr;        // two levels: the whole vector, one slice for each rank of the node
+    float *slices = nullptr;         // two levels: this rank's slice as each rank of the node sent it
+    char *slice_results = nullptr;   // the results of this rank's slice; with one level the same as `results`
     Exchange() = default;
     Exchange(const CompressLayout &layout, float *worker, float *server, void *workspace);
     /// The same of the worker's elements. Slices begin at whole words.
@@ -116,13 +115,14 @@ struct Exchange {
 
 /// From rows to rows of results on every rank.
 void exchange(const Context &context, Comm &comm, const Exchange &exchange, const Parallel &parallel, void *stream);
-/// From the message to rows of results on every rank; in one node to the exact mean in the message. `data` may be NULL
-/// there.
+/// From the message to rows of results on every rank. With one node, to the exact mean in the message; `data` may then
+/// be NULL.
 void two_level_exchange(const Context &context, Comm *data, Comm &node, const Exchange &exchange,
                         const Parallel &parallel, void *stream);
 
-/// In full precision over all ranks, of which a slice a rank leaves the node. Same bits everywhere: every element is
-/// added up in one order. Without `node` an all-reduce. With it `numel` is a padded_numel() and `scratch` as long.
+/// Sum in full precision over all ranks. Without `node` it is one all-reduce. With `node` only this rank's slice leaves
+/// the node; `numel` must come from padded_numel(), and `scratch` has as many floats. All ranks get the same bits,
+/// because each element is added up in one order.
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream);
 int64_t padded_numel(int node_ranks, int64_t numel);

@@ -204,7 +204,7 @@ private:
     struct Layout;    // where the parts of the workspace are
     struct OfEngine {
         Memory *outcome;
-        KnownSchedule *schedule; // NULL: that of the call's state is not the engine's
+        KnownSchedule *schedule; // NULL: the call brings its own schedule tensor
     };
 
     Arguments check_step(const dsopt_step &step, bool functional) const;

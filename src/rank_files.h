@@ -67,7 +67,8 @@ private:
     std::vector<float> worker_errors(const Optimizer &optimizer) const;
     std::vector<float> server_errors(const Optimizer &optimizer) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
-    /// As one level: with two the chunks are the same, and workers keep slices.
+    /// The layout of the ranks that saved, as if they had one level: with two levels the chunks are the same, and each
+    /// worker has kept one slice.
     CompressLayout saved_layout(const Optimizer &optimizer) const;
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given

@@ -86,7 +86,8 @@ struct StateEntry {
     bool carried() const {
         return per_param() || kind == StateKind::schedule || kind == StateKind::lr_sum || kind == StateKind::active;
     }
-    bool saved() const { return kind != StateKind::exp_avg_bits; } // exp_avg is
+    /// exp_avg_bits is not saved: exp_avg is, decoded first.
+    bool saved() const { return kind != StateKind::exp_avg_bits; }
 };
 
 } // namespace dsopt

@@ -249,7 +249,7 @@ inline void publish(const Span &span, const float *tile, const float *delta, int
 inline void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
-/// Rounds the tile where that is random; what follows it then rounds nothing any more.
+/// Applies stochastic rounding where it is wanted; later stores of the tile are then exact.
 inline void settle(const Span &span, float *tile, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
     if (job.stochastic) round_stochastic(tile, rounding_key(job.random_key, span.step), job.offset + index, n);

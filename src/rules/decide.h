@@ -26,7 +26,8 @@ struct NormTable {
 
 /// What is done to the table between the exchanges of reduce_norms. Where it is on a device, one thread does it there.
 struct NormMove {
-    /// take, put: a column, and the reasons to skip, to the message and back.
+    /// take: copy a column and the number of reasons to skip into the message. put: copy them back. mean: divide the
+    /// squares by `ranks`.
     enum Kind : uint8_t { take, put, mean } kind;
     NormTable table;
     double *message;
@@ -303,7 +304,7 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
     }
 }
 
-/// What the sum of squares of a tensor's update counts with: LAMB sums it before the factor that makes a change of it.
+/// Factor for a tensor's sum of update^2. LAMB sums the update before it is multiplied by lr and trust ratio.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
     if (!is_lamb(plan.groups[plan.jobs[i].group].rule)) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
