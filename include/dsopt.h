@@ -474,7 +474,8 @@ enum dsopt_optimizer_flags {
 enum dsopt_masters {
     /** Each master by itself. Compat mode: FP16_UnfusedOptimizer. */
     DSOPT_MASTERS_PER_TENSOR = 0,
-    /** The masters of a group lie one behind the other without gaps. Compat mode: FP16_Optimizer. */
+    /** The masters of a group lie one behind the other without gaps, except for parameters that are added once the
+     * state is made. Compat mode: FP16_Optimizer. */
     DSOPT_MASTERS_FLAT = 1,
     DSOPT_MASTERS_SIGNED = -1
 };
@@ -496,7 +497,8 @@ typedef struct dsopt_optimizer_desc {
     double max_value;
     /** Kept. NULL = no loss scaling. */
     dsopt_scaler *scaler;
-    /** Kept. Data-parallel ranks, which agree on skipping. NULL = one rank. */
+    /** Kept. Data-parallel ranks, which agree on skipping; in compat mode as the original does (docs/compat.md). NULL =
+     * one rank. */
     dsopt_comm *data;
     /** Kept. Model-parallel ranks, which add up norms, agree on skipping, and find LAMB's trust ratios of sharded
      * tensors together: one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
@@ -909,9 +911,9 @@ typedef struct dsopt_step {
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * The same as a pure function: reads and writes only what `step` names. Nothing is remembered or allocated. The host
- * waits only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the
- * caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
+ * The same as a pure function: reads and writes only what `step` names, and remembers nothing. Nothing is allocated
+ * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of
+ * the caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
  * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must not see them passes
  * `hyper`.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.
