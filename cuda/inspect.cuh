@@ -110,7 +110,8 @@ __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &ta
     }
 }
 
-__global__ void __launch_bounds__(kThreads) inspect_kernel(const DevicePlan d) {
+// Four blocks a multiprocessor are what is launched; left to itself, the compiler aims at more and spills.
+__global__ void __launch_bounds__(kThreads, 4) inspect_kernel(const DevicePlan d) {
     __shared__ float room[kWarps][kStage];
     const StepPlan &plan = d.plan;
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
