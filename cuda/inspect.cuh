@@ -110,8 +110,14 @@ __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &ta
     }
 }
 
-// Four blocks a multiprocessor are what is launched; left to itself, the compiler aims at more and spills.
-__global__ void __launch_bounds__(kThreads, 4) inspect_kernel(const DevicePlan d) {
+// Four blocks per multiprocessor are launched. Left to itself, the compiler aims at more and spills. Where shared memory
+// has no room for so many, it may take more registers.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+constexpr int kInspectBlocks = 3;
+#else
+constexpr int kInspectBlocks = 4;
+#endif
+__global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const DevicePlan d) {
     __shared__ float room[kWarps][kStage];
     const StepPlan &plan = d.plan;
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
