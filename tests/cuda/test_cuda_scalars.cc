@@ -11,6 +11,7 @@ namespace {
 class Number {
 public:
     Number(bool device, const std::vector<float> &values) : bytes_(device, values.size() * 4, 0) {
+        if (values.empty()) return;
         std::vector<char> raw(values.size() * 4);
         std::memcpy(raw.data(), values.data(), raw.size());
         bytes_.set(raw);
