@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A status of the library as an exception."""
+
+
+class Error(Exception):
+    """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE"."""
+
+    status: int
+    name: str
+
+    def __init__(self, text: str, status: int = 33, name: str = "DSOPT_ERR_INTERNAL") -> None:
+        super().__init__(text)
+        self.status, self.name = status, name
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.status, self.name)
+
+
+class ArgumentError(Error, ValueError):
+    """The call is wrong: argument, shape, dtype, alignment, overlap, device, workspace or version."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Not possible in this combination or build, or without effect."""
+
+
+class StateError(Error, RuntimeError):
+    """Not possible now: the order of calls, another thread, a fork, the skip budget, a hook."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """Out of host or backend memory."""
+
+
+class MissingError(Error, ImportError):
+    """A driver or library that the call needs is not on this machine."""
+
+
+class FileError(Error, OSError):
+    """Opening, reading, writing, flushing or renaming a file failed."""
+
+    def __str__(self) -> str:  # OSError has a form of its own
+        return Exception.__str__(self)
+
+
+class BackendError(Error, RuntimeError):
+    """The device or its driver failed."""
+
+
+class CommError(Error, ConnectionError):
+    """A collective failed, or the comm was aborted. The comm is lost."""
+
+    __str__ = FileError.__str__
+
+
+class TimeoutError(CommError, TimeoutError):  # noqa: A001 - the standard class is a base of it
+    """A peer did not come within the comm's time-out."""
+
+
+class CheckpointError(Error, ValueError):
+    """Not a dsopt checkpoint, a damaged one, or not this optimizer's."""
+
+
+_KINDS = {18: UnsupportedError, 23: StateError, 30: OutOfMemoryError, 31: MissingError, 32: FileError, 34: BackendError,
+          50: CommError, 51: TimeoutError, 52: CommError}
+_DECADES = {1: ArgumentError, 2: StateError, 7: CheckpointError}
+
+
+def error_of(status: int, name: str, text: str) -> Error:
+    """The exception for a status."""
+    kind = _KINDS.get(status) or (StateError if status == 19 else _DECADES.get(status // 10, Error))
+    return kind("%s (%s)" % (text, name), status, name)
