@@ -145,6 +145,7 @@ public:
     }
     /// An ncclComm_t or HcclComm of the caller, borrowed until this comm and everything made with it is gone.
     static comm native(const context &ctx, comm_kind kind, void *communicator, const comm_options &options = {}) {
+        if (communicator == nullptr) detail::fail(DSOPT_ERR_ARGUMENT, "communicator is null");
         dsopt_comm_desc desc = desc_of(kind, options);
         desc.native = communicator;
         return create(ctx, desc);
