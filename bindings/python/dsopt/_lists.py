@@ -55,7 +55,7 @@ class TensorList:
         return arrays if self._quickly(arrays) else self._one_by_one(arrays, stream, write)
 
     def _quickly(self, arrays: Sequence[Any]) -> bool:
-        if self._like is None or any(type(array) is not self._ndarray for array in arrays):
+        if self._like is None or set(map(type, arrays)) != {self._ndarray}:
             return False
         if list(map(_described, arrays)) != self._like:
             return False
