@@ -138,9 +138,9 @@ class Optimizer(Handle):
         self._grads = self._list("grads")
         self._plain = self._step_of(self._grads)
         self._bound_grads: Any = None
-        # Pins the arrays of NumPy among the parameters: resizing one would free the memory that is bound.
+        # Keeps exports of buffers and DLPack capsules, and pins arrays of NumPy: resizing one would free bound memory.
         self._pinned = self._list("params")
-        self._pinned.fill(self._arrays)
+        self._params_kept = self._pinned.fill(self._arrays)
 
     def _step_of(self, grads: TensorList) -> Tuple[Any, Any]:
         """A dsopt_step with these gradients, and a reference to it."""
@@ -194,9 +194,9 @@ class Optimizer(Handle):
                 self._bound_kept = self._bound.fill(arrays)
                 self._bound_plain, self._bound_grads = self._step_of(self._bound), arrays
             if state is not None:
-                structs, kept = self._state_list(state)
+                structs, kept_state = structs_of(self, state)
                 abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
-                self._bound_state = kept
+                self._bound_state = kept_state
 
     def step(self, grads: Optional[Arrays] = None, *, lr: Optional[Values] = None, hyper: Any = None,
              grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,
