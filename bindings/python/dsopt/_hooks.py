@@ -88,7 +88,7 @@ def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
         try:
             function(argument)
         except BaseException as problem:
-            sys.unraisablehook(types.SimpleNamespace(  # type: ignore[arg-type]
+            sys.unraisablehook(types.SimpleNamespace(
                 exc_type=type(problem), exc_value=problem, exc_traceback=problem.__traceback__,
                 err_msg="Exception ignored in a method of a dsopt comm", object=function))
     return hook

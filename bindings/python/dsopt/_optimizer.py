@@ -80,11 +80,11 @@ class Optimizer(Handle):
             masters=choice("masters", masters, MASTERS), max_norm=max_norm, max_value=max_value, scaler=_handle(scaler),
             data=_handle(data), model=_handle(model), experts=ctypes.addressof(expert_handles) if experts else None,
             expert_count=len(experts), skip_budget=skip_budget, seed=seed, node=_handle(node))
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_optimizer_create(self.context.handle, byref(desc), byref(handle)))
         # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
         self._needed = (self.context, scaler, *comms)
-        self._own(handle, abi.lib.dsopt_optimizer_destroy, *self._needed)
+        with gated(self):
+            self._create(abi.lib.dsopt_optimizer_create, self.context.handle, byref(desc), destroy=abi.lib.dsopt_optimizer_destroy,
+                         needed=self._needed)
         self._exclusive = Exclusive()
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._group_count = 0
