@@ -29,15 +29,19 @@ class Handle:
     _handle: Optional[int]
     hooked = False
 
-    def _create(self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]) -> None:
+    def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
         """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it borrows."""
+        assert handle.value is not None
+        self._handle = handle.value
+        self._finalizer = weakref.finalize(self, _destroy, destroy, handle.value, needed)
+        self._finalizer.atexit = False
+
+    def _create(self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]) -> None:
+        """Own what `create` makes with these arguments."""
         handle = ctypes.c_void_p()
         status = create(*arguments, ctypes.byref(handle))
         if not status:
-            assert handle.value is not None
-            self._handle = handle.value
-            self._finalizer = weakref.finalize(self, _destroy, destroy, handle.value, needed)
-            self._finalizer.atexit = False
+            self._own(handle, destroy, *needed)
         abi.check(status)  # a hook may have raised even so
 
     @property
