@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from ctypes import byref
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from . import _abi as abi
 from . import _hooks
@@ -33,9 +33,9 @@ class Comm(Handle):
         """From a dsopt_comm_desc; the class methods fill it."""
         self.context = context
         self.hooked = hooked or context.hooked
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_comm_create(context.handle, byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_comm_destroy, context, *needed)
+        with _hooks.gated(self):
+            self._create(abi.lib.dsopt_comm_create, context.handle, byref(desc), destroy=abi.lib.dsopt_comm_destroy,
+                         needed=(context, *needed))
         info = self.query()
         self.rank, self.ranks = info.rank, info.ranks
 
@@ -115,6 +115,11 @@ class Comm(Handle):
         info = abi.dsopt_comm_info()
         abi.check(abi.lib.dsopt_comm_query(self.handle, byref(info)))
         return info
+
+    def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
+        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed over."""
+        from ._functions import all_reduce  # which needs this module
+        all_reduce(self, arrays, op, stream=stream)
 
     def abort(self) -> None:
         """Make every blocked or later call on this comm fail. Any thread."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import byref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Tuple
 
 from . import _abi as abi
 from . import _hooks
@@ -39,17 +40,16 @@ class Context(Handle):
             device=device, threads=threads, log_level=log_level, chunk=chunk,
             flags=abi.DSOPT_CONTEXT_CHECK_POINTERS if check_pointers else 0)
         hooks = []
-        for name, function, make in (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log)):
+        candidates: Tuple[Tuple[str, Any, Any], ...] = (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log))
+        for name, function, make in candidates:
             if function is not None:
                 if not callable(function):
                     raise ArgumentError("%s is not callable" % name, 10, "DSOPT_ERR_ARGUMENT")
-                hooks.append(make(function))  # type: ignore[operator]
+                hooks.append(make(function))
                 setattr(desc, name, hooks[-1])
         self.hooked = bool(hooks)
         self.hooks = tuple(hooks)  # what is made from a context has it as `needed`, and with it these
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_context_create(byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_context_destroy, self.hooks)
+        self._create(abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks)
 
 
 PROFILES = {"default": abi.DSOPT_PROFILE_DEFAULT, "fused": abi.DSOPT_PROFILE_FUSED, "unfused": abi.DSOPT_PROFILE_UNFUSED,
@@ -70,9 +70,7 @@ class Scaler(Handle):
             flags=abi.DSOPT_SCALER_STATIC * static | abi.DSOPT_SCALER_REFILL * refill |
             abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min |
             abi.DSOPT_SCALER_SHARED * shared | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window)
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_scaler_create(context.handle, byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_scaler_destroy, context)
+        self._create(abi.lib.dsopt_scaler_create, context.handle, byref(desc), destroy=abi.lib.dsopt_scaler_destroy, needed=(context,))
 
     def query(self) -> Any:
         """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,
@@ -110,3 +108,16 @@ class Scaler(Handle):
     def device_scale(self) -> int:
         """Address of the scale, one float in backend memory, for the life of the scaler."""
         return int(abi.lib.dsopt_scaler_device_scale(self.handle))
+
+
+_default: Tuple[int, Optional[Context]] = (0, None)
+
+
+def default_context() -> Context:
+    """The CPU with every default, one per process: that of the parent is of no use after a fork."""
+    global _default
+    pid, context = _default
+    if context is None or pid != os.getpid() or context.closed:
+        context = Context()
+        _default = os.getpid(), context
+    return context

@@ -8,6 +8,7 @@ exit waits for those inside.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -58,6 +59,11 @@ atexit.register(gate.close)
 os.register_at_fork(after_in_child=gate._reset)  # the threads that were inside are not in the child
 
 
+def gated(*owners: Any) -> Any:
+    """The gate if a call with one of these handles may lead to a Python function."""
+    return gate if any(owner is not None and owner.hooked for owner in owners) else contextlib.nullcontext()
+
+
 def keep(problem: BaseException) -> None:
     """For a hook that may not raise: `abi.check` raises it behind the call. The first one counts."""
     abi.raised.setdefault(threading.get_ident(), problem)
@@ -82,7 +88,7 @@ def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
         try:
             function(argument)
         except BaseException as problem:
-            sys.unraisablehook(types.SimpleNamespace(  # type: ignore[arg-type]
+            sys.unraisablehook(types.SimpleNamespace(
                 exc_type=type(problem), exc_value=problem, exc_traceback=problem.__traceback__,
                 err_msg="Exception ignored in a method of a dsopt comm", object=function))
     return hook
