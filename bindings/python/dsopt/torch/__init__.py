@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of torch that step with the engine. See README.md."""
 from ._adam import Adam, AdamW
+from ._deepspeed import FusedAdam, FusedLamb
+from ._onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "FusedAdam", "FusedLamb", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
