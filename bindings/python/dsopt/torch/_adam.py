@@ -21,6 +21,8 @@ class _Torch(EngineOptimizer):
             if options[name]:
                 raise unsupported("%s: %s=True" % (type(self).__name__, name))
         known = inspect.signature(base.__init__).parameters
+        if options.get("decoupled_weight_decay") and "decoupled_weight_decay" not in known:
+            raise unsupported("Adam: decoupled_weight_decay=True with torch %s; use AdamW" % torch.__version__)
         base.__init__(self, params, **{name: value for name, value in options.items() if name in known})
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -54,7 +56,6 @@ class Adam(_Torch, torch.optim.Adam):
                  weight_decay: float = 0, amsgrad: bool = False, *, foreach: Optional[bool] = None, maximize: bool = False,
                  capturable: bool = False, differentiable: bool = False, fused: Optional[bool] = None,
                  decoupled_weight_decay: bool = False) -> None:
-        self._decoupled = decoupled_weight_decay
         self._init(torch.optim.Adam, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
                    foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
                    decoupled_weight_decay=decoupled_weight_decay)

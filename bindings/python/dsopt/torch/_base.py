@@ -35,6 +35,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _fields: Tuple[str, ...] = ("lr", "beta1", "beta2", "eps", "weight_decay")  # of dsopt_group, in the order of _hyper
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
     _reports = False  # dsopt_step.report is wanted
+    _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
     _loading: Optional[Dict[str, Any]] = None
 

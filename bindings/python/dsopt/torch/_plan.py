@@ -54,6 +54,8 @@ class Plan:
         self.params = [entry.param for entry in entries]
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
+        if owner._wrapper is not None:
+            needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         self.engine = Engine(self.context, desc, *needed)
         self.handle = self.engine.handle
         self.gate = gate if hooked else _ungated
@@ -92,6 +94,8 @@ class Plan:
                 if len(shape) <= 8:
                     place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
                 place.flags = owner._param_flags(group, entry.param)
+                if owner._wrapper is not None:
+                    place.flags |= owner._wrapper._param_flags(entry.param)
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)), "param_groups[%d]: " % g)
 
     def _list_params(self) -> None:
