@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from ctypes import byref
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from . import _abi as abi
 from . import _hooks
@@ -115,6 +115,11 @@ class Comm(Handle):
         info = abi.dsopt_comm_info()
         abi.check(abi.lib.dsopt_comm_query(self.handle, byref(info)))
         return info
+
+    def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
+        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed over."""
+        from ._functions import all_reduce  # which needs this module
+        all_reduce(self, arrays, op, stream=stream)
 
     def abort(self) -> None:
         """Make every blocked or later call on this comm fail. Any thread."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import byref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Tuple
 
 from . import _abi as abi
 from . import _hooks
@@ -110,3 +111,16 @@ class Scaler(Handle):
     def device_scale(self) -> int:
         """Address of the scale, one float in backend memory, for the life of the scaler."""
         return int(abi.lib.dsopt_scaler_device_scale(self.handle))
+
+
+_default: Tuple[int, Optional[Context]] = (0, None)
+
+
+def default_context() -> Context:
+    """The CPU with every default, one per process: that of the parent is of no use after a fork."""
+    global _default
+    pid, context = _default
+    if context is None or pid != os.getpid() or context.closed:
+        context = Context()
+        _default = os.getpid(), context
+    return context

@@ -8,6 +8,7 @@ exit waits for those inside.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -56,6 +57,11 @@ class Gate:
 gate = Gate()
 atexit.register(gate.close)
 os.register_at_fork(after_in_child=gate._reset)  # the threads that were inside are not in the child
+
+
+def gated(*owners: Any) -> Any:
+    """The gate if a call with one of these handles may lead to a Python function."""
+    return gate if any(owner is not None and owner.hooked for owner in owners) else contextlib.nullcontext()
 
 
 def keep(problem: BaseException) -> None:
