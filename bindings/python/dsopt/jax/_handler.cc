@@ -30,14 +30,14 @@ enum Backend { kCpu = DSOPT_BACKEND_CPU, kCuda = DSOPT_BACKEND_CUDA };
 
 // What dsopt_step has in front of the parameters, and what it does. The same numbers are in _call.py.
 enum Option : int64_t {
-    kRank = 1,           // i32: rank of this device in the comm
-    kLr = 2,             // f32 per group
-    kHyper = 4,          // f32 rows, dsopt_step.hyper
-    kGradScale = 8,      // f32
-    kSkip = 16,          // i32
-    kOut = 32,           // results are new arrays in place of the parameters' own memory
-    kHyperIsError = 64,  // on the CPU: a refused hyper-parameter fails the call
-    kAfter = 128,        // an operand that is not read: it orders this call behind the one that wrote it
+    kRank = 1,          // i32: rank of this device in the comm
+    kLr = 2,            // f32 per group
+    kHyper = 4,         // f32 rows, dsopt_step.hyper
+    kGradScale = 8,     // f32
+    kSkip = 16,         // i32
+    kOut = 32,          // results are new arrays in place of the parameters' own memory
+    kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
+    kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
 };
 
 struct Failure {
@@ -53,13 +53,10 @@ void check(dsopt_status status) {
                   std::string("dsopt: ") + dl.dsopt_last_error() + " (" + dl.dsopt_status_name(status) + ")"};
 }
 
-[[noreturn]] void refuse(const std::string &text) {
-    throw Failure{ffi::ErrorCode::kInvalidArgument, "dsopt: " + text};
-}
+[[noreturn]] void refuse(const std::string &text) { throw Failure{ffi::ErrorCode::kInvalidArgument, "dsopt: " + text}; }
 
 // No exception may reach XLA.
-template <class F>
-ffi::Error fence(F &&body) noexcept {
+template <class F> ffi::Error fence(F &&body) noexcept {
     try {
         body();
         return ffi::Error::Success();
@@ -70,22 +67,19 @@ ffi::Error fence(F &&body) noexcept {
     }
 }
 
-template <class T>
-T attribute(const ffi::Dictionary &attrs, std::string_view name) {
+template <class T> T attribute(const ffi::Dictionary &attrs, std::string_view name) {
     auto value = attrs.get<T>(name);
     if (!value) refuse("attribute " + std::string(name) + ": " + value.error().message());
     return *value;
 }
 
-template <class T>
-std::vector<T> list(const ffi::Dictionary &attrs, std::string_view name) {
+template <class T> std::vector<T> list(const ffi::Dictionary &attrs, std::string_view name) {
     auto span = attribute<ffi::Span<const T>>(attrs, name);
     return std::vector<T>(span.begin(), span.end());
 }
 
 // ------------------------------------------------------------------------------------------------------------- handles
-template <class T, void (*dsopt_dl::*Destroy)(T *)>
-struct Destroyer {
+template <class T, void (*dsopt_dl::*Destroy)(T *)> struct Destroyer {
     void operator()(T *handle) const { (dl.*Destroy)(handle); }
 };
 using Context = std::unique_ptr<dsopt_context, Destroyer<dsopt_context, &dsopt_dl::dsopt_context_destroy>>;
@@ -104,11 +98,15 @@ struct Registry {
 struct Program {
     static ffi::TypeId id;
 
-    Program(Backend backend_, const ffi::Dictionary &attrs)
-        : backend(backend_), numbers(list<int64_t>(attrs, "numbers")), reals(list<double>(attrs, "reals")),
-          group_numbers(list<int64_t>(attrs, "group_numbers")), group_reals(list<double>(attrs, "group_reals")),
-          params(list<int64_t>(attrs, "params")), names(attribute<std::string_view>(attrs, "names")),
-          comm_name(attribute<std::string_view>(attrs, "comm")) {
+    Program(Backend backend_, const ffi::Dictionary &attrs) :
+        backend(backend_),
+        numbers(list<int64_t>(attrs, "numbers")),
+        reals(list<double>(attrs, "reals")),
+        group_numbers(list<int64_t>(attrs, "group_numbers")),
+        group_reals(list<double>(attrs, "group_reals")),
+        params(list<int64_t>(attrs, "params")),
+        names(attribute<std::string_view>(attrs, "names")),
+        comm_name(attribute<std::string_view>(attrs, "comm")) {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam)
             refuse("the attributes are those of another version of dsopt.jax");
@@ -143,11 +141,36 @@ struct Program {
 
 private:
     // The order of the attribute lists, as _call.py writes them.
-    enum { kFlags, kNonfinite, kSeed, kRanks, kTimeout, kHasScaler, kProfile, kScalerFlags, kWindow, kHysteresis, kNumbers };
+    enum {
+        kFlags,
+        kNonfinite,
+        kSeed,
+        kRanks,
+        kTimeout,
+        kHasScaler,
+        kProfile,
+        kScalerFlags,
+        kWindow,
+        kHysteresis,
+        kNumbers
+    };
     enum { kMaxNorm, kMaxValue, kInit, kFactor, kMin, kMax, kReals };
     enum { kAlgorithm, kGroupFlags, kFreeze, kVarInterval, kLocalInterval, kMaxLocalInterval, kGroupNumbers };
-    enum { kLearningRate, kBeta1, kBeta2, kEps, kDecay, kGroupMaxNorm, kMinTrust, kMaxTrust, kTrustBeta, kTrustThreshold,
-           kTrustMinChange, kTrustMaxChange, kGroupReals };
+    enum {
+        kLearningRate,
+        kBeta1,
+        kBeta2,
+        kEps,
+        kDecay,
+        kGroupMaxNorm,
+        kMinTrust,
+        kMaxTrust,
+        kTrustBeta,
+        kTrustThreshold,
+        kTrustMinChange,
+        kTrustMaxChange,
+        kGroupReals
+    };
     enum { kNameBytes, kNumel, kDtype, kGroup, kParam };
 
     struct Made {
@@ -274,8 +297,7 @@ private:
 ffi::TypeId Program::id = {};
 ffi::TypeInfo program_info = ffi::MakeTypeInfo<Program>();
 
-template <Backend backend>
-ffi::ErrorOr<std::unique_ptr<Program>> instantiate(ffi::Dictionary attrs) {
+template <Backend backend> ffi::ErrorOr<std::unique_ptr<Program>> instantiate(ffi::Dictionary attrs) {
     std::unique_ptr<Program> program;
     auto error = fence([&] { program = std::make_unique<Program>(backend, attrs); });
     if (error.failure()) return ffi::Unexpected(error);
@@ -341,8 +363,7 @@ dsopt_tensor tensor_of(const ffi::AnyBuffer &buffer) {
 }
 
 // Operands or results, read one after the other.
-template <class Buffers>
-class Reader {
+template <class Buffers> class Reader {
 public:
     explicit Reader(const Buffers &buffers_) : buffers(buffers_) {}
 
@@ -375,8 +396,9 @@ void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_
             throw Failure{ffi::ErrorCode::kInternal, "dsopt: XLA gave an array other memory than its alias"};
 }
 
-void init(Program &program, int32_t device, void *stream, const ffi::RemainingArgs &args, const ffi::RemainingRets &rets,
-          int64_t options) {
+void init(Program &program, int32_t device, void *stream, const ffi::RemainingArgs &args,
+          const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
+    const auto options = attribute<int64_t>(attrs, "options");
     Reader<ffi::RemainingArgs> in(args);
     Reader<ffi::RemainingRets> out(rets);
     const int64_t rank = options & kRank ? *static_cast<const int32_t *>(in.next().untyped_data()) : 0;
@@ -387,7 +409,8 @@ void init(Program &program, int32_t device, void *stream, const ffi::RemainingAr
 }
 
 void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
-          const ffi::RemainingRets &rets, int64_t options, int64_t flags) {
+          const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
+    const auto options = attribute<int64_t>(attrs, "options");
     Reader<ffi::RemainingArgs> in(args);
     Reader<ffi::RemainingRets> out(rets);
     DSOPT_NEW(dsopt_step, step);
@@ -417,7 +440,7 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
     step.workspace = workspace.untyped_data();
     step.workspace_bytes = workspace.size_bytes();
     step.stream = stream;
-    step.flags = static_cast<int32_t>(flags);
+    step.flags = static_cast<int32_t>(attribute<int64_t>(attrs, "flags"));
     if (pool) {
         step.parallel_for = parallel_for;
         step.parallel_user = pool;
@@ -428,13 +451,13 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
         refuse("a hyper-parameter that was given as an array is out of range, or eps_root is not 0");
 }
 
-ffi::Error init_cpu(Program *program, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t options) {
-    return fence([&] { init(*program, 0, nullptr, args, rets, options); });
+ffi::Error init_cpu(Program *program, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+    return fence([&] { init(*program, 0, nullptr, args, rets, attrs); });
 }
 
 ffi::Error step_cpu(Program *program, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    int64_t options, int64_t flags) {
-    return fence([&] { step(*program, 0, nullptr, &pool, args, rets, options, flags); });
+                    ffi::Dictionary attrs) {
+    return fence([&] { step(*program, 0, nullptr, &pool, args, rets, attrs); });
 }
 
 // Before the program runs, and so outside of a capture: what the first call of a device allocates.
@@ -446,30 +469,25 @@ ffi::Error prepare_cuda(Program *program, int32_t device) {
 }
 
 ffi::Error init_cuda(Program *program, void *stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     int64_t options) {
-    return fence([&] { init(*program, device, stream, args, rets, options); });
+                     ffi::Dictionary attrs) {
+    return fence([&] { init(*program, device, stream, args, rets, attrs); });
 }
 
 ffi::Error step_cuda(Program *program, void *stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     int64_t options, int64_t flags) {
-    return fence([&] { step(*program, device, stream, nullptr, args, rets, options, flags); });
+                     ffi::Dictionary attrs) {
+    return fence([&] { step(*program, device, stream, nullptr, args, rets, attrs); });
 }
 
 } // namespace
 
+#pragma GCC visibility push(default)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_instantiate_cpu, instantiate<kCpu>, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_instantiate_cuda, instantiate<kCuda>, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_init_cpu, init_cpu,
+                              ffi::Ffi::Bind().Ctx<ffi::State<Program>>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    dsopt_jax_init_cpu, init_cpu,
-    ffi::Ffi::Bind().Ctx<ffi::State<Program>>().RemainingArgs().RemainingRets().Attr<int64_t>("options"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_step_cpu, step_cpu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::State<Program>>()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("options")
-                                  .Attr<int64_t>("flags"));
+    dsopt_jax_step_cpu, step_cpu,
+    ffi::Ffi::Bind().Ctx<ffi::State<Program>>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     dsopt_jax_prepare_cuda, prepare_cuda,
     ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::State<Program>>().Ctx<ffi::DeviceOrdinal>());
@@ -480,7 +498,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_init_cuda, init_cuda,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<int64_t>("options"));
+                                  .Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_step_cuda, step_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::State<Program>>()
@@ -488,19 +506,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_step_cuda, step_cuda,
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<int64_t>("options")
-                                  .Attr<int64_t>("flags"),
+                                  .Attrs(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 extern "C" {
 // Functions for _build.py. The first one comes before all others; it returns NULL or what is wrong.
-__attribute__((visibility("default"))) const char *dsopt_jax_open(const char *path) {
-    return dl.library ? nullptr : dsopt_dl_load(&dl, path);
-}
-__attribute__((visibility("default"))) void *dsopt_jax_type_id(void) { return &Program::id; }
-__attribute__((visibility("default"))) void *dsopt_jax_type_info(void) { return &program_info; }
+const char *dsopt_jax_open(const char *path) { return dl.library ? nullptr : dsopt_dl_load(&dl, path); }
+void *dsopt_jax_type_id(void) { return &Program::id; }
+void *dsopt_jax_type_info(void) { return &program_info; }
 // NULL takes the comm out of the registry.
-__attribute__((visibility("default"))) void dsopt_jax_register_comm(const char *name, int64_t rank, dsopt_comm *comm) {
+void dsopt_jax_register_comm(const char *name, int64_t rank, dsopt_comm *comm) {
     std::lock_guard<std::mutex> lock(registry->mutex);
     if (comm)
         registry->comms[{name, rank}] = comm;
@@ -508,3 +523,4 @@ __attribute__((visibility("default"))) void dsopt_jax_register_comm(const char *
         registry->comms.erase({name, rank});
 }
 }
+#pragma GCC visibility pop

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""adamw, adam and lamb as optax.GradientTransformation: optax's arguments, formulas, dtypes and state."""
+from typing import Any, Callable, NamedTuple, Optional, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .. import _abi as abi
+from . import _call
+
+Scalar = Union[float, jax.Array, Callable]
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class AdamState(NamedTuple):
+    """The state of adamw, adam and lamb, with the names of optax.ScaleByAdamState."""
+    count: jax.Array
+    mu: Any
+    nu: Any
+
+
+class _Rule(NamedTuple):
+    """What makes one of the transformations."""
+    name: str
+    algorithm: int
+    flags: int = 0
+    decays: bool = True
+    trust: bool = False
+
+
+_ADAM = _Rule("adam", abi.DSOPT_ALGORITHM_ADAM, decays=False)
+_ADAMW = _Rule("adamw", abi.DSOPT_ALGORITHM_ADAMW)
+# optax takes |p| / |u| of the corrected direction, which does not depend on the correction except through eps and the decay.
+_LAMB = _Rule("lamb", abi.DSOPT_ALGORITHM_LAMB, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, trust=True)
+
+
+def adam(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, eps_root: Scalar = 0.0,
+         mu_dtype: Any = None, *, nesterov: bool = False) -> optax.GradientTransformationExtraArgs:
+    """optax.adam, in one call of the engine. `nesterov` and an `eps_root` other than 0 are refused."""
+    return _transformation(_ADAM, learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+
+
+def adamw(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, eps_root: Scalar = 0.0,
+          mu_dtype: Any = None, weight_decay: Scalar = 1e-4, mask: Any = None, *,
+          nesterov: bool = False) -> optax.GradientTransformationExtraArgs:
+    """optax.adamw, in one call of the engine. `nesterov` and an `eps_root` other than 0 are refused."""
+    return _transformation(_ADAMW, learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
+
+
+def lamb(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-6, eps_root: Scalar = 0.0,
+         weight_decay: Scalar = 0.0, mask: Any = None) -> optax.GradientTransformationExtraArgs:
+    """optax.lamb, in one call of the engine. An `eps_root` other than 0 is refused."""
+    return _transformation(_LAMB, learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask)
+
+
+def _fixed(value) -> Optional[float]:
+    """A number that is known now and goes into the program in double; None for what only the program knows."""
+    if isinstance(value, (bool, int, float, np.number)) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return float(value)
+    return None
+
+
+def decay_groups(mask, tree, count: int) -> list:
+    """For each leaf 0, or 1 where `mask` (as optax has it: bools for a prefix of the tree, or a function) says no decay."""
+    if mask is None:
+        return [0] * count
+    chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
+    return [0 if flag else 1 for flag in jax.tree.leaves(chosen, is_leaf=lambda x: x is None)]
+
+
+def _transformation(rule, learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay=0.0, mask=None, nesterov=False):
+    if nesterov:
+        raise _call.unsupported("%s: nesterov=True is not in the engine; optax.%s has it" % (rule.name, rule.name))
+    if _fixed(eps_root):
+        raise _call.unsupported("%s: an eps_root other than 0 is not in the engine; optax.%s has it" % (rule.name, rule.name))
+    mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
+
+    def init(params):
+        return AdamState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), optax.tree.zeros_like(params))
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None and (rule.decays or rule.trust):
+            raise ValueError("dsopt.jax.%s: %s" % (rule.name, optax.NO_PARAMS_MSG if hasattr(optax, "NO_PARAMS_MSG")
+                                                   else "update() needs the parameters"))
+        hyper = {name: value(state.count) if callable(value) else value
+                 for name, value in (("lr", learning_rate), ("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay),
+                                     ("eps_root", eps_root))}
+        paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
+        grads = [grad for _, grad in paths]
+        names = _call.names_of(updates, is_leaf=lambda x: x is None)
+        mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
+        # Without parameters zeros do: only their dtype matters, and the difference of new and old is then the update itself.
+        old = [m if m is None else jnp.zeros_like(m) for m in nu] if params is None else treedef.flatten_up_to(params)
+        groups = decay_groups(mask, params, len(grads)) if params is not None else [0] * len(grads)
+        leaves = [_Leaf(*each) for each in zip(names, grads, old, mu, nu, groups) if each[1] is not None]
+        ours = [leaf for leaf in leaves if leaf.known]
+        results = dict(zip((leaf.name for leaf in ours), _engine(rule, hyper, ours, state.count)))
+        results.update((leaf.name, _by_optax(rule, hyper, leaf, state.count)) for leaf in leaves if not leaf.known)
+        done = [results.get(name, (None, m, v)) for name, m, v in zip(names, mu, nu)]
+        new, mu, nu = ([each[i] for each in done] for i in range(3))
+        return treedef.unflatten(new), AdamState(optax.safe_increment(state.count), treedef.unflatten(mu), treedef.unflatten(nu))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Leaf:
+    """One parameter of an update."""
+
+    def __init__(self, name, grad, old, mu, nu, group):
+        self.name, self.group, self.mu, self.nu = name, group, mu, nu
+        self.grad, self.old = jnp.asarray(grad), jnp.asarray(old)
+        if self.grad.shape != self.old.shape:
+            raise _call.argument_error("the gradient of %s has shape %s, and the parameter has %s"
+                                       % (name, self.grad.shape, self.old.shape))
+        if not jnp.issubdtype(self.grad.dtype, jnp.inexact):
+            raise _call.argument_error("the gradient of %s has dtype %s" % (name, self.grad.dtype))
+        # The engine is fp32 inside. Double and complex leaves are left to optax, with the same state.
+        self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, self.old, mu))
+        # As in optax: the dtype of a mean of old mu and new gradient, and with decay of the parameter too
+        self.dtype = jnp.promote_types(self.grad.dtype, mu.dtype)
+
+
+def _engine(rule, hyper, leaves, count):
+    """(update, mu, nu) of each leaf."""
+    if not leaves:
+        return []
+    factor = None
+    if rule.trust:
+        hyper, factor = _without_correction(hyper, count)
+    recipe, values = _recipe(rule, hyper, leaves)
+    params = [leaf.old.astype(jnp.float32) for leaf in leaves]
+    state, entries = [], recipe.layout.entries
+    for entry in entries:
+        if entry.name == "exp_avg":
+            state.append(leaves[entry.param].mu.astype(jnp.float32))
+        elif entry.name == "exp_avg_sq":
+            state.append(leaves[entry.param].nu.astype(jnp.float32))
+        else:  # step, and the ratios of LAMB, which are written only
+            state.append(jnp.full(entry.shape, count if entry.name == "step" else 0, entry.dtype))
+    delta, state, _ = _call.step(recipe, params, [leaf.grad for leaf in leaves], state, values,
+                                 flags=abi.DSOPT_STEP_DELTA, options=_call.HYPER_IS_ERROR,
+                                 out=[_call.like(p) for p in params])
+    if factor is not None:
+        delta = [d * jnp.where(jnp.any(p != 0), 1.0, factor) for d, p in zip(delta, params)]
+    moments = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
+    return [(d.astype(leaf.dtype), moments["exp_avg", i].astype(leaf.mu.dtype), moments["exp_avg_sq", i].astype(leaf.nu.dtype))
+            for i, (leaf, d) in enumerate(zip(leaves, delta))]
+
+
+def _recipe(rule, hyper, leaves):
+    """What is known now goes into the recipe, and the rest into arrays."""
+    fixed = {name: _fixed(value) for name, value in hyper.items()}
+    used = sorted({leaf.group for leaf in leaves})
+    fields = {"lr": "lr", "b1": "beta1", "b2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
+    known = {fields[name]: value for name, value in fixed.items() if name in fields and value is not None}
+    if not rule.decays:
+        known["weight_decay"] = 0.0
+    if rule.trust:
+        known.update(min_trust=0.0, max_trust=_LARGEST)
+    groups = tuple(_call.group(rule.algorithm, rule.flags, **(known if group == 0 else {**known, "weight_decay": 0.0}))
+                   for group in used)
+    params = tuple(_call.Param(leaf.name, leaf.old.shape, "float32", used.index(leaf.group)) for leaf in leaves)
+    unknown = [name for name, value in fixed.items() if value is None]
+    values = {}
+    if unknown == ["lr"]:
+        values["lr"] = jnp.full((len(used),), hyper["lr"], jnp.float32)
+    elif unknown:
+        row = [hyper["lr"], hyper["b1"], hyper["b2"], hyper["eps"], hyper["weight_decay"], 0.0, 0.0, hyper["eps_root"]]
+        row = [jnp.asarray(value, jnp.float32) for value in row]
+        values["hyper"] = jnp.stack([jnp.stack(row if group == 0 else row[:4] + [jnp.float32(0.0)] + row[5:]) for group in used])
+    return _call.Recipe(groups=groups, params=params), values
+
+
+def _without_correction(hyper, count):
+    """optax's LAMB by a rule without bias correction. With k = sqrt(c2) / c1 optax's direction is
+    k (m / (sqrt(v) + eps sqrt(c2)) + (wd / k) p), and k leaves the ratio of norms, except where the parameter is zero and the
+    ratio is 1: there the update must be multiplied with k, which is returned."""
+    step = (count + 1).astype(jnp.float32)
+    b1, b2 = jnp.asarray(hyper["b1"], jnp.float32), jnp.asarray(hyper["b2"], jnp.float32)
+    root = jnp.sqrt(1 - b2**step)
+    factor = root / (1 - b1**step)
+    return {**hyper, "eps": hyper["eps"] * root, "weight_decay": hyper["weight_decay"] / factor}, factor
+
+
+def _by_optax(rule, hyper, leaf, count):
+    """(update, mu, nu) of a leaf whose dtype the engine does not have."""
+    state = optax.ScaleByAdamState(count, leaf.mu, leaf.nu)
+    new, state = optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], hyper["eps_root"]).update(leaf.grad, state)
+    if rule.decays and leaf.group == 0:
+        new = new + hyper["weight_decay"] * leaf.old
+    if rule.trust:
+        new, _ = optax.scale_by_trust_ratio().update(new, optax.EmptyState(), leaf.old)
+    return jnp.asarray(-hyper["lr"] * new, leaf.dtype), state.mu.astype(leaf.mu.dtype), state.nu.astype(leaf.nu.dtype)
