@@ -241,12 +241,43 @@ def step(recipe: Recipe, params: list, grads: list, state: list, values: dict, *
     return list(done[:n]), list(done[n:n + m]), done[n + m]
 
 
-def check_like(names, params, grads) -> None:
-    """Refuse gradients that are not those of the parameters, by name."""
-    for name, param, grad in zip(names, params, grads):
-        if jnp.shape(grad) != jnp.shape(param):
-            raise argument_error("the gradient of %s has shape %s, and the parameter has %s"
-                                 % (name, jnp.shape(grad), jnp.shape(param)))
-        if jnp.result_type(grad).name not in DTYPES:
-            raise argument_error("the gradient of %s has dtype %s: it must be one of %s"
-                                 % (name, jnp.result_type(grad).name, ", ".join(DTYPES)))
+def fixed(value):
+    """A number that is known now and goes into the program in double; None for what only the program knows."""
+    if isinstance(value, (bool, int, float, np.number)) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return float(value)
+    return None
+
+
+class Hyper(NamedTuple):
+    """Hyper-parameters of a step by optax's names: numbers, or arrays for what only the program knows."""
+    lr: object
+    b1: object
+    b2: object
+    eps: object
+    weight_decay: object
+    max_norm: float = 0.0
+    eps_root: object = 0.0  # place 7 of a row, which must be 0
+
+    def known(self) -> dict:
+        """Fields of dsopt_group."""
+        fields = (("lr", self.lr), ("beta1", self.b1), ("beta2", self.b2), ("eps", self.eps), ("weight_decay", self.weight_decay))
+        return {name: fixed(value) for name, value in fields if fixed(value) is not None}
+
+    def values(self, decays) -> dict:
+        """The others, as arrays of `step`. `decays` says of each group whether it has a weight decay."""
+        unknown = [name for name, value in self._asdict().items() if fixed(value) is None]
+        if not unknown:
+            return {}
+        if unknown == ["lr"]:
+            return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
+        rows = [[self.lr, self.b1, self.b2, self.eps, self.weight_decay if decay else 0.0, 0.0, 0.0 if g else self.max_norm,
+                 self.eps_root] for g, decay in enumerate(decays)]
+        return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
+
+
+def decay_groups(mask, tree, count: int) -> list:
+    """For each leaf 0, or 1 where `mask` (as optax has it: bools for a prefix of the tree, or a function) says no decay."""
+    if mask is None:
+        return [0] * count
+    chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
+    return [0 if flag else 1 for flag in jax.tree.leaves(chosen, is_leaf=lambda x: x is None)]

@@ -55,25 +55,10 @@ def lamb(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scala
     return _transformation(_LAMB, learning_rate, b1, b2, eps, eps_root, None, weight_decay, mask)
 
 
-def _fixed(value) -> Optional[float]:
-    """A number that is known now and goes into the program in double; None for what only the program knows."""
-    if isinstance(value, (bool, int, float, np.number)) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        return float(value)
-    return None
-
-
-def decay_groups(mask, tree, count: int) -> list:
-    """For each leaf 0, or 1 where `mask` (as optax has it: bools for a prefix of the tree, or a function) says no decay."""
-    if mask is None:
-        return [0] * count
-    chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
-    return [0 if flag else 1 for flag in jax.tree.leaves(chosen, is_leaf=lambda x: x is None)]
-
-
 def _transformation(rule, learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay=0.0, mask=None, nesterov=False):
     if nesterov:
         raise _call.unsupported("%s: nesterov=True is not in the engine; optax.%s has it" % (rule.name, rule.name))
-    if _fixed(eps_root):
+    if _call.fixed(eps_root):
         raise _call.unsupported("%s: an eps_root other than 0 is not in the engine; optax.%s has it" % (rule.name, rule.name))
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
 
@@ -85,16 +70,15 @@ def _transformation(rule, learning_rate, b1, b2, eps, eps_root, mu_dtype, weight
         if params is None and (rule.decays or rule.trust):
             raise ValueError("dsopt.jax.%s: %s" % (rule.name, optax.NO_PARAMS_MSG if hasattr(optax, "NO_PARAMS_MSG")
                                                    else "update() needs the parameters"))
-        hyper = {name: value(state.count) if callable(value) else value
-                 for name, value in (("lr", learning_rate), ("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay),
-                                     ("eps_root", eps_root))}
+        hyper = _call.Hyper(*(value(state.count) if callable(value) else value
+                              for value in (learning_rate, b1, b2, eps, weight_decay)), eps_root=eps_root)
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
         grads = [grad for _, grad in paths]
         names = _call.names_of(updates, is_leaf=lambda x: x is None)
         mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
         # Without parameters zeros do: only their dtype matters, and the difference of new and old is then the update itself.
         old = [m if m is None else jnp.zeros_like(m) for m in nu] if params is None else treedef.flatten_up_to(params)
-        groups = decay_groups(mask, params, len(grads)) if params is not None else [0] * len(grads)
+        groups = _call.decay_groups(mask, params, len(grads)) if params is not None else [0] * len(grads)
         leaves = [_Leaf(*each) for each in zip(names, grads, old, mu, nu, groups) if each[1] is not None]
         ours = [leaf for leaf in leaves if leaf.known]
         results = dict(zip((leaf.name for leaf in ours), _engine(rule, hyper, ours, state.count)))
@@ -152,10 +136,8 @@ def _engine(rule, hyper, leaves, count):
 
 def _recipe(rule, hyper, leaves):
     """What is known now goes into the recipe, and the rest into arrays."""
-    fixed = {name: _fixed(value) for name, value in hyper.items()}
     used = sorted({leaf.group for leaf in leaves})
-    fields = {"lr": "lr", "b1": "beta1", "b2": "beta2", "eps": "eps", "weight_decay": "weight_decay"}
-    known = {fields[name]: value for name, value in fixed.items() if name in fields and value is not None}
+    known = hyper.known()
     if not rule.decays:
         known["weight_decay"] = 0.0
     if rule.trust:
@@ -163,15 +145,7 @@ def _recipe(rule, hyper, leaves):
     groups = tuple(_call.group(rule.algorithm, rule.flags, **(known if group == 0 else {**known, "weight_decay": 0.0}))
                    for group in used)
     params = tuple(_call.Param(leaf.name, leaf.old.shape, "float32", used.index(leaf.group)) for leaf in leaves)
-    unknown = [name for name, value in fixed.items() if value is None]
-    values = {}
-    if unknown == ["lr"]:
-        values["lr"] = jnp.full((len(used),), hyper["lr"], jnp.float32)
-    elif unknown:
-        row = [hyper["lr"], hyper["b1"], hyper["b2"], hyper["eps"], hyper["weight_decay"], 0.0, 0.0, hyper["eps_root"]]
-        row = [jnp.asarray(value, jnp.float32) for value in row]
-        values["hyper"] = jnp.stack([jnp.stack(row if group == 0 else row[:4] + [jnp.float32(0.0)] + row[5:]) for group in used])
-    return _call.Recipe(groups=groups, params=params), values
+    return _call.Recipe(groups=groups, params=params), hyper.values([group == 0 for group in used])
 
 
 def _without_correction(hyper, count):
@@ -179,18 +153,18 @@ def _without_correction(hyper, count):
     k (m / (sqrt(v) + eps sqrt(c2)) + (wd / k) p), and k leaves the ratio of norms, except where the parameter is zero and the
     ratio is 1: there the update must be multiplied with k, which is returned."""
     step = (count + 1).astype(jnp.float32)
-    b1, b2 = jnp.asarray(hyper["b1"], jnp.float32), jnp.asarray(hyper["b2"], jnp.float32)
+    b1, b2 = jnp.asarray(hyper.b1, jnp.float32), jnp.asarray(hyper.b2, jnp.float32)
     root = jnp.sqrt(1 - b2**step)
     factor = root / (1 - b1**step)
-    return {**hyper, "eps": hyper["eps"] * root, "weight_decay": hyper["weight_decay"] / factor}, factor
+    return hyper._replace(eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor), factor
 
 
 def _by_optax(rule, hyper, leaf, count):
     """(update, mu, nu) of a leaf whose dtype the engine does not have."""
     state = optax.ScaleByAdamState(count, leaf.mu, leaf.nu)
-    new, state = optax.scale_by_adam(hyper["b1"], hyper["b2"], hyper["eps"], hyper["eps_root"]).update(leaf.grad, state)
+    new, state = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root).update(leaf.grad, state)
     if rule.decays and leaf.group == 0:
-        new = new + hyper["weight_decay"] * leaf.old
+        new = new + hyper.weight_decay * leaf.old
     if rule.trust:
         new, _ = optax.scale_by_trust_ratio().update(new, optax.EmptyState(), leaf.old)
-    return jnp.asarray(-hyper["lr"] * new, leaf.dtype), state.mu.astype(leaf.mu.dtype), state.nu.astype(leaf.nu.dtype)
+    return jnp.asarray(-hyper.lr * new, leaf.dtype), state.mu.astype(leaf.mu.dtype), state.nu.astype(leaf.nu.dtype)
