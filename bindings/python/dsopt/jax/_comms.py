@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 1-bit family under shard_map and pmap: ranks, comms, and the order of calls."""
+import weakref
+
 import jax
 
 from .. import _abi as abi
@@ -35,21 +37,23 @@ def register_comm(name: str, rank: int, comm: int) -> None:  # pylint: disable=r
 
 
 # XLA promises no order of custom calls that do not depend on each other, and ranks that make two exchanges in different orders
-# wait for one another for ever. So each call reads the report of the one before it in the same trace. The note is kept by the
-# trace, because it must not outlive it.
+# wait for one another for ever. So each call has a result of the one before it in the same trace as an operand. Only weak
+# references are kept: a traced array must not outlive its trace.
+_last = weakref.WeakKeyDictionary()
+_NO_TRACE = type("NoTrace", (), {})()
+
+
 def previous(operands):
-    """The report of the last call in the trace of these operands, or None."""
+    """A result of the last call in the trace of these operands, or None."""
     for operand in operands:
-        last = getattr(getattr(operand, "_trace", None), "_dsopt_last", None)
-        if last is not None:
-            return last
+        for result in _last.get(getattr(operand, "_trace", _NO_TRACE), ()):
+            if result() is not None:
+                return result()
     return None
 
 
-def remember(report) -> None:
-    trace = getattr(report, "_trace", None)
+def remember(results) -> None:
+    """Note the results of a call, best first."""
+    trace = getattr(results[0], "_trace", None)
     if trace is not None:
-        try:
-            trace._dsopt_last = report
-        except AttributeError:  # a trace with fixed slots: then `after` of FusedStep.step is the way
-            pass
+        _last[trace] = [weakref.ref(result) for result in results]

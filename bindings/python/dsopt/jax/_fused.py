@@ -140,7 +140,7 @@ class FusedStep:
             values["after"] = _comms.previous(gradients)
         leaves, entries, report = _call.step(recipe, tree.leaves, gradients, entries, values)
         if self._axis is not None:
-            _comms.remember(report)
+            _comms.remember([report, *entries, *leaves])  # the report first: no later call writes over it
         return tree.treedef.unflatten(leaves), tree.pack(recipe, entries), Report(report)
 
     def _values(self, state, learning_rate=None) -> _call.Hyper:
@@ -152,9 +152,15 @@ class FusedStep:
         values = []
         for value, start in zip(given, default.values()):
             if callable(value):
-                value = start if state is None else value(jnp.max(state["step"], initial=0))
+                value = start if state is None else value(self._count(state))
             values.append(start if value is None or (state is None and _call.fixed(value) is None) else value)
         return _call.Hyper(*values, max_norm=self._max_norm)
+
+    @staticmethod
+    def _count(state):
+        if "step" not in state:
+            raise _call.argument_error("the state has no 'step': it was made for another optimizer")
+        return jnp.max(state["step"], initial=0)
 
     def _recipe(self, tree, hyper, ranks=None) -> _call.Recipe:
         known = {**hyper.known(), **self._options}
