@@ -3,7 +3,7 @@
 from ._build import handler_path, library as register
 from ._comms import register_comm
 from ._fused import DynamicScale, FusedStep, Report, onebit_adam, onebit_lamb, zero_one_adam
-from ._optax import AdamState, adam, adamw, lamb
+from ._optax import adam, adamw, lamb
 
-__all__ = ["AdamState", "DynamicScale", "FusedStep", "Report", "adam", "adamw", "handler_path", "lamb", "onebit_adam",
+__all__ = ["DynamicScale", "FusedStep", "Report", "adam", "adamw", "handler_path", "lamb", "onebit_adam",
            "onebit_lamb", "register", "register_comm", "zero_one_adam"]

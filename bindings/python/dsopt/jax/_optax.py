@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adamw, adam and lamb as optax.GradientTransformation: optax's arguments, formulas, dtypes and state."""
+"""adamw, adam and lamb as optax.GradientTransformation: optax's arguments, formulas, dtypes, and its very state."""
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 import jax
@@ -14,26 +14,20 @@ Scalar = Union[float, jax.Array, Callable]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class AdamState(NamedTuple):
-    """The state of adamw, adam and lamb, with the names of optax.ScaleByAdamState."""
-    count: jax.Array
-    mu: Any
-    nu: Any
-
-
 class _Rule(NamedTuple):
     """What makes one of the transformations."""
     name: str
+    optax: Callable
     algorithm: int
     flags: int = 0
     decays: bool = True
     trust: bool = False
 
 
-_ADAM = _Rule("adam", abi.DSOPT_ALGORITHM_ADAM, decays=False)
-_ADAMW = _Rule("adamw", abi.DSOPT_ALGORITHM_ADAMW)
+_ADAM = _Rule("adam", optax.adam, abi.DSOPT_ALGORITHM_ADAM, decays=False)
+_ADAMW = _Rule("adamw", optax.adamw, abi.DSOPT_ALGORITHM_ADAMW)
 # optax takes |p| / |u| of the corrected direction, which does not depend on the correction except through eps and the decay.
-_LAMB = _Rule("lamb", abi.DSOPT_ALGORITHM_LAMB, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, trust=True)
+_LAMB = _Rule("lamb", optax.lamb, abi.DSOPT_ALGORITHM_LAMB, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, trust=True)
 
 
 def adam(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, eps_root: Scalar = 0.0,
@@ -61,33 +55,45 @@ def _transformation(rule, learning_rate, b1, b2, eps, eps_root, mu_dtype, weight
     if _call.fixed(eps_root):
         raise _call.unsupported("%s: an eps_root other than 0 is not in the engine; optax.%s has it" % (rule.name, rule.name))
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
-
-    def init(params):
-        return AdamState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype), optax.tree.zeros_like(params))
+    # State is made by optax and has its structure, so a checkpoint of one goes on with the other.
+    init = rule.optax(learning_rate, b1=b1, b2=b2, eps=eps, eps_root=eps_root,
+                      **({} if rule.trust else {"mu_dtype": mu_dtype}),
+                      **({"weight_decay": weight_decay, "mask": mask} if rule.decays else {})).init
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        if params is None and (rule.decays or rule.trust):
-            raise ValueError("dsopt.jax.%s: %s" % (rule.name, optax.NO_PARAMS_MSG if hasattr(optax, "NO_PARAMS_MSG")
-                                                   else "update() needs the parameters"))
-        hyper = _call.Hyper(*(value(state.count) if callable(value) else value
-                              for value in (learning_rate, b1, b2, eps, weight_decay)), eps_root=eps_root)
-        paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
+        if params is None and rule.decays:
+            raise ValueError("dsopt.jax.%s: update() needs the parameters" % rule.name)
+        adam_state, counts = state[0], state[1:]
+        hyper = _call.Hyper(_at(learning_rate, counts[-1]), *(_at(value, adam_state) for value in (b1, b2, eps)),
+                            _at(weight_decay, counts[0]), eps_root=eps_root)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_none)
         grads = [grad for _, grad in paths]
-        names = _call.names_of(updates, is_leaf=lambda x: x is None)
-        mu, nu = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
-        # Without parameters zeros do: only their dtype matters, and the difference of new and old is then the update itself.
-        old = [m if m is None else jnp.zeros_like(m) for m in nu] if params is None else treedef.flatten_up_to(params)
-        groups = _call.decay_groups(mask, params, len(grads)) if params is not None else [0] * len(grads)
+        names = _call.names_of(updates, is_leaf=_is_none)
+        mu, nu = treedef.flatten_up_to(adam_state.mu), treedef.flatten_up_to(adam_state.nu)
+        # Without parameters zeros do: the difference of new and old is then the update itself.
+        old = [v if v is None else jnp.zeros_like(v) for v in nu] if params is None else treedef.flatten_up_to(params)
+        groups = [0] * len(grads) if params is None else _call.decay_groups(mask, params, len(grads))
         leaves = [_Leaf(*each) for each in zip(names, grads, old, mu, nu, groups) if each[1] is not None]
         ours = [leaf for leaf in leaves if leaf.known]
-        results = dict(zip((leaf.name for leaf in ours), _engine(rule, hyper, ours, state.count)))
-        results.update((leaf.name, _by_optax(rule, hyper, leaf, state.count)) for leaf in leaves if not leaf.known)
+        results = dict(zip((leaf.name for leaf in ours), _engine(rule, hyper, ours, adam_state.count))) if ours else {}
+        results.update((leaf.name, _by_optax(rule, hyper, leaf, adam_state.count, mu_dtype)) for leaf in leaves if not leaf.known)
         done = [results.get(name, (None, m, v)) for name, m, v in zip(names, mu, nu)]
-        new, mu, nu = ([each[i] for each in done] for i in range(3))
-        return treedef.unflatten(new), AdamState(optax.safe_increment(state.count), treedef.unflatten(mu), treedef.unflatten(nu))
+        new, mu, nu = (treedef.unflatten([each[i] for each in done]) for i in range(3))
+        # All that moves in the rest of the chain are the counts of schedules.
+        return new, (optax.ScaleByAdamState(optax.safe_increment(adam_state.count), mu, nu),
+                     *jax.tree.map(optax.safe_increment, counts))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_none(x):
+    return x is None
+
+
+def _at(value, state):
+    """A number or array, of a schedule that of its count."""
+    return value(jax.tree.leaves(state)[0]) if callable(value) else value
 
 
 class _Leaf:
@@ -99,9 +105,7 @@ class _Leaf:
         if self.grad.shape != self.old.shape:
             raise _call.argument_error("the gradient of %s has shape %s, and the parameter has %s"
                                        % (name, self.grad.shape, self.old.shape))
-        if not jnp.issubdtype(self.grad.dtype, jnp.inexact):
-            raise _call.argument_error("the gradient of %s has dtype %s" % (name, self.grad.dtype))
-        # The engine is fp32 inside. Double and complex leaves are left to optax, with the same state.
+        # The engine is fp32 inside. Other leaves (double, complex, integer) are left to optax, with the same state.
         self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, self.old, mu))
         # As in optax: the dtype of a mean of old mu and new gradient, and with decay of the parameter too
         self.dtype = jnp.promote_types(self.grad.dtype, mu.dtype)
@@ -109,8 +113,6 @@ class _Leaf:
 
 def _engine(rule, hyper, leaves, count):
     """(update, mu, nu) of each leaf."""
-    if not leaves:
-        return []
     factor = None
     if rule.trust:
         hyper, factor = _without_correction(hyper, count)
@@ -159,12 +161,12 @@ def _without_correction(hyper, count):
     return hyper._replace(eps=hyper.eps * root, weight_decay=hyper.weight_decay / factor), factor
 
 
-def _by_optax(rule, hyper, leaf, count):
+def _by_optax(rule, hyper, leaf, count, mu_dtype):
     """(update, mu, nu) of a leaf whose dtype the engine does not have."""
     state = optax.ScaleByAdamState(count, leaf.mu, leaf.nu)
-    new, state = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root).update(leaf.grad, state)
+    new, state = optax.scale_by_adam(hyper.b1, hyper.b2, hyper.eps, hyper.eps_root, mu_dtype).update(leaf.grad, state)
     if rule.decays and leaf.group == 0:
         new = new + hyper.weight_decay * leaf.old
     if rule.trust:
         new, _ = optax.scale_by_trust_ratio().update(new, optax.EmptyState(), leaf.old)
-    return jnp.asarray(-hyper.lr * new, leaf.dtype), state.mu.astype(leaf.mu.dtype), state.nu.astype(leaf.nu.dtype)
+    return jnp.asarray(-hyper.lr, new.dtype) * new, state.mu, state.nu
