@@ -11,6 +11,9 @@ use std::sync::Arc;
 /// returns when all of them are done.
 pub type ParallelFor = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Send + Sync;
 
+/// A pool for one call.
+pub(crate) type Pool<'a> = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Sync + 'a;
+
 type Log = dyn Fn(LogLevel, &str) + Send + Sync;
 
 /// Severity of a log line.
@@ -228,7 +231,7 @@ impl Shared {
 }
 
 /// Run pieces of the library on a pool.
-pub(crate) fn run_pieces(pool: &dyn Fn(usize, &(dyn Fn(usize) + Sync)), n: i64, body: Body, arg: *mut c_void) {
+pub(crate) fn run_pieces(pool: &Pool<'_>, n: i64, body: Body, arg: *mut c_void) {
     let shared = Shared(arg);
     if let Some(body) = body {
         // The reference is good for this call only, so no piece can begin later.

@@ -2,8 +2,8 @@
 //! Panics must not unwind through C: hooks keep theirs here, and the call that ran the hook goes on with it.
 use std::any::Any;
 use std::cell::Cell;
-use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::mem;
+use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 
 thread_local! {
     static PENDING: Cell<Option<Box<dyn Any + Send>>> = Cell::new(None);

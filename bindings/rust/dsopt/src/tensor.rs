@@ -139,7 +139,8 @@ impl<'a> TensorRef<'a> {
     /// `data` points to `numel` elements of this dtype in memory of the context that the tensor is used with. They are
     /// valid and nobody writes to them during `'a`, and on CUDA until the stream has passed the call.
     pub unsafe fn from_raw_parts(data: *const c_void, numel: usize, dtype: Dtype) -> TensorRef<'a> {
-        let raw = sys::dsopt_tensor { data: data as *mut c_void, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
+        let raw =
+            sys::dsopt_tensor { data: data as *mut c_void, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
         TensorRef { raw, memory: PhantomData }
     }
 
