@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::error::{check, Error};
+use crate::error::owned;
 use crate::optimizer::Optimizer;
 use crate::{sys, Comm, Context, Result, Scaler};
 use std::ptr::{self, NonNull};
@@ -169,9 +169,7 @@ impl OptimizerBuilder {
             // SAFETY: context, scaler and comms live, and the list of experts outlives the call.
             unsafe { sys::dsopt_optimizer_create(self.context.as_ptr(), &self.desc, &mut handle) }
         };
-        check(status)?;
-        let missing = || Error::new(sys::DSOPT_ERR_INTERNAL, "dsopt_optimizer_create gave no optimizer");
-        let handle = NonNull::new(handle).ok_or_else(missing)?;
-        Ok(Optimizer::own(handle, self.context, self.scaler, self.comms))
+        let (context, scaler, comms) = (self.context, self.scaler, self.comms);
+        owned(status, NonNull::new(handle).map(|handle| Optimizer::own(handle, context, scaler, comms)))
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::error::{check, count};
+use crate::error::{check, count, owned};
 use crate::tensor::list_mut;
 use crate::{panics, sys, Context, Error, Result, TensorMut};
 use std::ptr::{self, NonNull};
@@ -194,9 +194,9 @@ impl Comm {
     pub unsafe fn from_desc(context: &Context, desc: &sys::dsopt_comm_desc) -> Result<Comm> {
         let mut handle = ptr::null_mut();
         // SAFETY: the context lives; the rest is promised by the caller.
-        check(unsafe { sys::dsopt_comm_create(context.as_ptr(), desc, &mut handle) })?;
-        let handle = NonNull::new(handle).expect("dsopt_comm_create gave a comm");
-        Ok(Comm { inner: Arc::new(Inner { handle, context: context.clone() }) })
+        let status = unsafe { sys::dsopt_comm_create(context.as_ptr(), desc, &mut handle) };
+        let inner = |handle| Inner { handle, context: context.clone() };
+        owned(status, NonNull::new(handle).map(|handle| Comm { inner: Arc::new(inner(handle)) }))
     }
 
     /// The handle in C, for calls of `dsopt-sys`. It is valid as long as this comm.

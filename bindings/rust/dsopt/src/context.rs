@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::error::check;
+use crate::error::owned;
 use crate::{panics, sys, Error, Result};
 use std::ffi::{c_void, CStr};
 use std::fmt;
@@ -200,19 +200,14 @@ impl ContextBuilder {
         self.desc.user = hooks.cast();
         let mut handle = ptr::null_mut();
         // SAFETY: the desc and the place for the handle are valid, and the hooks live as long as `Inner`.
-        let made = check(unsafe { sys::dsopt_context_create(&self.desc, &mut handle) });
-        match (made, NonNull::new(handle)) {
-            (Ok(()), Some(handle)) => {
-                let cuda = self.desc.backend == sys::DSOPT_BACKEND_CUDA;
-                Ok(Context { inner: Arc::new(Inner { handle, cuda, hooks }) })
-            }
-            (made, _) => {
-                // SAFETY: from Box::into_raw above; there is no context that could call a hook.
-                drop(unsafe { Box::from_raw(hooks) });
-                made?;
-                Err(Error::new(sys::DSOPT_ERR_INTERNAL, "dsopt_context_create gave no context"))
-            }
+        let status = unsafe { sys::dsopt_context_create(&self.desc, &mut handle) };
+        let cuda = self.desc.backend == sys::DSOPT_BACKEND_CUDA;
+        let made = NonNull::new(handle).map(|handle| Context { inner: Arc::new(Inner { handle, cuda, hooks }) });
+        if made.is_none() {
+            // SAFETY: from Box::into_raw above; there is no context that could call a hook.
+            drop(unsafe { Box::from_raw(hooks) });
         }
+        owned(status, made)
     }
 }
 

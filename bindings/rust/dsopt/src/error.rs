@@ -156,6 +156,12 @@ pub(crate) fn check(status: sys::dsopt_status) -> Result<()> {
     }
 }
 
+/// The result of a call that makes an object: `made` owns the handle, if there is one, before a panic of a hook goes on.
+pub(crate) fn owned<T>(status: sys::dsopt_status, made: Option<T>) -> Result<T> {
+    check(status)?;
+    made.ok_or_else(|| Error::new(sys::DSOPT_ERR_INTERNAL, "the library gave no object"))
+}
+
 /// A count for C. Slices are never longer than that.
 pub(crate) fn count(length: usize) -> i64 {
     length as i64

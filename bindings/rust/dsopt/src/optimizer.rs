@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 use crate::builder::{Comms, OptimizerBuilder};
-use crate::error::{check, count};
+use crate::error::{check, count, owned};
 use crate::group::{self, RawParams};
 use crate::lock::Guard;
 use crate::tensor::list;
@@ -31,10 +31,9 @@ impl Handle {
     pub fn retain(&self) -> Result<Handle> {
         let mut other = ptr::null_mut();
         // SAFETY: the handle lives; any thread may retain it.
-        check(unsafe { sys::dsopt_optimizer_retain(self.as_ptr(), &mut other) })?;
-        let missing = || Error::new(sys::DSOPT_ERR_INTERNAL, "dsopt_optimizer_retain gave no optimizer");
-        let pointer = NonNull::new(other).ok_or_else(missing)?;
-        Ok(Handle { pointer, context: self.context.clone(), scaler: self.scaler.clone() })
+        let status = unsafe { sys::dsopt_optimizer_retain(self.as_ptr(), &mut other) };
+        let (context, scaler) = (self.context.clone(), self.scaler.clone());
+        owned(status, NonNull::new(other).map(|pointer| Handle { pointer, context, scaler }))
     }
 }
 

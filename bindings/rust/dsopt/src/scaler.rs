@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::error::check;
+use crate::error::{check, owned};
 use crate::lock::{Guard, Lock};
 use crate::tensor::list_mut;
 use crate::{panics, sys, Context, Error, Result};
@@ -149,9 +149,9 @@ impl Scaler {
         }
         let mut handle = ptr::null_mut();
         // SAFETY: the context lives, and desc and place are valid.
-        check(unsafe { sys::dsopt_scaler_create(context.as_ptr(), &desc, &mut handle) })?;
-        let handle = NonNull::new(handle).expect("dsopt_scaler_create gave a scaler");
-        Ok(Scaler { inner: Arc::new(Inner { handle, context: context.clone(), lock: Lock::default() }) })
+        let status = unsafe { sys::dsopt_scaler_create(context.as_ptr(), &desc, &mut handle) };
+        let inner = |handle| Inner { handle, context: context.clone(), lock: Lock::default() };
+        owned(status, NonNull::new(handle).map(|handle| Scaler { inner: Arc::new(inner(handle)) }))
     }
 
     /// For calls that use the scaler's memory, here or in a step.
