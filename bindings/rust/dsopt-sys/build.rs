@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Says how to link dsopt: by pkg-config, which DSOPT_LIB_DIR can replace or correct. Feature `dlopen`: not at all.
+//! Says how to link dsopt: by pkg-config, or from the folders in DSOPT_LIB_DIR, which come first. Feature `dlopen`: not at all.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -51,17 +51,19 @@ fn main() {
     if env::var_os("DOCS_RS").is_some() {
         return; // documentation links nothing
     }
-    let given = env::var_os("DSOPT_LIB_DIR").map(PathBuf::from);
-    let flags = match (pkg_config(archive), &given) {
+    // One folder, or several as in PATH: that of the library first, then of what it needs.
+    let given: Vec<PathBuf> =
+        env::var_os("DSOPT_LIB_DIR").map_or_else(Vec::new, |folders| env::split_paths(&folders).collect());
+    let flags = match (pkg_config(archive), given.is_empty()) {
         (Ok(flags), _) => flags,
-        (Err(_), Some(_)) if archive => OF_ARCHIVE.iter().map(|name| format!("-l{name}")).collect(),
-        (Err(_), Some(_)) => Vec::new(),
-        (Err(reason), None) => fail(&format!(
+        (Err(_), false) if archive => OF_ARCHIVE.iter().map(|name| format!("-l{name}")).collect(),
+        (Err(_), false) => Vec::new(),
+        (Err(reason), true) => fail(&format!(
             "dsopt was not found: {reason}\nInstall dsopt, or set PKG_CONFIG_PATH to the folder of dsopt.pc or \
              DSOPT_LIB_DIR to that of the library, or use the feature `dlopen`."
         )),
     };
-    let mut folders: Vec<PathBuf> = given.into_iter().collect();
+    let mut folders = given;
     folders.extend(flags.iter().filter_map(|flag| flag.strip_prefix("-L")).map(PathBuf::from));
     for folder in &folders {
         println!("cargo:rustc-link-search=native={}", folder.display());
