@@ -35,7 +35,6 @@ for page in dsopt-info.1 dsopt.3 dsopt_optimizer_step.3 dsopt_step.3 dsopt_statu
     man "$page" >page 2>&1 && [ "$(wc -l <page)" -gt 15 ] || { cat page; fail "man $page"; }
 done
 man -f dsopt_optimizer_step | grep -q 'Update every parameter' || fail "whatis does not know dsopt_optimizer_step"
-mandoc -Tlint -Wwarning /usr/share/man/man3/dsopt*.3.gz || fail "mandoc"
 
 quietly apt-get purge -y libdsopt1 libdsopt-dev dsopt-tools
 files >after
