@@ -77,21 +77,21 @@ load!(path::AbstractString, state::State) = transfer(ABI.dsopt_optimizer_load, p
 load!(path::AbstractString, state::State, model) = transfer(ABI.dsopt_optimizer_load, path, state, model)
 
 # The library keeps no memory of a model, so one is bound for the call only.
-function transfer(call_of_library, path, state, model)
+function transfer(transfer_file, path, state, model)
     io = Ref(ABI.dsopt_io(flags = model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS))
-    model === nothing || fill_lists!(state, model, nothing)
-    params, arrays = state.params, state.arrays
-    GC.@preserve params arrays call(state) do optimizer
-        try
-            model === nothing || check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, params, length(params)))
-            check(call_of_library(optimizer, String(path), io))
-        finally
-            if model !== nothing
-                unbound = [ABI.dsopt_tensor(C_NULL, each.numel, each.dtype, 0) for each in params]
-                check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, unbound, length(unbound)))
+    model === nothing && return call(optimizer -> (check(transfer_file(optimizer, String(path), io)); state), state)
+    exclusively(state) do
+        fill_lists!(state, model, nothing)
+        params, arrays = state.params, state.arrays
+        nowhere = [ABI.dsopt_tensor(C_NULL, each.numel, each.dtype, 0) for each in params]
+        GC.@preserve params arrays call(state) do optimizer
+            check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, params, length(params)))
+            try
+                check(transfer_file(optimizer, String(path), io))
+            finally
+                check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, nowhere, length(nowhere)))
             end
         end
     end
-    empty!(state.arrays)
     return state
 end

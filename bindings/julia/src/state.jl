@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time may use it.
+What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time uses it; a second
+one gets an error.
 """
 struct State
     handle::Handle
@@ -14,6 +15,7 @@ struct State
     params::Vector{ABI.dsopt_tensor}
     grads::Vector{ABI.dsopt_tensor}
     arrays::Vector{Any}
+    busy::Threads.Atomic{Bool}
 end
 
 kind_of(::State) = "state"
@@ -43,7 +45,10 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
     end
     rules = Rule[rule; [last(pair) for pair in groups]]
     names, sizes, types, places = String[], Tuple{Vararg{Int}}[], DataType[], Int32[]
+    seen = IdDict{Any,String}()
     walk(model, nothing) do leaf, _, path
+        haskey(seen, leaf) && throw(ArgumentError("$(name_of(path)) is the array of $(seen[leaf]): one array is one parameter"))
+        seen[leaf] = name_of(path)
         push!(names, name_of(path))
         push!(sizes, size(leaf))
         push!(types, eltype(leaf))
@@ -67,7 +72,7 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
     end
     count = length(names)
     state = State(handle, context, scaler, length(rules), names, sizes, types, fill(ABI.dsopt_tensor(), count),
-                  fill(ABI.dsopt_tensor(), count), Any[])
+                  fill(ABI.dsopt_tensor(), count), Any[], Threads.Atomic{Bool}(false))
     call(state) do optimizer
         for each in rules
             check(ABI.dsopt_optimizer_add_group(optimizer, Ref(each.group), C_NULL, 0))
@@ -90,9 +95,19 @@ const ONEBIT = (ABI.DSOPT_ALGORITHM_ONEBIT_ADAM, ABI.DSOPT_ALGORITHM_ZERO_ONE_AD
 """`call(pointer)` on the optimizer, with what hooks leave behind thrown or told afterwards."""
 call(f::F, state::State) where {F} = with_hooks(() -> use(f, state), state.context.hooks)
 
+"""`f()` while the lists of the state belong to this task."""
+function exclusively(f::F, state::State) where {F}
+    Threads.atomic_xchg!(state.busy, true) && throw(ArgumentError("the state is in use by another task"))
+    try
+        return f()
+    finally
+        empty!(state.arrays)
+        state.busy[] = false
+    end
+end
+
 """The lists of parameters and gradients of a model that must be as it was in `setup`."""
 function fill_lists!(state::State, model, gradient)
-    empty!(state.arrays)
     place = 0
     walk(model, gradient) do leaf, gradient, path
         place += 1
@@ -123,16 +138,17 @@ One step: the arrays of `model` change in place. `gradients` has the structure o
 arrays below as they are.
 """
 function update!(state::State, model, gradient)
-    fill_lists!(state, model, gradient)
-    params, grads, arrays = state.params, state.grads, state.arrays
-    GC.@preserve params grads arrays begin
-        step = Ref(ABI.dsopt_step(grads = pointer(grads), count = length(grads), params = pointer(params)))
-        call(state) do optimizer
-            # Hooks are Julia: with them the collector must go on counting this thread among its own.
-            check(state.context.hooks === nothing ? blocking_step(optimizer, step) : ABI.dsopt_optimizer_step(optimizer, step))
+    exclusively(state) do
+        fill_lists!(state, model, gradient)
+        params, grads, arrays = state.params, state.grads, state.arrays
+        GC.@preserve params grads arrays begin
+            step = Ref(ABI.dsopt_step(grads = pointer(grads), count = length(grads), params = pointer(params)))
+            call(state) do optimizer
+                # Hooks are Julia: with them the collector must go on counting this thread among its own.
+                check(state.context.hooks === nothing ? blocking_step(optimizer, step) : ABI.dsopt_optimizer_step(optimizer, step))
+            end
         end
     end
-    empty!(state.arrays)
     return state, model
 end
 

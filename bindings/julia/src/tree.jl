@@ -14,7 +14,7 @@ struct Path
     key::Any
 end
 
-Base.string(path::Path) = path.outer === nothing ? string(path.key) : string(path.outer, ".", path.key)
+Base.print(io::IO, path::Path) = path.outer === nothing ? print(io, path.key) : print(io, path.outer, ".", path.key)
 name_of(::Nothing) = "p" # the model is one array
 name_of(path::Path) = string(path)
 
