@@ -130,8 +130,13 @@ public:
 
         // In the order of the parameters, their momentums, their velocities.
         std::vector<core::RefCountPtr<Var>> variables(size_t(3 * count()));
-        for (int i = 0; i < 3 * count(); ++i)
-            OP_REQUIRES_OK(ctx, LookupResource(ctx, HandleFromInput(ctx, i), &variables[size_t(i)]));
+        for (int i = 0; i < 3 * count(); ++i) {
+            const absl::Status found = LookupResource(ctx, HandleFromInput(ctx, i), &variables[size_t(i)]);
+            OP_REQUIRES(
+                ctx, found.ok(),
+                absl::FailedPreconditionError(absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())],
+                                                           "' is not initialized: ", found.message())));
+        }
         std::vector<Var *> order;
         for (const auto &variable : variables) order.push_back(variable.get());
         // As every op of TensorFlow that locks several: two steps at once then cannot wait for each other.
@@ -144,9 +149,9 @@ public:
         std::vector<dsopt_tensor> params, state, gradients;
         for (int i = 0; i < count(); ++i) {
             const DataType type = types_[size_t(i)];
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(i)], i, "variable", type, params));
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(count() + i)], i, "momentum of", DT_FLOAT, state));
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(2 * count() + i)], i, "velocity of", DT_FLOAT, state));
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(i)], i, kWhat[0], type, params));
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(count() + i)], i, kWhat[1], DT_FLOAT, state));
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(2 * count() + i)], i, kWhat[2], DT_FLOAT, state));
             OP_REQUIRES_OK(ctx, check_shape(grads[i], i, "gradient of"));
             gradients.push_back(view(grads[i], dtype_of(grads[i].dtype())));
         }
@@ -183,6 +188,7 @@ public:
 
 private:
     static constexpr int kGroups = 2; // without and with decay
+    static constexpr const char *kWhat[] = {"variable", "momentum of", "velocity of"};
 
     int count() const { return int(names_.size()); }
 

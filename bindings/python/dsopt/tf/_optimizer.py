@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import _abi as abi
-from .._errors import ArgumentError, MissingError, UnsupportedError
+from .._errors import MissingError, error_of
 from . import _build
 
 if keras.backend.backend() != "tensorflow":
@@ -17,8 +17,10 @@ if keras.backend.backend() != "tensorflow":
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
 
-def _refuse(text: str) -> UnsupportedError:
-    return UnsupportedError(text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
+def _error(status: int, text: str) -> Exception:
+    problem = error_of(status, abi.lib.dsopt_status_name(status).decode(), text)
+    problem.ag_pass_through = True  # AutoGraph would put a class of its own in place of one that it does not know
+    return problem
 
 
 def _native(variable: Any) -> tf.Variable:
@@ -42,7 +44,7 @@ class _Plan:
         names = optimizer._lists.names
         if len(set(places)) != len(places):
             twice = next(place for place in places if places.count(place) > 1)
-            raise ArgumentError("variable '%s' is in the list twice" % names[twice], abi.DSOPT_ERR_OVERLAP, "DSOPT_ERR_OVERLAP")
+            raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % names[twice])
         self.params = list(variables)
         self.momentums = [_native(optimizer._momentums[place]) for place in places]
         self.velocities = [_native(optimizer._velocities[place]) for place in places]
@@ -75,7 +77,7 @@ class Adam(keras.optimizers.Optimizer):
                  loss_scale_factor: Optional[float] = None, gradient_accumulation_steps: Optional[int] = None,
                  name: Optional[str] = None, **kwargs: Any) -> None:
         if amsgrad:
-            raise _refuse("amsgrad is not possible: dsopt has no AMSGrad")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "amsgrad is not possible: dsopt has no AMSGrad")
         super().__init__(learning_rate=learning_rate, name=name, weight_decay=weight_decay, clipnorm=clipnorm, clipvalue=clipvalue,
                          global_clipnorm=global_clipnorm, use_ema=use_ema, ema_momentum=ema_momentum,
                          ema_overwrite_frequency=ema_overwrite_frequency, loss_scale_factor=loss_scale_factor,
@@ -87,10 +89,14 @@ class Adam(keras.optimizers.Optimizer):
         if self.built:
             return
         _build.ops()
+        seen = set()
         for variable in variables:
             if tf.as_dtype(variable.dtype) not in _DTYPES and not self._overwrite_variable_with_gradient(variable):
-                raise ArgumentError("variable '%s' has dtype %s, must be float32, float16 or bfloat16"
-                                    % (_name(variable), tf.as_dtype(variable.dtype).name), abi.DSOPT_ERR_DTYPE, "DSOPT_ERR_DTYPE")
+                raise _error(abi.DSOPT_ERR_DTYPE, "variable '%s' has dtype %s, must be float32, float16 or bfloat16"
+                             % (_name(variable), tf.as_dtype(variable.dtype).name))
+            if self._var_key(variable) in seen:
+                raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % _name(variable))
+            seen.add(self._var_key(variable))
         super().build(variables)
         names = self._lists.names
         slots: Tuple[List[Any], List[Any]] = ([], [])
@@ -129,15 +135,15 @@ class Adam(keras.optimizers.Optimizer):
 
     def _backend_update_step(self, grads: List[tf.Tensor], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
         if tf.distribute.has_strategy():
-            raise _refuse("dsopt.tf has no part in tf.distribute.Strategy: average the gradients, and apply them outside of it")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf has no part in tf.distribute.Strategy: average the gradients, and "
+                         "apply them outside of it")
         if _in_xla():
-            raise _refuse("the step of dsopt.tf is an op of TensorFlow that XLA cannot compile: pass jit_compile=False to "
-                          "model.compile and to tf.function")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "the step of dsopt.tf is an op of TensorFlow that XLA cannot compile: pass "
+                         "jit_compile=False to model.compile and to tf.function")
         plan = self._plan([_native(variable) for variable in trainable_variables])
         for grad, name in zip(grads, plan.names):
             if grad.dtype not in _DTYPES + (tf.float64,):
-                raise ArgumentError("gradient of '%s' has dtype %s, must be a float" % (name, grad.dtype.name),
-                                    abi.DSOPT_ERR_DTYPE, "DSOPT_ERR_DTYPE")
+                raise _error(abi.DSOPT_ERR_DTYPE, "gradient of '%s' has dtype %s, must be a float" % (name, grad.dtype.name))
         grads = [tf.cast(grad, tf.float32) if grad.dtype == tf.float64 else grad for grad in grads]
         _build.ops().dsopt_adam(
             params=[variable.handle for variable in plan.params],
