@@ -78,7 +78,8 @@ class WithKeras(unittest.TestCase):
 
 class Configuration(unittest.TestCase):
     def test_comes_back(self):
-        options = {"weight_decay": 0.3, "beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-5, "clipvalue": 2.0, "name": "mine"}
+        options = {"weight_decay": 0.3, "beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-5, "clipvalue": 2.0,
+                   "name": "mine"}
         for kind in (dsopt.tf.Adam, dsopt.tf.AdamW):
             optimizer = kind(0.25, **options)
             other = kind.from_config(optimizer.get_config())

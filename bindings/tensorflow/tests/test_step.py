@@ -29,7 +29,8 @@ class Formula(unittest.TestCase):
                 params = variables(*SHAPES)
                 self.follow(dsopt.tf.Adam(0.01, **options), Reference(params, **options), params)
                 params = variables(*SHAPES)
-                self.follow(dsopt.tf.AdamW(0.01, weight_decay=0.1, **options), Reference(params, decay=0.1, **options), params)
+                optimizer = dsopt.tf.AdamW(0.01, weight_decay=0.1, **options)
+                self.follow(optimizer, Reference(params, decay=0.1, **options), params)
 
     def test_is_nearer_to_it_than_another_eps_would_be(self):
         """The corrected variance under the root gives another number, so the test above can fail."""
@@ -130,11 +131,12 @@ class Clipping(unittest.TestCase):
         for value in (np.inf, np.nan):
             params, optimizer = variables((10,), (3,)), dsopt.tf.AdamW(0.01, global_clipnorm=1.0)
             optimizer.apply_gradients(zip(gradients(params, 0), params))
-            before = weights(params) + weights(optimizer._momentums) + weights(optimizer._velocities)
+            everything = params + list(optimizer._momentums) + list(optimizer._velocities)
+            before = weights(everything)
             bad = gradients(params, 1)
             bad[1] = tf.constant([1.0, value, 1.0])
             optimizer.apply_gradients(zip(bad, params))
-            self.assertTrue(same(weights(params) + weights(optimizer._momentums) + weights(optimizer._velocities), before))
+            self.assertTrue(same(weights(everything), before))
 
 
 class Memory(unittest.TestCase):

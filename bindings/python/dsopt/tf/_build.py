@@ -41,9 +41,9 @@ def _compiler() -> List[str]:
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise _missing("dsopt.tf compiles its op against the headers of TensorFlow %s on first use, and there is no C++ compiler. "
-                   "Install one (Debian: g++), name it in CXX, or set DSOPT_TF_OP to the path of an op that was compiled "
-                   "elsewhere for this TensorFlow" % tf.__version__)
+    raise _missing("dsopt.tf compiles its op against the headers of TensorFlow %s on first use, and there is no C++ "
+                   "compiler. Install one (Debian: g++), name it in CXX, or set DSOPT_TF_OP to the path of an op that "
+                   "was compiled elsewhere for this TensorFlow" % tf.__version__)
 
 
 def _flags(headers: str) -> List[str]:
@@ -77,7 +77,8 @@ def build(path: str, headers: str) -> None:
                        % (os.path.dirname(path), problem)) from None
     with folder as name:
         result = os.path.join(name, "op.so")
-        command = _compiler() + _flags(headers) + [SOURCE, "-o", result] + tf.sysconfig.get_link_flags() + ["-ldl", "-pthread"]
+        libraries = tf.sysconfig.get_link_flags() + ["-ldl", "-pthread"]
+        command = _compiler() + _flags(headers) + [SOURCE, "-o", result] + libraries
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         except OSError as problem:

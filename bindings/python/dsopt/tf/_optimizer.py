@@ -7,12 +7,8 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import _abi as abi
-from .._errors import MissingError, error_of
+from .._errors import error_of
 from . import _build
-
-if keras.backend.backend() != "tensorflow":
-    raise MissingError("dsopt.tf needs Keras on TensorFlow, and it runs on %s: set KERAS_BACKEND=tensorflow"
-                       % keras.backend.backend(), abi.DSOPT_ERR_MISSING, "DSOPT_ERR_MISSING")
 
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
@@ -21,6 +17,11 @@ def _error(status: int, text: str) -> Exception:
     problem = error_of(status, abi.lib.dsopt_status_name(status).decode(), text)
     problem.ag_pass_through = True  # AutoGraph would put a class of its own in place of one that it does not know
     return problem
+
+
+if keras.backend.backend() != "tensorflow":
+    raise _error(abi.DSOPT_ERR_MISSING, "dsopt.tf needs Keras on TensorFlow, and it runs on %s: set "
+                 "KERAS_BACKEND=tensorflow" % keras.backend.backend())
 
 
 def _native(variable: Any) -> tf.Variable:
@@ -33,7 +34,8 @@ def _name(variable: Any) -> str:
 
 def _in_xla() -> bool:
     """Whether a function with jit_compile=True is being traced."""
-    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    graph = tf.compat.v1.get_default_graph()
+    return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 class _Plan:
@@ -45,13 +47,14 @@ class _Plan:
         if len(set(places)) != len(places):
             twice = next(place for place in places if places.count(place) > 1)
             raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % names[twice])
+        decays = optimizer.weight_decay is not None
         self.params = list(variables)
         self.momentums = [_native(optimizer._momentums[place]) for place in places]
         self.velocities = [_native(optimizer._velocities[place]) for place in places]
         self.names = [names[place] for place in places]
         self.dtypes = [variable.dtype for variable in variables]
         self.shapes = [variable.shape for variable in variables]
-        self.decays = [optimizer.weight_decay is not None and optimizer._use_weight_decay(variable) for variable in variables]
+        self.decays = [decays and optimizer._use_weight_decay(variable) for variable in variables]
 
 
 class _Lists:
@@ -66,8 +69,8 @@ class _Lists:
 class Adam(keras.optimizers.Optimizer):
     """keras.optimizers.Adam by dsopt: the same arguments and defaults, and the same formula to rounding.
 
-    Its variables have the names, shapes and meaning of Keras', so checkpoints of either continue with the other. Moments are
-    float32 whatever the variable is. A step is one op, which updates all variables in place.
+    Its variables have the names, shapes and meaning of Keras', so checkpoints of either continue with the other.
+    Moments are float32 whatever the variable is. A step is one op, which updates all variables in place.
     """
 
     def __init__(self, learning_rate: Any = 0.001, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7,
@@ -78,9 +81,10 @@ class Adam(keras.optimizers.Optimizer):
                  name: Optional[str] = None, **kwargs: Any) -> None:
         if amsgrad:
             raise _error(abi.DSOPT_ERR_UNSUPPORTED, "amsgrad is not possible: dsopt has no AMSGrad")
-        super().__init__(learning_rate=learning_rate, name=name, weight_decay=weight_decay, clipnorm=clipnorm, clipvalue=clipvalue,
-                         global_clipnorm=global_clipnorm, use_ema=use_ema, ema_momentum=ema_momentum,
-                         ema_overwrite_frequency=ema_overwrite_frequency, loss_scale_factor=loss_scale_factor,
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, clipnorm=clipnorm,
+                         clipvalue=clipvalue, global_clipnorm=global_clipnorm, use_ema=use_ema,
+                         ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,
+                         loss_scale_factor=loss_scale_factor, name=name,
                          gradient_accumulation_steps=gradient_accumulation_steps, **kwargs)
         self.beta_1, self.beta_2, self.epsilon, self.amsgrad = beta_1, beta_2, epsilon, amsgrad
         self._lists = _Lists()
@@ -91,9 +95,10 @@ class Adam(keras.optimizers.Optimizer):
         _build.ops()
         seen = set()
         for variable in variables:
-            if tf.as_dtype(variable.dtype) not in _DTYPES and not self._overwrite_variable_with_gradient(variable):
+            dtype = tf.as_dtype(variable.dtype)
+            if dtype not in _DTYPES and not self._overwrite_variable_with_gradient(variable):
                 raise _error(abi.DSOPT_ERR_DTYPE, "variable '%s' has dtype %s, must be float32, float16 or bfloat16"
-                             % (_name(variable), tf.as_dtype(variable.dtype).name))
+                             % (_name(variable), dtype.name))
             if self._var_key(variable) in seen:
                 raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % _name(variable))
             seen.add(self._var_key(variable))
@@ -104,7 +109,8 @@ class Adam(keras.optimizers.Optimizer):
             name = _name(variable)  # which need not be unique outside of models
             names.append(name if name not in names else "%s (number %d)" % (name, index))
             for slot, suffix in zip(slots, ("momentum", "velocity")):
-                slot.append(None if self._overwrite_variable_with_gradient(variable) else self._moment(variable, name, suffix))
+                overwritten = self._overwrite_variable_with_gradient(variable)
+                slot.append(None if overwritten else self._moment(variable, name, suffix))
         self._momentums, self._velocities = slots
 
     def _moment(self, variable: Any, name: str, suffix: str) -> Any:
@@ -112,8 +118,8 @@ class Adam(keras.optimizers.Optimizer):
             return self.add_variable(shape=variable.shape, dtype="float32",
                                      name="%s_%s" % (name.replace("/", "_").replace(":", "_"), suffix))
 
-    # Gradients that are sparse become dense, as in Keras, whose moments move in every row too.
     def _clip_gradients(self, grads: List[Any]) -> List[Any]:
+        # Sparse gradients become dense, as in Keras, whose moments move in every row too.
         grads = [tf.convert_to_tensor(grad) for grad in grads]
         return super()._clip_gradients(grads) if self.clipnorm else grads  # the op does the other two
 
@@ -121,6 +127,7 @@ class Adam(keras.optimizers.Optimizer):
         """The op does."""
 
     def _global_divisor(self, grads: List[tf.Tensor]) -> List[tf.Tensor]:
+        """What global_clipnorm divides gradients by, as a list of one or none."""
         if not self.global_clipnorm:
             return []
         norm = tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in grads])
@@ -133,18 +140,20 @@ class Adam(keras.optimizers.Optimizer):
             plans[key] = _Plan(self, variables)
         return plans[key]
 
-    def _backend_update_step(self, grads: List[tf.Tensor], trainable_variables: Sequence[Any], learning_rate: Any) -> None:
+    def _backend_update_step(self, grads: List[tf.Tensor], trainable_variables: Sequence[Any],
+                             learning_rate: Any) -> None:
         if tf.distribute.has_strategy():
-            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf has no part in tf.distribute.Strategy: average the gradients, and "
-                         "apply them outside of it")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf has no part in tf.distribute.Strategy: average the "
+                         "gradients, and apply them outside of it")
         if _in_xla():
-            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "the step of dsopt.tf is an op of TensorFlow that XLA cannot compile: pass "
-                         "jit_compile=False to model.compile and to tf.function")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "the step of dsopt.tf is an op of TensorFlow that XLA cannot "
+                         "compile: pass jit_compile=False to model.compile and to tf.function")
         plan = self._plan([_native(variable) for variable in trainable_variables])
         for grad, name in zip(grads, plan.names):
-            if grad.dtype not in _DTYPES + (tf.float64,):
-                raise _error(abi.DSOPT_ERR_DTYPE, "gradient of '%s' has dtype %s, must be a float" % (name, grad.dtype.name))
-        grads = [tf.cast(grad, tf.float32) if grad.dtype == tf.float64 else grad for grad in grads]
+            if not grad.dtype.is_floating:
+                raise _error(abi.DSOPT_ERR_DTYPE, "gradient of '%s' has dtype %s, must be a float"
+                             % (name, grad.dtype.name))
+        grads = [grad if grad.dtype in _DTYPES else tf.cast(grad, tf.float32) for grad in grads]
         _build.ops().dsopt_adam(
             params=[variable.handle for variable in plan.params],
             momentums=[variable.handle for variable in plan.momentums],
@@ -167,15 +176,14 @@ class Adam(keras.optimizers.Optimizer):
 class AdamW(Adam):
     """keras.optimizers.AdamW by dsopt. See Adam; the decay is 0.004 unless it is given."""
 
-    def __init__(self, learning_rate: Any = 0.001, weight_decay: float = 0.004, beta_1: float = 0.9, beta_2: float = 0.999,
-                 epsilon: float = 1e-7, amsgrad: bool = False, clipnorm: Optional[float] = None, clipvalue: Optional[float] = None,
-                 global_clipnorm: Optional[float] = None, use_ema: bool = False, ema_momentum: float = 0.99,
-                 ema_overwrite_frequency: Optional[int] = None, loss_scale_factor: Optional[float] = None,
-                 gradient_accumulation_steps: Optional[int] = None, name: Optional[str] = None, **kwargs: Any) -> None:
-        super().__init__(learning_rate=learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, amsgrad=amsgrad,
-                         weight_decay=weight_decay, clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm,
-                         use_ema=use_ema, ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,
-                         loss_scale_factor=loss_scale_factor, gradient_accumulation_steps=gradient_accumulation_steps, name=name,
-                         **kwargs)
+    def __init__(self, learning_rate: Any = 0.001, weight_decay: float = 0.004, beta_1: float = 0.9,
+                 beta_2: float = 0.999, epsilon: float = 1e-7, amsgrad: bool = False, clipnorm: Optional[float] = None,
+                 clipvalue: Optional[float] = None, global_clipnorm: Optional[float] = None, use_ema: bool = False,
+                 ema_momentum: float = 0.99, ema_overwrite_frequency: Optional[int] = None,
+                 loss_scale_factor: Optional[float] = None, gradient_accumulation_steps: Optional[int] = None,
+                 name: Optional[str] = None, **kwargs: Any) -> None:
         if weight_decay is None:
             raise ValueError("Argument `weight_decay` must be a float. Received: weight_decay=None")
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, weight_decay, clipnorm, clipvalue,
+                         global_clipnorm, use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor,
+                         gradient_accumulation_steps, name, **kwargs)
