@@ -167,6 +167,8 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
         tensor, writable = _DLTensor.from_address(_capsule_pointer(capsule, label)), True
     else:
         refuse(name, "comes in a DLPack capsule called %r" % label)
+    if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):  # immutable, which the capsule does not say
+        writable = False
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     number = _dtype("%s%d" % (_DLPACK_KINDS.get(tensor.code, "code%d of " % tensor.code), tensor.bits), name)
     if tensor.lanes != 1:

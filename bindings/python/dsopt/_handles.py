@@ -14,7 +14,7 @@ from ._errors import ArgumentError
 from ._handle import Handle, choice
 
 __all__ = ["Comm", "Context", "Handle", "Scaler"]
-ParallelFor = Callable[[int, Callable[[int], None]], object]
+ParallelFor = _hooks.ParallelFor
 
 
 class Context(Handle):

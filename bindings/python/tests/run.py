@@ -1,28 +1,30 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [-v]: the tests of the package, of the one beside this folder unless dsopt is installed (DSOPT_INSTALLED=1).
+"""run.py [torch]: the tests of the package, or those of dsopt.torch. It is the package beside this folder; with DSOPT_INSTALLED=1
+the one that is installed.
 
-The last line is `N passed, N failed`. Exit status 77 where NumPy is missing.
+The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
 """
 import os
 import sys
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-FILES = ("arrays", "optimizer", "functional", "checkpoints", "lists", "comms", "hooks", "processes", "readme")
 
 
 def main():
+    needed, folder = ("torch", os.path.join(HERE, "torch")) if sys.argv[1:] == ["torch"] else ("numpy", HERE)
     try:
-        import numpy  # noqa: F401
+        __import__(needed)
     except ImportError:
-        print("skipped: NumPy is not installed for %s" % sys.executable)
+        print("skipped: %s has no module %s" % (sys.executable, needed))
         return 77
-    sys.path.insert(0, HERE)
+    sys.path.insert(0, folder)
     if not os.environ.get("DSOPT_INSTALLED"):
         sys.path.insert(0, os.path.dirname(HERE))
-    suite = unittest.TestSuite(unittest.defaultTestLoader.loadTestsFromName("test_" + name) for name in FILES)
-    result = unittest.TextTestRunner(verbosity=1 + ("-v" in sys.argv), stream=sys.stdout).run(suite)
+    names = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
+    suite = unittest.defaultTestLoader.loadTestsFromNames(names)
+    result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
     failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
     for test, reason in result.skipped:
         print("skipped: %s: %s" % (test, reason))

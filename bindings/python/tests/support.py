@@ -25,9 +25,11 @@ def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):
     p -= lr * (m / (1 - betas[0]**t) / (np.sqrt(v / (1 - betas[1]**t)) + eps) + wd * p)
 
 
-def python(program, *arguments, timeout=120):
+def python(program, *arguments, timeout=120, library=None, preload=False):
     """Run a program in an interpreter of its own. Returns exit status, standard output and standard error."""
-    environment = dict(os.environ, DSOPT_LIBRARY=dsopt._abi.path, PYTHONPATH=str(PACKAGE))
+    environment = dict(os.environ, DSOPT_LIBRARY=library or dsopt._abi.path, PYTHONPATH=str(PACKAGE))
+    if preload:  # it needs more thread-local storage than there is for what a program loads later
+        environment["LD_PRELOAD"] = environment["DSOPT_LIBRARY"]
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *arguments], env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, universal_newlines=True, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
