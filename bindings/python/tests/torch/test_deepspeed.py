@@ -196,6 +196,7 @@ class Wrapped(TestCase):
 
     def step(self, params, optimizer, seed=0, bad=False):
         generator = torch.Generator().manual_seed(seed)
+        optimizer.zero_grad()
         loss = sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in params)
         optimizer.backward(loss * (math.inf if bad else 1))
         return optimizer.step()
