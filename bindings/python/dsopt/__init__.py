@@ -6,6 +6,7 @@ from ._errors import (ArgumentError, ArgumentTypeError, BackendError, Checkpoint
 from ._functions import CompressedAllReduce, NormResult, axpby, build_info, clamp, clip, norm, version, zero
 from ._groups import Adam, AdamLegacy, AdamW, Group, GroupView, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from ._handles import Context, Scaler
+from ._hooks import Piece
 from ._optimizer import Optimizer
 from ._params import Param
 from ._report import Report
@@ -14,6 +15,6 @@ from ._state import State
 __all__ = [
     "Adam", "AdamLegacy", "AdamW", "ArgumentError", "ArgumentTypeError", "BackendError", "CheckpointError", "Comm", "CommError",
     "CompressedAllReduce", "Context", "Error", "FileError", "Group", "GroupView", "Lamb", "MissingError", "NormResult", "OnebitAdam",
-    "OnebitLamb", "Optimizer", "OutOfMemoryError", "Param", "Report", "Scaler", "State", "StateError", "TimeoutError",
+    "OnebitLamb", "Optimizer", "OutOfMemoryError", "Param", "Piece", "Report", "Scaler", "State", "StateError", "TimeoutError",
     "UnsupportedError", "ZeroOneAdam", "axpby", "build_info", "clamp", "clip", "norm", "version", "zero"]
 __version__ = version()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, NoReturn, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, NoReturn, Optional, Sequence, Tuple, Type
 
 from . import _abi as abi
 from ._errors import ArgumentError, ArgumentTypeError, error_of
@@ -17,7 +17,7 @@ DTYPE_NAMES = {abi.DSOPT_DTYPE_F32: "float32", abi.DSOPT_DTYPE_F16: "float16", a
                abi.DSOPT_DTYPE_I32: "int32", abi.DSOPT_DTYPE_F64: "float64"}
 DTYPE_SIZES = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_F16: 2, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_I32: 4}
 FLOATS = (abi.DSOPT_DTYPE_F32, abi.DSOPT_DTYPE_F16, abi.DSOPT_DTYPE_BF16)
-_BY_NAME = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16,
+_BY_NAME: Dict[str, int] = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16,
             "int32": abi.DSOPT_DTYPE_I32}
 _BY_TYPESTR = {"<f4": "float32", "<f2": "float16", "<i4": "int32", "<f8": "float64", "<i8": "int64", "|i1": "int8",
                "|u1": "uint8", "|b1": "bool"}
@@ -167,6 +167,8 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
         tensor, writable = _DLTensor.from_address(_capsule_pointer(capsule, label)), True
     else:
         refuse(name, "comes in a DLPack capsule called %r" % label)
+    if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):  # immutable, which the capsule does not say
+        writable = False
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     number = _dtype("%s%d" % (_DLPACK_KINDS.get(tensor.code, "code%d of " % tensor.code), tensor.bits), name)
     if tensor.lanes != 1:

@@ -33,9 +33,9 @@ class Comm(Handle):
         """From a dsopt_comm_desc; the class methods fill it."""
         self.context = context
         self.hooked = hooked or context.hooked
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_comm_create(context.handle, byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_comm_destroy, context, *needed)
+        with _hooks.gated(self):
+            self._create(abi.lib.dsopt_comm_create, context.handle, byref(desc), destroy=abi.lib.dsopt_comm_destroy,
+                         needed=(context, *needed))
         info = self.query()
         self.rank, self.ranks = info.rank, info.ranks
 

@@ -6,9 +6,11 @@ go in any order. Nothing is destroyed at interpreter exit, because a thread may 
 """
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
 
+from . import _abi as abi
 from ._errors import ArgumentError, StateError
 
 H = TypeVar("H", bound="Handle")
@@ -27,11 +29,20 @@ class Handle:
     _handle: Optional[int]
     hooked = False
 
-    def _own(self, handle: Any, destroy: Callable[[int], None], *needed: object) -> None:
+    def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
+        """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it borrows."""
+        assert handle.value is not None
         self._handle = handle.value
-        # `needed` is there until the handle is not: functions of Python that the library calls, memory that it borrows.
         self._finalizer = weakref.finalize(self, _destroy, destroy, handle.value, needed)
         self._finalizer.atexit = False
+
+    def _create(self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]) -> None:
+        """Own what `create` makes with these arguments."""
+        handle = ctypes.c_void_p()
+        status = create(*arguments, ctypes.byref(handle))
+        if not status:
+            self._own(handle, destroy, *needed)
+        abi.check(status)  # a hook may have raised even so
 
     @property
     def handle(self) -> int:

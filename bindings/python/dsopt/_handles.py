@@ -14,7 +14,7 @@ from ._errors import ArgumentError
 from ._handle import Handle, choice
 
 __all__ = ["Comm", "Context", "Handle", "Scaler"]
-ParallelFor = Callable[[int, Callable[[int], None]], object]
+ParallelFor = _hooks.ParallelFor
 
 
 class Context(Handle):
@@ -40,17 +40,16 @@ class Context(Handle):
             device=device, threads=threads, log_level=log_level, chunk=chunk,
             flags=abi.DSOPT_CONTEXT_CHECK_POINTERS if check_pointers else 0)
         hooks = []
-        for name, function, make in (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log)):
+        candidates: Tuple[Tuple[str, Any, Any], ...] = (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log))
+        for name, function, make in candidates:
             if function is not None:
                 if not callable(function):
                     raise ArgumentError("%s is not callable" % name, 10, "DSOPT_ERR_ARGUMENT")
-                hooks.append(make(function))  # type: ignore[operator]
+                hooks.append(make(function))
                 setattr(desc, name, hooks[-1])
         self.hooked = bool(hooks)
         self.hooks = tuple(hooks)  # what is made from a context has it as `needed`, and with it these
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_context_create(byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_context_destroy, self.hooks)
+        self._create(abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks)
 
 
 PROFILES = {"default": abi.DSOPT_PROFILE_DEFAULT, "fused": abi.DSOPT_PROFILE_FUSED, "unfused": abi.DSOPT_PROFILE_UNFUSED,
@@ -71,9 +70,7 @@ class Scaler(Handle):
             flags=abi.DSOPT_SCALER_STATIC * static | abi.DSOPT_SCALER_REFILL * refill |
             abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min |
             abi.DSOPT_SCALER_SHARED * shared | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window)
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_scaler_create(context.handle, byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_scaler_destroy, context)
+        self._create(abi.lib.dsopt_scaler_create, context.handle, byref(desc), destroy=abi.lib.dsopt_scaler_destroy, needed=(context,))
 
     def query(self) -> Any:
         """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,

@@ -21,6 +21,8 @@ from . import _abi as abi
 from ._errors import StateError
 
 T = TypeVar("T")
+Piece = Callable[[int], None]
+ParallelFor = Callable[[int, Piece], object]
 EXIT_WAIT = 30.0  # seconds; a call that takes longer is left to its fate
 
 
@@ -88,13 +90,13 @@ def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
         try:
             function(argument)
         except BaseException as problem:
-            sys.unraisablehook(types.SimpleNamespace(  # type: ignore[arg-type]
+            sys.unraisablehook(types.SimpleNamespace(
                 exc_type=type(problem), exc_value=problem, exc_traceback=problem.__traceback__,
                 err_msg="Exception ignored in a method of a dsopt comm", object=function))
     return hook
 
 
-def parallel_for(run: Callable[[int, Callable[[int], None]], object]) -> Any:
+def parallel_for(run: ParallelFor) -> Any:
     """A dsopt_parallel_for that calls run(n, body), where body(i) runs piece i."""
     def hook(_user: Any, n: int, body: Callable[[Any, int], None], arg: Any) -> None:
         active = True

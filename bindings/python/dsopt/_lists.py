@@ -68,7 +68,7 @@ class TensorList:
         return True
 
     def _one_by_one(self, arrays: Sequence[Any], stream: Optional[int], write: bool) -> List[Any]:
-        kept = [arrays]
+        kept: List[Any] = [arrays]
         for i, array in enumerate(arrays):
             place = self.struct[i]
             if array is None:

@@ -80,11 +80,11 @@ class Optimizer(Handle):
             masters=choice("masters", masters, MASTERS), max_norm=max_norm, max_value=max_value, scaler=_handle(scaler),
             data=_handle(data), model=_handle(model), experts=ctypes.addressof(expert_handles) if experts else None,
             expert_count=len(experts), skip_budget=skip_budget, seed=seed, node=_handle(node))
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_optimizer_create(self.context.handle, byref(desc), byref(handle)))
         # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
         self._needed = (self.context, scaler, *comms)
-        self._own(handle, abi.lib.dsopt_optimizer_destroy, *self._needed)
+        with gated(self):
+            self._create(abi.lib.dsopt_optimizer_create, self.context.handle, byref(desc), destroy=abi.lib.dsopt_optimizer_destroy,
+                         needed=self._needed)
         self._exclusive = Exclusive()
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._group_count = 0
@@ -138,9 +138,9 @@ class Optimizer(Handle):
         self._grads = self._list("grads")
         self._plain = self._step_of(self._grads)
         self._bound_grads: Any = None
-        # Pins the arrays of NumPy among the parameters: resizing one would free the memory that is bound.
+        # Keeps exports of buffers and DLPack capsules, and pins arrays of NumPy: resizing one would free bound memory.
         self._pinned = self._list("params")
-        self._pinned.fill(self._arrays)
+        self._params_kept = self._pinned.fill(self._arrays)
 
     def _step_of(self, grads: TensorList) -> Tuple[Any, Any]:
         """A dsopt_step with these gradients, and a reference to it."""
@@ -194,9 +194,9 @@ class Optimizer(Handle):
                 self._bound_kept = self._bound.fill(arrays)
                 self._bound_plain, self._bound_grads = self._step_of(self._bound), arrays
             if state is not None:
-                structs, kept = self._state_list(state)
+                structs, kept_state = structs_of(self, state)
                 abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
-                self._bound_state = kept
+                self._bound_state = kept_state
 
     def step(self, grads: Optional[Arrays] = None, *, lr: Optional[Values] = None, hyper: Any = None,
              grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,

@@ -16,7 +16,7 @@ try:
 except ImportError:  # then arrays are those of ctypes
     numpy = None  # type: ignore[assignment]
 
-_CTYPES = {abi.DSOPT_DTYPE_F32: ctypes.c_float, abi.DSOPT_DTYPE_F16: ctypes.c_uint16, abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
+_CTYPES: Dict[int, Any] = {abi.DSOPT_DTYPE_F32: ctypes.c_float, abi.DSOPT_DTYPE_F16: ctypes.c_uint16, abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
            abi.DSOPT_DTYPE_I32: ctypes.c_int32}
 _TYPESTRS = {abi.DSOPT_DTYPE_F32: "<f4", abi.DSOPT_DTYPE_F16: "<f2", abi.DSOPT_DTYPE_BF16: "<V2", abi.DSOPT_DTYPE_I32: "<i4"}
 
@@ -36,7 +36,7 @@ def numpy_dtype(dtype: int) -> Any:
     if dtype != abi.DSOPT_DTYPE_BF16:
         return numpy.dtype(DTYPE_NAMES[dtype])
     try:
-        import ml_dtypes
+        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         return numpy.dtype("uint16")
     return numpy.dtype(ml_dtypes.bfloat16)
@@ -66,9 +66,8 @@ class Retained(Handle):
     """One more handle to an optimizer, for arrays that outlive it."""
 
     def __init__(self, optimizer: Any) -> None:
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_optimizer_retain(optimizer.handle, byref(handle)))
-        self._own(handle, abi.lib.dsopt_optimizer_destroy, *optimizer.needed)
+        self._create(abi.lib.dsopt_optimizer_retain, optimizer.handle, destroy=abi.lib.dsopt_optimizer_destroy,
+                     needed=optimizer.needed)
 
 
 class Info:

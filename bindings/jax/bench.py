@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step inside jax.jit beside optax.adamw: medians of rounds that take turns, in one process.
+
+    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds N]
+
+A row is `name, milliseconds per step, optax / name`. Donated: parameters and state are given up to the step.
+"""
+import argparse
+import csv
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import dsopt.jax
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SHAPES = os.path.join(HERE, "..", "..", "bench", "shapes", "gpt2-124m.csv")
+SETTINGS = {"weight_decay": 0.1, "b1": 0.9, "b2": 0.95}
+
+
+def read_shapes(path):
+    """Shapes of a model: rows of name and dimensions joined by "x"."""
+    with open(path, encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file) if row and not row[0].startswith("#")]
+    return [tuple(int(n) for n in row[-1].split("x")) for row in rows if row[-1].replace("x", "").isdigit()]
+
+
+def by_transformation(tx):
+    """Step and state of an optax transformation."""
+    def step(params, grads, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+    return step, tx.init
+
+
+def by_fused(optimizer):
+    """Step and state of a FusedStep."""
+    def step(params, grads, state):
+        params, state, _ = optimizer.step(params, grads, state)
+        return params, state
+    return step, optimizer.init
+
+
+def contestants():
+    """Optax first: the others are compared with it."""
+    return {"optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
+            "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
+            "dsopt.jax.adamw": by_transformation(dsopt.jax.adamw(1e-3, **SETTINGS))}
+
+
+class Runner:
+    """One optimizer, compiled, with arrays of its own."""
+
+    def __init__(self, step, init, shapes, donate, loops=1):
+        def run(params, grads, state):
+            if loops == 1:
+                return step(params, grads, state)
+            return jax.lax.fori_loop(0, loops, lambda _, carry: step(carry[0], grads, carry[1]), (params, state))
+
+        self.loops = loops
+        self.params = {"p%03d" % i: jnp.full(shape, 0.02) for i, shape in enumerate(shapes)}
+        self.grads = jax.tree.map(lambda p: p * 0.01, self.params)
+        self.state = jax.jit(init)(self.params)
+        self.run = jax.jit(run, donate_argnums=(0, 2) if donate else ()).lower(self.params, self.grads, self.state).compile()
+        self.once()
+
+    def once(self):
+        start = time.perf_counter()
+        self.params, self.state = jax.block_until_ready(self.run(self.params, self.grads, self.state))
+        return (time.perf_counter() - start) / self.loops
+
+
+def compare(title, shapes, rounds, donate, loops=1):
+    """Print a row for each contestant."""
+    runners = {name: Runner(step, init, shapes, donate, loops) for name, (step, init) in contestants().items()}
+    times = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, runner in runners.items():
+            times[name].append(runner.once())
+    print("%s: %d tensors, %d elements" % (title, len(shapes), sum(p.size for p in runners["optax.adamw"].params.values())))
+    base = statistics.median(times["optax.adamw"])
+    for name, values in times.items():
+        copies = runners[name].run.as_text().count(" copy(")
+        print("  %-20s %10.3f ms  %5.2f  %d copies" % (name, statistics.median(values) * 1e3, base / statistics.median(values), copies),
+              flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    shapes = read_shapes(arguments.shapes)
+    name = os.path.basename(arguments.shapes)
+    compare(name + ", donated", shapes, arguments.rounds, True)
+    compare(name + ", not donated", shapes, arguments.rounds, False)
+    compare("148 x 4, one step per call, donated", [(4,)] * 148, 10 * arguments.rounds, True)
+    compare("148 x 4, in lax.fori_loop, donated", [(4,)] * 148, arguments.rounds, True, loops=200)
+
+
+if __name__ == "__main__":
+    main()

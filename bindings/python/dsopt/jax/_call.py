@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe of an optimizer, the state that it has, and the custom calls that it travels in."""
+import ctypes
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _abi as abi
+from .._errors import ArgumentError, UnsupportedError
+from . import _build
+
+DTYPES = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16}
+_STATE_DTYPES = {abi.DSOPT_DTYPE_F32: jnp.float32, abi.DSOPT_DTYPE_F16: jnp.float16, abi.DSOPT_DTYPE_BF16: jnp.bfloat16,
+                 abi.DSOPT_DTYPE_I32: jnp.int32}
+
+# enum Option of _handler.cc, by the name of the operand where there is one
+OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128}
+OUT, HYPER_IS_ERROR = 32, 64
+_DTYPE_OF_VALUE = {"rank": np.int32, "skip": np.int32, "after": None}
+
+# Fields of dsopt_group in the order of the attribute lists
+_GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval")
+_GROUP_REALS = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_norm", "min_trust", "max_trust", "trust_beta",
+                "trust_threshold", "trust_min_change", "trust_max_change")
+_SCALER_NUMBERS = ("profile", "flags", "window", "hysteresis")
+_SCALER_REALS = ("init", "factor", "min", "max")
+
+
+def argument_error(text: str) -> ArgumentError:
+    return ArgumentError(text, abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT")
+
+
+def unsupported(text: str) -> UnsupportedError:
+    return UnsupportedError(text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
+
+
+class Param(NamedTuple):
+    """As registered: `dtype` is a name such as "float32"."""
+    name: str
+    shape: tuple
+    dtype: str
+    group: int
+
+
+class Entry(NamedTuple):
+    """One state tensor. `param` is -1 for those of the whole optimizer."""
+    name: str
+    param: int
+    shape: tuple
+    dtype: object
+    rank_local: bool
+
+
+def names_of(tree, is_leaf=None) -> list:
+    """A name for each leaf: its path, such as "['dense']['kernel']"."""
+    names, seen = [], set()
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
+        name = jax.tree_util.keystr(path) or "params"
+        if len(name.encode()) > 1000 or name in seen or "\0" in name:
+            name = "%d:%s" % (len(names), name.replace("\0", "").encode()[-900:].decode("utf-8", "ignore"))
+        seen.add(name)
+        names.append(name)
+    return names
+
+
+def group(algorithm: int, flags: int = 0, **fields) -> tuple:
+    """A dsopt_group with the library's defaults, as a hashable tuple: algorithm, flags, then its numbers and reals."""
+    made = abi.dsopt_group()
+    abi.check(abi.lib.dsopt_group_init(ctypes.byref(made), ctypes.sizeof(made), algorithm))
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return ((algorithm, flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
+            tuple(float(getattr(made, name)) for name in _GROUP_REALS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that the optimizer of a call is made from. Hashable; holds no addresses."""
+    groups: tuple
+    params: tuple
+    flags: int = 0
+    nonfinite: int = 0
+    max_norm: float = 0.0
+    max_value: float = 0.0
+    seed: int = 0
+    scaler: tuple = ()  # () = none, else the fields of dsopt_scaler_desc by name
+    ranks: int = 1
+    timeout_ms: int = 0
+    comm: str = ""  # "" = the program makes a LOCAL comm of its own
+
+    @functools.cached_property
+    def attributes(self) -> dict:
+        scaler = dict(self.scaler)
+        seed = self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
+        names = [param.name for param in self.params]
+        rows = [(len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group)
+                for name, param in zip(names, self.params)]
+        return {
+            "numbers": np.array([self.flags, self.nonfinite, seed, self.ranks, self.timeout_ms, bool(self.scaler)]
+                                + [scaler.get(name, 0) for name in _SCALER_NUMBERS], np.int64),
+            "reals": np.array([self.max_norm, self.max_value] + [scaler.get(name, 0.0) for name in _SCALER_REALS], np.float64),
+            "group_numbers": np.array([numbers for numbers, _ in self.groups], np.int64).ravel(),
+            "group_reals": np.array([reals for _, reals in self.groups], np.float64).ravel(),
+            "params": np.array(rows, np.int64).ravel(),
+            "names": "".join(names),
+            "comm": self.comm,
+        }
+
+    @functools.cached_property
+    def layout(self) -> "Layout":
+        return _layout(self)
+
+
+class Layout(NamedTuple):
+    """What the library says about a recipe."""
+    entries: tuple
+    workspace: int
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(recipe: Recipe) -> Layout:
+    """Make the optimizer for a moment, on the CPU and without memory. What is wrong with it is raised here."""
+    lib, handles = abi.lib, []
+
+    def create(function, destroy, *arguments):
+        handle = ctypes.c_void_p()
+        abi.check(function(*arguments, ctypes.byref(handle)))
+        handles.append((destroy, handle))
+        return handle
+
+    try:
+        context = create(lib.dsopt_context_create, lib.dsopt_context_destroy, None)
+        desc = abi.dsopt_optimizer_desc(flags=recipe.flags, nonfinite=recipe.nonfinite, max_norm=recipe.max_norm,
+                                        max_value=recipe.max_value, seed=recipe.seed)
+        if recipe.scaler:
+            scaler = abi.dsopt_scaler_desc(**dict(recipe.scaler))
+            desc.scaler = create(lib.dsopt_scaler_create, lib.dsopt_scaler_destroy, context, ctypes.byref(scaler))
+        if recipe.ranks > 1:
+            desc.data = create(lib.dsopt_comm_create, lib.dsopt_comm_destroy, context, ctypes.byref(_silent_comm(recipe.ranks)))
+        optimizer = create(lib.dsopt_optimizer_create, lib.dsopt_optimizer_destroy, context, ctypes.byref(desc))
+        for numbers, reals in recipe.groups:
+            made = abi.dsopt_group(algorithm=numbers[0], flags=numbers[1], **dict(zip(_GROUP_NUMBERS, numbers[2:])),
+                                   **dict(zip(_GROUP_REALS, reals)))
+            abi.check(lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(made), None, 0))
+        params = (abi.dsopt_param * len(recipe.params))()
+        dims = []
+        for place, param in zip(params, recipe.params):
+            place.tensor.numel, place.tensor.dtype = math.prod(param.shape), DTYPES[param.dtype]
+            place.name, place.group = param.name.encode(), param.group
+            if 0 < len(param.shape) <= 8:
+                dims.append((ctypes.c_int64 * len(param.shape))(*param.shape))
+                place.dims, place.ndim = ctypes.addressof(dims[-1]), len(param.shape)
+        abi.check(lib.dsopt_optimizer_add_params(optimizer, params, len(recipe.params)))
+        return Layout(_entries(optimizer, recipe.params), _workspace(optimizer))
+    finally:
+        for destroy, handle in reversed(handles):
+            destroy(handle)
+
+
+def _entries(optimizer, params) -> tuple:
+    count, entries = ctypes.c_int64(), []
+    abi.check(abi.lib.dsopt_optimizer_state_count(optimizer, ctypes.byref(count)))
+    for i in range(count.value):
+        info = abi.dsopt_state_info()
+        abi.check(abi.lib.dsopt_optimizer_state(optimizer, i, ctypes.byref(info)))
+        shape = params[info.param].shape if info.param >= 0 else (info.tensor.numel,)
+        entries.append(Entry(info.name.decode(), info.param, shape, _STATE_DTYPES[info.tensor.dtype],
+                             bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)))
+    return tuple(entries)
+
+
+def _workspace(optimizer) -> int:
+    size = ctypes.c_size_t()
+    abi.check(abi.lib.dsopt_optimizer_workspace(optimizer, ctypes.byref(size)))
+    return size.value
+
+
+_ALL_REDUCE = abi.dsopt_comm_table._fields_[[name for name, _ in abi.dsopt_comm_table._fields_].index("all_reduce")][1]
+
+
+@_ALL_REDUCE
+def _refuse(*_):
+    return -abi.DSOPT_ERR_ABORTED
+
+
+def _silent_comm(ranks: int):
+    """A comm that only knows how many ranks there are, which is all that sizes depend on."""
+    table = abi.dsopt_comm_table(rank=0, ranks=ranks, all_reduce=_refuse)
+    desc = abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table))
+    desc.keep = table
+    return desc
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+def like(x):
+    """Shape, dtype and, in a mesh with explicit axes, the sharding of an array, for a result that is as it is."""
+    kind = jax.typeof(x)
+    sharding = getattr(kind, "sharding", None)
+    if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+
+def init(recipe: Recipe, params: list, rank=None) -> list:
+    """The starting values of every state tensor, in list order."""
+    _build.library()
+    results = [jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in recipe.layout.entries]
+    values = [] if rank is None else [rank]
+    call = jax.ffi.ffi_call("dsopt_init", results)
+    return list(call(*values, *params, options=np.int64(0 if rank is None else OPTIONS["rank"]), **recipe.attributes))
+
+
+def step(recipe: Recipe, params: list, grads: list, state: list, values: dict, *, flags: int = 0, options: int = 0,
+         out: list = None):
+    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in their own
+    memory, or with `out` written to new arrays of those shapes. Returns parameters or out, state, report."""
+    _build.library()
+    operands = []
+    for name, bit in OPTIONS.items():  # in the order that the handler reads them
+        if values.get(name) is not None:
+            value = values[name]
+            operands.append(value if name == "after" else jnp.asarray(value, _DTYPE_OF_VALUE.get(name, np.float32)))
+            options |= bit
+    first, n, m = len(operands), len(params), len(state)
+    aliases = {first + 2 * n + i: n + i for i in range(m)}
+    if out is None:
+        aliases.update({first + i: i for i in range(n)})
+    else:
+        options |= OUT
+    results = [*(map(like, params) if out is None else out), *map(like, state),
+               jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
+               jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8)]
+    call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
+    done = call(*operands, *params, *grads, *state, options=np.int64(options),
+                flags=np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes)
+    return list(done[:n]), list(done[n:n + m]), done[n + m]
+
+
+def fixed(value):
+    """A number that is known now and goes into the program in double; None for what only the program knows."""
+    if isinstance(value, (bool, int, float, np.number)) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return float(value)
+    return None
+
+
+class Hyper(NamedTuple):
+    """Hyper-parameters of a step by optax's names: numbers, or arrays for what only the program knows."""
+    lr: object
+    b1: object
+    b2: object
+    eps: object
+    weight_decay: object
+    max_norm: float = 0.0
+    eps_root: object = 0.0  # place 7 of a row, which must be 0
+
+    def known(self) -> dict:
+        """Fields of dsopt_group."""
+        fields = (("lr", self.lr), ("beta1", self.b1), ("beta2", self.b2), ("eps", self.eps), ("weight_decay", self.weight_decay))
+        return {name: fixed(value) for name, value in fields if fixed(value) is not None}
+
+    def values(self, decays) -> dict:
+        """The others, as arrays of `step`. `decays` says of each group whether it has a weight decay."""
+        unknown = [name for name, value in self._asdict().items() if fixed(value) is None]
+        if not unknown:
+            return {}
+        if unknown == ["lr"]:
+            return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
+        rows = [[self.lr, self.b1, self.b2, self.eps, self.weight_decay if decay else 0.0, 0.0, 0.0 if g else self.max_norm,
+                 self.eps_root] for g, decay in enumerate(decays)]
+        return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
+
+
+def decay_groups(mask, tree, count: int) -> list:
+    """For each leaf 0, or 1 where `mask` (as optax has it: bools for a prefix of the tree, or a function) says no decay."""
+    if mask is None:
+        return [0] * count
+    chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
+    return [0 if flag else 1 for flag in jax.tree.leaves(chosen, is_leaf=lambda x: x is None)]

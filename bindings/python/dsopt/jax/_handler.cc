@@ -1,0 +1,556 @@
+// SPDX-License-Identifier: Apache-2.0
+// XLA's side of dsopt.jax: custom calls that make an optimizer from their attributes and apply it to the buffers of the call.
+//
+//   dsopt_init  params              -> state
+//   dsopt_step  [values] params grads state -> params (or out) state report workspace
+//
+// The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as the
+// compiled program. _build.py compiles this file against the headers of the installed jaxlib.
+#include "dsopt_dl.h"
+#include "xla/ffi/api/ffi.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+dsopt_dl dl;
+
+enum Backend { kCpu = DSOPT_BACKEND_CPU, kCuda = DSOPT_BACKEND_CUDA };
+
+// What dsopt_step has in front of the parameters, and what it does. The same numbers are in _call.py.
+enum Option : int64_t {
+    kRank = 1,          // i32: rank of this device in the comm
+    kLr = 2,            // f32 per group
+    kHyper = 4,         // f32 rows, dsopt_step.hyper
+    kGradScale = 8,     // f32
+    kSkip = 16,         // i32
+    kOut = 32,          // results are new arrays in place of the parameters' own memory
+    kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
+    kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
+};
+
+struct Failure {
+    ffi::ErrorCode code;
+    std::string text;
+};
+
+// The library's text as an error of XLA. Called in the thread that failed.
+void check(dsopt_status status) {
+    if (status == DSOPT_OK) return;
+    const bool caller = status / 10 == 1;
+    throw Failure{caller ? ffi::ErrorCode::kInvalidArgument : ffi::ErrorCode::kInternal,
+                  std::string("dsopt: ") + dl.dsopt_last_error() + " (" + dl.dsopt_status_name(status) + ")"};
+}
+
+[[noreturn]] void refuse(const std::string &text) { throw Failure{ffi::ErrorCode::kInvalidArgument, "dsopt: " + text}; }
+
+// No exception may reach XLA.
+template <class F> ffi::Error fence(F &&body) noexcept {
+    try {
+        body();
+        return ffi::Error::Success();
+    } catch (const Failure &failure) {
+        return ffi::Error(failure.code, failure.text);
+    } catch (const std::exception &e) {
+        return ffi::Error(ffi::ErrorCode::kInternal, std::string("dsopt: ") + e.what());
+    }
+}
+
+template <class T> T attribute(const ffi::Dictionary &attrs, std::string_view name) {
+    auto value = attrs.get<T>(name);
+    if (!value) refuse("attribute " + std::string(name) + ": " + value.error().message());
+    return *value;
+}
+
+template <class T> std::vector<T> list(const ffi::Dictionary &attrs, std::string_view name) {
+    auto span = attribute<ffi::Span<const T>>(attrs, name);
+    return std::vector<T>(span.begin(), span.end());
+}
+
+// ------------------------------------------------------------------------------------------------------------- handles
+template <class T, void (*dsopt_dl::*Destroy)(T *)> struct Destroyer {
+    void operator()(T *handle) const { (dl.*Destroy)(handle); }
+};
+using Context = std::unique_ptr<dsopt_context, Destroyer<dsopt_context, &dsopt_dl::dsopt_context_destroy>>;
+using Optimizer = std::unique_ptr<dsopt_optimizer, Destroyer<dsopt_optimizer, &dsopt_dl::dsopt_optimizer_destroy>>;
+using Scaler = std::unique_ptr<dsopt_scaler, Destroyer<dsopt_scaler, &dsopt_dl::dsopt_scaler_destroy>>;
+using Comm = std::unique_ptr<dsopt_comm, Destroyer<dsopt_comm, &dsopt_dl::dsopt_comm_destroy>>;
+
+// Comms that Python registered, by name and rank. They are borrowed: Python keeps them while a program may run.
+struct Registry {
+    std::mutex mutex;
+    std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
+} *const registry = new Registry; // never destroyed: programs may outlive static objects
+
+// -------------------------------------------------------------------------------------------------------------- program
+// One custom call of a compiled program: the attributes, and the optimizers that were made from them.
+struct Program {
+    static ffi::TypeId id;
+
+    Program(Backend backend_, const ffi::Dictionary &attrs) :
+        backend(backend_),
+        numbers(list<int64_t>(attrs, "numbers")),
+        reals(list<double>(attrs, "reals")),
+        group_numbers(list<int64_t>(attrs, "group_numbers")),
+        group_reals(list<double>(attrs, "group_reals")),
+        params(list<int64_t>(attrs, "params")),
+        names(attribute<std::string_view>(attrs, "names")),
+        comm_name(attribute<std::string_view>(attrs, "comm")) {
+        if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
+            group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam)
+            refuse("the attributes are those of another version of dsopt.jax");
+        if (ranks() > 1 && comm_name.empty()) {
+            unique.resize(16);
+            size_t bytes = unique.size();
+            check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
+        }
+        if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
+    }
+
+    // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
+    dsopt_optimizer *at(int32_t device, int64_t rank) {
+        if (rank < 0 || rank >= ranks()) refuse("rank " + std::to_string(rank) + " of " + std::to_string(ranks()));
+        Made *made;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            auto &place = all[{device, rank}];
+            if (!place) place = std::make_unique<Made>();
+            made = place.get();
+        }
+        std::lock_guard<std::mutex> lock(made->mutex);
+        if (!made->optimizer) make(*made, device, rank);
+        return made->optimizer.get();
+    }
+
+    int64_t ranks() const { return numbers[kRanks]; }
+    size_t count() const { return params.size() / kParam; }
+    size_t groups() const { return group_numbers.size() / kGroupNumbers; }
+
+    const Backend backend;
+
+private:
+    // The order of the attribute lists, as _call.py writes them.
+    enum {
+        kFlags,
+        kNonfinite,
+        kSeed,
+        kRanks,
+        kTimeout,
+        kHasScaler,
+        kProfile,
+        kScalerFlags,
+        kWindow,
+        kHysteresis,
+        kNumbers
+    };
+    enum { kMaxNorm, kMaxValue, kInit, kFactor, kMin, kMax, kReals };
+    enum { kAlgorithm, kGroupFlags, kFreeze, kVarInterval, kLocalInterval, kMaxLocalInterval, kGroupNumbers };
+    enum {
+        kLearningRate,
+        kBeta1,
+        kBeta2,
+        kEps,
+        kDecay,
+        kGroupMaxNorm,
+        kMinTrust,
+        kMaxTrust,
+        kTrustBeta,
+        kTrustThreshold,
+        kTrustMinChange,
+        kTrustMaxChange,
+        kGroupReals
+    };
+    enum { kNameBytes, kNumel, kDtype, kGroup, kParam };
+
+    struct Made {
+        std::mutex mutex;
+        Context context;
+        Scaler scaler;
+        Comm comm;
+        Optimizer optimizer;
+    };
+
+    void make(Made &made, int32_t device, int64_t rank) {
+        dsopt_context *context;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = backend;
+        context_desc.device = device;
+        check(dl.dsopt_context_create(&context_desc, &context));
+        made.context.reset(context);
+
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.flags = static_cast<int32_t>(numbers[kFlags]);
+        desc.nonfinite = static_cast<int32_t>(numbers[kNonfinite]);
+        desc.seed = static_cast<uint64_t>(numbers[kSeed]);
+        desc.max_norm = reals[kMaxNorm];
+        desc.max_value = reals[kMaxValue];
+        if (numbers[kHasScaler]) desc.scaler = scaler(made);
+        if (ranks() > 1) desc.data = comm(made, rank);
+        dsopt_optimizer *optimizer;
+        check(dl.dsopt_optimizer_create(context, &desc, &optimizer));
+        Optimizer owner(optimizer);
+        for (size_t g = 0; g < groups(); ++g) add_group(optimizer, g);
+        add_params(optimizer);
+        made.optimizer = std::move(owner);
+    }
+
+    dsopt_scaler *scaler(Made &made) {
+        DSOPT_NEW(dsopt_scaler_desc, desc);
+        desc.profile = static_cast<int32_t>(numbers[kProfile]);
+        desc.flags = static_cast<int32_t>(numbers[kScalerFlags]);
+        desc.window = static_cast<int32_t>(numbers[kWindow]);
+        desc.hysteresis = static_cast<int32_t>(numbers[kHysteresis]);
+        desc.init = reals[kInit];
+        desc.factor = reals[kFactor];
+        desc.min = reals[kMin];
+        desc.max = reals[kMax];
+        dsopt_scaler *scaler;
+        check(dl.dsopt_scaler_create(made.context.get(), &desc, &scaler));
+        made.scaler.reset(scaler);
+        return scaler;
+    }
+
+    dsopt_comm *comm(Made &made, int64_t rank) {
+        if (!comm_name.empty()) {
+            std::lock_guard<std::mutex> lock(registry->mutex);
+            auto found = registry->comms.find({comm_name, rank});
+            if (found == registry->comms.end())
+                refuse("no comm '" + comm_name + "' of rank " + std::to_string(rank) + " is registered");
+            return found->second;
+        }
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_LOCAL;
+        desc.rank = static_cast<int32_t>(rank);
+        desc.ranks = static_cast<int32_t>(ranks());
+        desc.timeout_ms = static_cast<int32_t>(numbers[kTimeout]);
+        desc.id = unique.data();
+        desc.id_bytes = unique.size();
+        dsopt_comm *comm;
+        check(dl.dsopt_comm_create(made.context.get(), &desc, &comm));
+        made.comm.reset(comm);
+        return comm;
+    }
+
+    void add_group(dsopt_optimizer *optimizer, size_t g) {
+        const int64_t *n = &group_numbers[g * kGroupNumbers];
+        const double *r = &group_reals[g * kGroupReals];
+        dsopt_group group;
+        check(dl.dsopt_group_init(&group, sizeof group, static_cast<int32_t>(n[kAlgorithm])));
+        group.flags = static_cast<int32_t>(n[kGroupFlags]);
+        group.freeze_step = n[kFreeze];
+        group.var_interval_steps = n[kVarInterval];
+        group.local_interval_steps = n[kLocalInterval];
+        group.max_local_interval = n[kMaxLocalInterval];
+        group.lr = r[kLearningRate];
+        group.beta1 = r[kBeta1];
+        group.beta2 = r[kBeta2];
+        group.eps = r[kEps];
+        group.weight_decay = r[kDecay];
+        group.max_norm = r[kGroupMaxNorm];
+        group.min_trust = r[kMinTrust];
+        group.max_trust = r[kMaxTrust];
+        group.trust_beta = r[kTrustBeta];
+        group.trust_threshold = r[kTrustThreshold];
+        group.trust_min_change = r[kTrustMinChange];
+        group.trust_max_change = r[kTrustMaxChange];
+        check(dl.dsopt_optimizer_add_group(optimizer, &group, nullptr, 0));
+    }
+
+    void add_params(dsopt_optimizer *optimizer) {
+        std::vector<std::string> name(count());
+        std::vector<dsopt_param> list(count());
+        size_t begin = 0;
+        for (size_t i = 0; i < count(); ++i) {
+            const int64_t *p = &params[i * kParam];
+            name[i] = names.substr(std::min(begin, names.size()), static_cast<size_t>(p[kNameBytes]));
+            begin += static_cast<size_t>(p[kNameBytes]);
+            list[i].tensor.numel = p[kNumel];
+            list[i].tensor.dtype = static_cast<int32_t>(p[kDtype]);
+            list[i].group = static_cast<int32_t>(p[kGroup]);
+            list[i].name = name[i].c_str();
+        }
+        check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
+    }
+
+    const std::vector<int64_t> numbers;
+    const std::vector<double> reals;
+    const std::vector<int64_t> group_numbers;
+    const std::vector<double> group_reals;
+    const std::vector<int64_t> params;
+    const std::string names, comm_name;
+    std::vector<char> unique; // id of the LOCAL comm
+    std::mutex mutex;
+    std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank
+};
+
+ffi::TypeId Program::id = {};
+ffi::TypeInfo program_info = ffi::MakeTypeInfo<Program>();
+
+template <Backend backend> ffi::ErrorOr<std::unique_ptr<Program>> instantiate(ffi::Dictionary attrs) {
+    std::unique_ptr<Program> program;
+    auto error = fence([&] { program = std::make_unique<Program>(backend, attrs); });
+    if (error.failure()) return ffi::Unexpected(error);
+    return program;
+}
+
+// --------------------------------------------------------------------------------------------------------- thread pool
+// XLA's pool as dsopt_parallel_for. The caller runs pieces too, so a pool whose threads all wait in custom calls finishes;
+// helpers that start late find nothing left, and so may outlive the call.
+struct Job {
+    Job(int64_t n_, void (*body_)(void *, int64_t), void *arg_) : n(n_), body(body_), arg(arg_) {}
+
+    void work() {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+            body(arg, i);
+            if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) {
+                std::lock_guard<std::mutex> lock(mutex);
+                all_done.notify_one();
+            }
+        }
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        all_done.wait(lock, [this] { return done.load(std::memory_order_acquire) == n; });
+    }
+
+private:
+    const int64_t n;
+    void (*const body)(void *, int64_t);
+    void *const arg;
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+};
+
+void parallel_for(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
+    auto *pool = static_cast<ffi::ThreadPool *>(user);
+    const int64_t helpers = std::min(n, pool->num_threads()) - 1;
+    if (n == 1 || helpers < 1) {
+        for (int64_t i = 0; i < n; ++i) body(arg, i);
+        return;
+    }
+    auto job = std::make_shared<Job>(n, body, arg);
+    for (int64_t i = 0; i < helpers; ++i) pool->Schedule([job] { job->work(); });
+    job->work();
+    job->wait();
+}
+
+// --------------------------------------------------------------------------------------------------------------- calls
+int32_t dtype_of(ffi::DataType type) {
+    switch (type) {
+    case ffi::DataType::F32: return DSOPT_DTYPE_F32;
+    case ffi::DataType::F16: return DSOPT_DTYPE_F16;
+    case ffi::DataType::BF16: return DSOPT_DTYPE_BF16;
+    case ffi::DataType::S32: return DSOPT_DTYPE_I32;
+    default: return 0; // the library refuses it, and names the tensor
+    }
+}
+
+dsopt_tensor tensor_of(const ffi::AnyBuffer &buffer) {
+    return {buffer.untyped_data(), static_cast<int64_t>(buffer.element_count()), dtype_of(buffer.element_type()), 0};
+}
+
+// Operands or results, read one after the other.
+template <class Buffers> class Reader {
+public:
+    explicit Reader(const Buffers &buffers_) : buffers(buffers_) {}
+
+    ffi::AnyBuffer next() {
+        auto buffer = buffers.template get<ffi::AnyBuffer>(place++);
+        if (!buffer) refuse("a buffer of the call is missing");
+        if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>)
+            return **buffer;
+        else
+            return *buffer;
+    }
+
+    std::vector<dsopt_tensor> tensors(size_t n) {
+        std::vector<dsopt_tensor> list(n);
+        for (auto &tensor : list) tensor = tensor_of(next());
+        return list;
+    }
+
+    size_t left() const { return buffers.size() - place; }
+
+private:
+    const Buffers &buffers;
+    size_t place = 0;
+};
+
+// In and out are one memory because the call aliases them, which XLA keeps to by copying where it must.
+void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_tensor> &out) {
+    for (size_t i = 0; i < in.size(); ++i)
+        if (in[i].numel && in[i].data != out[i].data)
+            throw Failure{ffi::ErrorCode::kInternal, "dsopt: XLA gave an array other memory than its alias"};
+}
+
+// XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step. Huge
+// pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
+void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t huge = uintptr_t{1} << 21;
+    uintptr_t begin = 0, end = 0;
+    auto advise = [&] {
+        const uintptr_t first = (begin + huge - 1) & ~(huge - 1), last = end & ~(huge - 1);
+        if (first < last) (void)madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+    };
+    for (const auto &tensor : list) { // neighbours together
+        const auto at = reinterpret_cast<uintptr_t>(tensor.data);
+        const uintptr_t bytes = static_cast<uintptr_t>(tensor.numel) * (tensor.dtype == DSOPT_DTYPE_F32 ? 4 : 2);
+        if (at < end || at - end > 4096) {
+            advise();
+            begin = at;
+        }
+        end = at + bytes;
+    }
+    advise();
+#else
+    (void)list;
+#endif
+}
+
+void init(Program &program, int32_t device, void *stream, const ffi::RemainingArgs &args,
+          const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
+    const auto options = attribute<int64_t>(attrs, "options");
+    Reader<ffi::RemainingArgs> in(args);
+    Reader<ffi::RemainingRets> out(rets);
+    const int64_t rank = options & kRank ? *static_cast<const int32_t *>(in.next().untyped_data()) : 0;
+    const auto params = in.tensors(program.count());
+    const auto state = out.tensors(out.left());
+    check(dl.dsopt_optimizer_init_state(program.at(device, rank), params.data(), state.data(),
+                                        static_cast<int64_t>(state.size()), stream));
+}
+
+void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
+          const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
+    const auto options = attribute<int64_t>(attrs, "options");
+    Reader<ffi::RemainingArgs> in(args);
+    Reader<ffi::RemainingRets> out(rets);
+    DSOPT_NEW(dsopt_step, step);
+    auto value = [&](Option option) { return options & option ? in.next().untyped_data() : nullptr; };
+    const auto *rank = static_cast<const int32_t *>(value(kRank));
+    step.lr = static_cast<const float *>(value(kLr));
+    step.hyper = static_cast<const float *>(value(kHyper));
+    step.grad_scale = static_cast<const float *>(value(kGradScale));
+    step.skip = static_cast<const int32_t *>(value(kSkip));
+    value(kAfter);
+
+    const size_t n = program.count();
+    const auto params = in.tensors(n), grads = in.tensors(n), state = in.tensors(in.left());
+    const auto written = out.tensors(n);
+    check_aliased(state, out.tensors(state.size()));
+    if (options & kOut) {
+        if (program.backend == kCpu) advise_huge_pages(written);
+        step.out = written.data();
+    } else {
+        check_aliased(params, written);
+    }
+    step.params = params.data();
+    step.grads = grads.data();
+    step.count = static_cast<int64_t>(n);
+    step.state = state.data();
+    step.state_count = static_cast<int64_t>(state.size());
+    step.report = static_cast<float *>(out.next().untyped_data());
+    const auto workspace = out.next();
+    step.workspace = workspace.untyped_data();
+    step.workspace_bytes = workspace.size_bytes();
+    step.stream = stream;
+    step.flags = static_cast<int32_t>(attribute<int64_t>(attrs, "flags"));
+    if (pool) {
+        step.parallel_for = parallel_for;
+        step.parallel_user = pool;
+    }
+    check(dl.dsopt_optimizer_apply(program.at(device, rank ? *rank : 0), &step));
+    if (program.backend == kCpu && (options & kHyperIsError) &&
+        static_cast<int32_t>(step.report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER)
+        refuse("a hyper-parameter that was given as an array is out of range, or eps_root is not 0");
+}
+
+ffi::Error init_cpu(Program *program, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+    return fence([&] { init(*program, 0, nullptr, args, rets, attrs); });
+}
+
+ffi::Error step_cpu(Program *program, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary attrs) {
+    return fence([&] { step(*program, 0, nullptr, &pool, args, rets, attrs); });
+}
+
+// Before the program runs, and so outside of a capture: what the first call of a device allocates.
+ffi::Error prepare_cuda(Program *program, int32_t device) {
+    return fence([&] {
+        if (program->ranks() > 1) refuse("the 1-bit family runs on the CPU devices of JAX only");
+        program->at(device, 0);
+    });
+}
+
+ffi::Error init_cuda(Program *program, void *stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Dictionary attrs) {
+    return fence([&] { init(*program, device, stream, args, rets, attrs); });
+}
+
+ffi::Error step_cuda(Program *program, void *stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Dictionary attrs) {
+    return fence([&] { step(*program, device, stream, nullptr, args, rets, attrs); });
+}
+
+} // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_instantiate_cpu, instantiate<kCpu>, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_instantiate_cuda, instantiate<kCuda>, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_init_cpu, init_cpu,
+                              ffi::Ffi::Bind().Ctx<ffi::State<Program>>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    dsopt_jax_step_cpu, step_cpu,
+    ffi::Ffi::Bind().Ctx<ffi::State<Program>>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    dsopt_jax_prepare_cuda, prepare_cuda,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::State<Program>>().Ctx<ffi::DeviceOrdinal>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_init_cuda, init_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<Program>>()
+                                  .Ctx<ffi::PlatformStream<void *>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_step_cuda, step_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<Program>>()
+                                  .Ctx<ffi::PlatformStream<void *>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+extern "C" {
+// Functions for _build.py. The first one comes before all others; it returns NULL or what is wrong.
+const char *dsopt_jax_open(const char *path) { return dl.library ? nullptr : dsopt_dl_load(&dl, path); }
+void *dsopt_jax_type_id(void) { return &Program::id; }
+void *dsopt_jax_type_info(void) { return &program_info; }
+// NULL takes the comm out of the registry.
+void dsopt_jax_register_comm(const char *name, int64_t rank, dsopt_comm *comm) {
+    std::lock_guard<std::mutex> lock(registry->mutex);
+    if (comm)
+        registry->comms[{name, rank}] = comm;
+    else
+        registry->comms.erase({name, rank});
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,37 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""run.py [torch]: the tests of the package, or those of dsopt.torch. It is the package beside this folder; with DSOPT_INSTALLED=1
+the one that is installed.
+
+The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
+"""
+import os
+import sys
+import unittest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def main():
+    needed, folder = ("torch", os.path.join(HERE, "torch")) if sys.argv[1:] == ["torch"] else ("numpy", HERE)
+    try:
+        __import__(needed)
+    except ImportError:
+        print("skipped: %s has no module %s" % (sys.executable, needed))
+        return 77
+    sys.path.insert(0, folder)
+    if not os.environ.get("DSOPT_INSTALLED"):
+        sys.path.insert(0, os.path.dirname(HERE))
+    names = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
+    suite = unittest.defaultTestLoader.loadTestsFromNames(names)
+    result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
+    failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+    for test, reason in result.skipped:
+        print("skipped: %s: %s" % (test, reason))
+    skipped = ", %d skipped" % len(result.skipped) if result.skipped else ""
+    print("%d passed, %d failed%s" % (result.testsRun - failed - len(result.skipped), failed, skipped))
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
