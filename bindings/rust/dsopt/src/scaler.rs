@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 /// A loss scale that moves by itself. A clone is another handle to the same scaler.
 ///
-/// Threads may share it: one of them, or one step of an optimizer that has it, is inside at a time, and the others wait.
+/// Threads may share it: one of them, or one step of an optimizer that has it, is inside at a time, and the others wait. So
+/// ranks that are threads need a scaler each: a step waits for the other ranks.
 #[derive(Clone, Debug)]
 pub struct Scaler {
     inner: Arc<Inner>,
