@@ -35,7 +35,7 @@ function adamw()
         Dsopt.update!(state, model, gradient)
     end
     entries = Dsopt.export_state(state)
-    return [model..., (entries["$name.exp_avg"] for name in "abc")..., (entries["$name.exp_avg_sq"] for name in "abc")...]
+    return [model..., (entries["$name.$kind"] for kind in ("exp_avg", "exp_avg_sq") for name in "abc")...]
 end
 
 function onebit(id, rank)
