@@ -119,8 +119,8 @@ def bindings(abi):
 
 
 def layout(abi):
-    out = [HEAD, """//! Size and offset of every field, and every constant, as in dsopt.json. Tests of the header compare
-//! that with C.
+    out = [HEAD, """//! Size and offset of every field, and every constant, as in dsopt.json. Tests of the header
+//! compare that with C.
 use dsopt_sys::*;
 use std::mem::{size_of, size_of_val, MaybeUninit};
 use std::ptr::addr_of;
