@@ -2,8 +2,8 @@
 //! The C interface of dsopt, as `dsopt.h` declares it.
 //!
 //! Names are those of the header, which is the reference. Constants are `i32`, as the fields and arguments that
-//! take them are. Structs that begin with `size` are zeroed, which [`zeroed!`] does, and `size` is set. [`check_abi`] comes
-//! before the first call.
+//! take them are. Structs that begin with `size` are zeroed, which [`zeroed!`] does, and `size` is set. [`check_abi`]
+//! comes before the first call.
 //!
 //! | feature | the library |
 //! | --- | --- |
