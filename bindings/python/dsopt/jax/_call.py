@@ -206,6 +206,18 @@ def like(x):
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
 
 
+def _only_call(function):
+    """Say in our words what JAX would refuse in its own."""
+    def refuse(what):
+        raise unsupported("dsopt.jax: a step cannot be %s" % what)
+
+    guarded = jax.custom_batching.custom_vmap(function)
+    guarded.def_vmap(lambda *_: refuse("vectorised: vmap the loss, and step once with the gradients that come out"))
+    differentiable = jax.custom_jvp(guarded)
+    differentiable.defjvp(lambda *_: refuse("differentiated: take the gradients before it"))
+    return differentiable
+
+
 def init(recipe: Recipe, params: list, rank=None) -> list:
     """The starting values of every state tensor, in list order."""
     _build.library()
@@ -236,8 +248,8 @@ def step(recipe: Recipe, params: list, grads: list, state: list, values: dict, *
                jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
                jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8)]
     call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
-    done = call(*operands, *params, *grads, *state, options=np.int64(options),
-                flags=np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes)
+    attributes = {"options": np.int64(options), "flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
+    done = _only_call(lambda *arrays: list(call(*arrays, **attributes)))(*operands, *params, *grads, *state)
     return list(done[:n]), list(done[n:n + m]), done[n + m]
 
 

@@ -102,7 +102,7 @@ class FusedStep:
         if masters is not None:
             given = tree.treedef.flatten_up_to(masters)
             kept = tree.treedef.flatten_up_to(state.get("master", jax.tree.map(lambda _: None, params)))
-            state["master"] = tree.treedef.unflatten([k if k is None else jnp.asarray(g, jnp.float32) for k, g in zip(kept, given)])
+            state["master"] = tree.treedef.unflatten([k if k is None else jnp.array(g, jnp.float32) for k, g in zip(kept, given)])
         return state
 
     def specs(self, params, param_specs=PartitionSpec(), *, ranks: int = 1) -> dict:
