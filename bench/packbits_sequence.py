@@ -18,7 +18,12 @@ import time
 import numpy
 import torch
 
-import dsopt_abi
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+os.environ["DSOPT_LIBRARY"] = sys.argv[1]
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bindings", "python"))
+import dsopt  # noqa: E402
+from dsopt import _abi as abi  # noqa: E402
 
 RANKS = 8
 ROUNDS = int(os.environ.get("ROUNDS", "9"))
@@ -32,26 +37,30 @@ def huge(size):
     return (ctypes.c_char * len(memory)).from_buffer(memory)
 
 
+class Idle:
+    """Collectives of a rank whose peers' rows stay as they are."""
+
+    def all_reduce(self, *_):
+        pass
+
+    all_to_all = all_gather = all_reduce
+
+
 class Dsopt:
-    def __init__(self, path, x):
-        self.lib = lib = dsopt_abi.load(path)
-        context, self.comm = ctypes.c_void_p(), ctypes.c_void_p()
-        lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
-        self.table = dsopt_abi.idle_table(lib, RANKS)
-        desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(self.table))
-        lib.check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(self.comm)))
+    def __init__(self, x):
+        self.comm = dsopt.Comm.table(dsopt.Context(), Idle(), 0, RANKS)
         self.x = x
-        self.list = (lib.dsopt_tensor * 1)(lib.dsopt_tensor(x.data_ptr(), x.numel(), lib.DSOPT_DTYPE_F32))
-        self.args = lib.dsopt_compressed(tensors=ctypes.addressof(self.list), count=1)
+        self.list = (abi.dsopt_tensor * 1)(abi.dsopt_tensor(x.data_ptr(), x.numel(), abi.DSOPT_DTYPE_F32))
+        self.args = abi.dsopt_compressed(tensors=ctypes.addressof(self.list), count=1)
         worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-        lib.check(lib.dsopt_compressed_sizes(self.comm, ctypes.byref(self.args), ctypes.byref(worker), ctypes.byref(server),
+        abi.check(abi.lib.dsopt_compressed_sizes(self.comm.handle, ctypes.byref(self.args), ctypes.byref(worker), ctypes.byref(server),
                                              ctypes.byref(space)))
         self.keep = [huge(size) for size in (4 * worker.value, 4 * server.value, space.value)]
         self.args.worker_error, self.args.server_error, self.args.workspace = map(ctypes.addressof, self.keep)
         self.args.workspace_bytes = space.value
 
     def call(self):
-        self.lib.check(self.lib.dsopt_compressed_allreduce(self.comm, ctypes.byref(self.args)))
+        abi.check(abi.lib.dsopt_compressed_allreduce(self.comm.handle, ctypes.byref(self.args)))
 
 
 class Framework:
@@ -81,12 +90,10 @@ class Framework:
 
 
 def main():
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
     print("| elements | threads | dsopt ms | ns an element | framework ms | framework / dsopt |\n| --- | --- | --- | --- | --- | --- |")
     for numel in [int(word) for word in sys.argv[2:]] or [1 << 18, 1 << 20, 1 << 26]:
         numel = (numel + 63) // 64 * 64
-        sides = [Dsopt(sys.argv[1], torch.randn(numel)), Framework(torch.randn(numel))]
+        sides = [Dsopt(torch.randn(numel)), Framework(torch.randn(numel))]
         repeat = max(1, (1 << 22) // numel)
         times = [[], []]
         for round_ in range(ROUNDS + 1):

@@ -7,7 +7,6 @@ Needs PyTorch (Debian: python3-torch). Both sides work on the same shapes, in tu
   framework  FP16_Optimizer.step in its order: sum of every fp32 copy for overflow, cast, flatten, norm, unscale and clip, AdamW
              in framework operations on the flat master, copy back tensor by tensor
 """
-import ctypes
 import os
 import statistics
 import sys
@@ -15,7 +14,11 @@ import time
 
 import torch
 
-import dsopt_abi
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+os.environ["DSOPT_LIBRARY"] = sys.argv[1]
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bindings", "python"))
+import dsopt  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 # Some builds take hyper-threads for none and start with half of them; the engine follows the same OpenMP setting.
@@ -32,27 +35,11 @@ def shapes(name):
 
 
 class Dsopt:
-    def __init__(self, path, params, grads):
-        self.lib = lib = dsopt_abi.load(path)
-        self.keep = (params, grads)
-        context, scaler, self.optimizer = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        lib.check(lib.dsopt_context_create(None, ctypes.byref(context)))
-        lib.check(lib.dsopt_scaler_create(context, None, ctypes.byref(scaler)))
-        desc = lib.dsopt_optimizer_desc(max_norm=1.0, scaler=scaler)
-        lib.check(lib.dsopt_optimizer_create(context, ctypes.byref(desc), ctypes.byref(self.optimizer)))
-        group = lib.dsopt_group()
-        lib.check(lib.dsopt_group_init(ctypes.byref(group), group.size, lib.DSOPT_ALGORITHM_ADAMW))
-        group.weight_decay = 0.01
-
-        def f16(tensor):
-            return lib.dsopt_tensor(tensor.data_ptr(), tensor.numel(), lib.DSOPT_DTYPE_F16)
-        list_ = (lib.dsopt_param * len(params))(*[lib.dsopt_param(tensor=f16(p)) for p in params])
-        lib.check(lib.dsopt_optimizer_add_group(self.optimizer, ctypes.byref(group), list_, len(params)))
-        self.grads = (lib.dsopt_tensor * len(grads))(*map(f16, grads))
-        self.step_ = lib.dsopt_step(grads=ctypes.addressof(self.grads), count=len(grads))
-
-    def step(self):
-        self.lib.check(self.lib.dsopt_optimizer_step(self.optimizer, ctypes.byref(self.step_)))
+    def __init__(self, params, grads):
+        context = dsopt.Context()
+        optimizer = dsopt.Optimizer(params, dsopt.AdamW(weight_decay=0.01), context=context, scaler=dsopt.Scaler(context), max_norm=1.0)
+        optimizer.bind(grads=grads)
+        self.step = optimizer.step
 
 
 class Framework:
@@ -83,13 +70,11 @@ class Framework:
 
 
 def main():
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
     print("| list | threads | dsopt ms | framework ms | framework / dsopt |\n| --- | --- | --- | --- | --- |")
     for name in sys.argv[2:] or ["gpt2-124m", "10000x1000"]:
         params = [torch.full((n,), 0.5, dtype=torch.float16) for n in shapes(name)]
         grads = [torch.full((n,), 1.0, dtype=torch.float16) for n in shapes(name)]
-        sides = [Dsopt(sys.argv[1], params, grads), Framework(params, grads)]
+        sides = [Dsopt(params, grads), Framework(params, grads)]
         times = [[], []]
         for round_ in range(ROUNDS + 1):
             for k in (0, 1) if round_ % 2 else (1, 0):

@@ -328,6 +328,12 @@ enum dsopt_group_flags {
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
     /** sqrt(v + eps) in place of sqrt(v) + eps. LAMB and ADAM_LEGACY only. */
     DSOPT_GROUP_EPS_INSIDE_SQRT = 2,
+    /**
+     * eps beside the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
+     * sqrt(c2)/c1 m / (sqrt(v) + eps) in place of (m/c1) / (sqrt(v/c2) + eps). Decay is the algorithm's own, so that of
+     * ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard mode only. Since: 0.2
+     */
+    DSOPT_GROUP_EPS_UNCORRECTED = 4,
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
      * engine averages its gradients itself, so dsopt_optimizer_next_reduction holds for all groups. */
     DSOPT_GROUP_NON_FREEZE = 16,
@@ -593,6 +599,8 @@ enum dsopt_key {
     DSOPT_KEY_ALGORITHM = 11,
     /** The 1-bit family; only for all groups at once. */
     DSOPT_KEY_FREEZE_STEP = 12,
+    /** 0 or 1. Since: 0.2 */
+    DSOPT_KEY_EPS_UNCORRECTED = 13,
     /* Of the optimizer: `group` must be DSOPT_ALL_GROUPS. */
     DSOPT_KEY_MAX_NORM = 32,
     /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */

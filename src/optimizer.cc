@@ -53,8 +53,9 @@ bool has_trust(const dsopt_group &group) {
 
 } // namespace
 
-void Optimizer::check_group(const dsopt_group &g) {
-    constexpr int32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT | DSOPT_GROUP_NON_FREEZE;
+void Optimizer::check_group(const dsopt_group &g, int32_t compat) {
+    constexpr int32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT |
+                              DSOPT_GROUP_EPS_UNCORRECTED | DSOPT_GROUP_NON_FREEZE;
     const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
     if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
         g.algorithm != DSOPT_ALGORITHM_ADAMW)
@@ -62,6 +63,13 @@ void Optimizer::check_group(const dsopt_group &g) {
     if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
     if ((g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) && !lamb && !legacy)
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in Adam and AdamW");
+    if (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) {
+        if (g.algorithm != DSOPT_ALGORITHM_ADAM && g.algorithm != DSOPT_ALGORITHM_ADAMW)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has an effect in Adam and AdamW only");
+        if (g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
+        if (compat != DSOPT_COMPAT_NONE) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
+    }
     require(not_negative(g.lr), "lr", g.lr, "finite and not negative");
     require(g.beta1 >= 0 && g.beta1 < 1, "beta1", g.beta1, "in [0, 1)");
     require(g.beta2 >= 0 && g.beta2 < 1, "beta2", g.beta2, "in [0, 1)");
@@ -232,7 +240,7 @@ std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, con
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
-    check_group(group);
+    check_group(group, desc_.compat);
     std::vector<dsopt_group> groups = groups_;
     groups.push_back(group);
     grow(std::move(groups), params, count, false);
@@ -410,6 +418,8 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
         set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
     else if (key == DSOPT_KEY_EPS_INSIDE_SQRT)
         set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
+    else if (key == DSOPT_KEY_EPS_UNCORRECTED)
+        set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, value == 1, key, value);
     else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
         if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
             throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
@@ -458,7 +468,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
     };
     for (size_t i = first; i < last; ++i)
-        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value));
+        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat);
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
     follow_groups();
@@ -483,6 +493,7 @@ double Optimizer::get(int32_t group, int32_t key) const {
     case DSOPT_KEY_ALGORITHM: return copy.algorithm;
     case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
     case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
+    case DSOPT_KEY_EPS_UNCORRECTED: return (copy.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0;
     case DSOPT_KEY_FREEZE_STEP:
         if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
         return double(copy.freeze_step);

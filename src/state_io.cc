@@ -181,7 +181,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         groups[i].flags = flags;
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
-            Optimizer::check_group(groups[i]);
+            Optimizer::check_group(groups[i], optimizer.desc().compat);
         } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
     }
     return groups;

@@ -273,6 +273,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                      rule_of(g),
                      !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
+                     (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,
                      {}};
         clips = clips || g.max_norm > 0;
         has_lamb = has_lamb || is_lamb(hypers[i].rule);

@@ -91,6 +91,17 @@ TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
     }
 }
 
+TEST(CheckpointFlags, EpsUncorrectedComesBack) {
+    const dsopt_group flagged = make_group(DSOPT_ALGORITHM_ADAMW, 0.01, DSOPT_GROUP_EPS_UNCORRECTED);
+    Trainer first(shapes_of({500}), flagged), second(shapes_of({500}), make_group(DSOPT_ALGORITHM_ADAMW));
+    first.train(1, 3);
+    ASSERT_OK(load(second, saved(first, DSOPT_IO_PARAMS), DSOPT_IO_PARAMS));
+    EXPECT_EQ(get(second.opt.get(), 0, DSOPT_KEY_EPS_UNCORRECTED), 1);
+    first.train(4, 6);
+    second.train(4, 6);
+    EXPECT_TRUE(same(everything(second), everything(first)));
+}
+
 TEST_P(Checkpoint, IntoAnOptimizerThatNeverStepped) {
     Trainer whole = make_mixed(GetParam()), fresh = make_mixed(GetParam());
     train(whole, 1, 4);

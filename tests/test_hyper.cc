@@ -92,15 +92,16 @@ TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
 TEST_P(Hyper, SwitchesReadBackAndCount) {
     const bool inside = GetParam() == DSOPT_ALGORITHM_LAMB || GetParam() == DSOPT_ALGORITHM_ADAM_LEGACY;
     for (const auto &[key, flag] : {std::pair{DSOPT_KEY_BIAS_CORRECTION, DSOPT_GROUP_NO_BIAS_CORRECTION},
-                                    {DSOPT_KEY_EPS_INSIDE_SQRT, DSOPT_GROUP_EPS_INSIDE_SQRT}}) {
+                                    {DSOPT_KEY_EPS_INSIDE_SQRT, DSOPT_GROUP_EPS_INSIDE_SQRT},
+                                    {DSOPT_KEY_EPS_UNCORRECTED, DSOPT_GROUP_EPS_UNCORRECTED}}) {
         dsopt_group group = make_group(GetParam());
         group.eps = 1e-3;
         const Trainer changed(shapes_of({400}), group);
         const double normal = key == DSOPT_KEY_BIAS_CORRECTION ? 1 : 0;
         EXPECT_EQ(get(changed.opt.get(), 0, key), normal);
-        if (key == DSOPT_KEY_EPS_INSIDE_SQRT && !inside) {
-            EXPECT_TRUE(
-                refused(dsopt_optimizer_set(changed.opt.get(), 0, key, 1), DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt"));
+        if (key != DSOPT_KEY_BIAS_CORRECTION && inside != (key == DSOPT_KEY_EPS_INSIDE_SQRT)) {
+            EXPECT_TRUE(refused(dsopt_optimizer_set(changed.opt.get(), 0, key, 1), DSOPT_ERR_UNSUPPORTED,
+                                inside ? "eps_uncorrected" : "eps_inside_sqrt"));
             continue;
         }
         group.flags = uint32_t(flag);
@@ -241,6 +242,21 @@ TEST(HyperKeys, OfTheOptimizer) {
         EXPECT_TRUE(
             refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, value), DSOPT_ERR_ARGUMENT, "calls"));
     EXPECT_EQ(steps(opt), std::vector<int32_t>{2}); // another counter
+}
+
+TEST(HyperKeys, EpsUncorrectedGoesWithBiasCorrectionAndStandardMode) {
+    const Trainer flagged(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW, 0, DSOPT_GROUP_EPS_UNCORRECTED));
+    EXPECT_TRUE(refused(dsopt_optimizer_set(flagged.opt.get(), 0, DSOPT_KEY_BIAS_CORRECTION, 0), DSOPT_ERR_UNSUPPORTED,
+                        "eps_uncorrected|bias correction"));
+    EXPECT_EQ(get(flagged.opt.get(), 0, DSOPT_KEY_BIAS_CORRECTION), 1);
+    dsopt_optimizer_desc desc = optimizer_desc();
+    desc.compat = DSOPT_COMPAT_DEEPSPEED;
+    const Trainer compat(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW), desc);
+    EXPECT_TRUE(refused(dsopt_optimizer_set(compat.opt.get(), 0, DSOPT_KEY_EPS_UNCORRECTED, 1), DSOPT_ERR_UNSUPPORTED,
+                        "original|eps_uncorrected"));
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM, 0, DSOPT_GROUP_EPS_UNCORRECTED);
+    EXPECT_TRUE(refused(dsopt_optimizer_add_group(compat.opt.get(), &group, nullptr, 0), DSOPT_ERR_UNSUPPORTED,
+                        "original|eps_uncorrected"));
 }
 
 TEST(HyperKeys, AllGroupsOrNone) {

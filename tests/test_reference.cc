@@ -72,6 +72,10 @@ std::vector<Case> cases() {
         add("ZeroBetas", [](dsopt_group &g) { g.beta1 = 0, g.beta2 = 0; });
         if (has_inside)
             add("EpsInsideSqrt", [](dsopt_group &g) { g.flags = DSOPT_GROUP_EPS_INSIDE_SQRT, g.eps = 1e-4; });
+        else
+            for (const double eps : {1e-7, 1e-2})
+                add(eps < 1e-4 ? "EpsUncorrected" : "LargeEpsUncorrected",
+                    [&](dsopt_group &g) { g.flags = DSOPT_GROUP_EPS_UNCORRECTED, g.eps = eps; });
         if (algorithm == DSOPT_ALGORITHM_LAMB) {
             add("TrustAtItsUpperBound", [](dsopt_group &g) { g.max_trust = 0.02; });
             add("TrustAtItsLowerBound", [](dsopt_group &g) { g.min_trust = 5; });
@@ -113,6 +117,7 @@ TEST_P(StepReference, MastersStayWithinTheirRoundings) {
 }
 
 TEST_P(StepReference, CompatModeRoundsHyperParametersToFloatFirst) {
+    if (GetParam().group.flags & DSOPT_GROUP_EPS_UNCORRECTED) return; // refused there, see refusals_setup
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
     expect_reference(GetParam(), desc, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
@@ -316,6 +321,22 @@ TEST(StepReferenceExtremes, OverflowOfTheSquareStopsTheElement) {
     EXPECT_TRUE(std::isinf(exported(trainer.opt.get(), 0, "exp_avg_sq")[0]));
 }
 
+// Where the flag matters at all: a gradient far below eps, in the first step, as every weight of an unused row has.
+TEST(StepReferenceExtremes, EpsUncorrectedDampsSmallGradientsMore) {
+    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
+    group.eps = 1e-7;
+    const double moved[] = {1e-3 * 1e-8 / (1e-8 + 1e-7),
+                            1e-3 * std::sqrt(1e-3) * 1e-8 / (std::sqrt(1e-3) * 1e-8 + 1e-7)};
+    for (const int32_t flags : {0, int32_t(DSOPT_GROUP_EPS_UNCORRECTED)}) {
+        group.flags = flags;
+        const Trainer trainer(shapes_of({1}), group);
+        trainer.model.params[0].set(0, 0);
+        trainer.model.grads[0].set(0, 1e-8f);
+        trainer.step(trainer.arguments());
+        EXPECT_NEAR(-trainer.model.params[0].get(0) / moved[flags != 0], 1, 1e-4);
+    }
+}
+
 // The step is an integer, and beta^t comes from it: after very many steps the corrections are exactly 1.
 TEST(StepReferenceExtremes, ManyStepsEndTheBiasCorrection) {
     for (const int32_t algorithm : kAlgorithms) {
@@ -327,6 +348,11 @@ TEST(StepReferenceExtremes, ManyStepsEndTheBiasCorrection) {
         plain.step(7);
         EXPECT_TRUE(same(late.model.text(), plain.model.text())) << name_of(algorithm);
         EXPECT_EQ(steps(late.opt.get())[0], many + 1);
+        if (algorithm != DSOPT_ALGORITHM_ADAM && algorithm != DSOPT_ALGORITHM_ADAMW) continue;
+        const Trainer uncorrected(shapes_of({100}), make_group(algorithm, 0.01, DSOPT_GROUP_EPS_UNCORRECTED));
+        check(dsopt_optimizer_import(uncorrected.opt.get(), state_index(uncorrected.opt.get(), -1, "step"), &many, 4));
+        uncorrected.step(7);
+        EXPECT_TRUE(same(uncorrected.model.text(), plain.model.text())) << name_of(algorithm);
     }
 }
 

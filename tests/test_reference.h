@@ -32,7 +32,8 @@ struct ReferenceStep {
 /// a sum of positive terms has the larger error of its terms and one unit more; a square root halves what it is given.
 ///   m: beta1 m and a1 g are 2 units each, their sum is 3.     v: 4.     sqrt(v) 3, + eps 4; sqrt(v + eps) 4.
 ///      The 4 ulp that the specification allows are at least 4 units.
-///   AdamW:  m/c1 5; sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14.
+///   AdamW:  m/c1 5; sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14. With EPS_UNCORRECTED the same: eps is
+///   divided by sqrt(c2) in double before its one rounding.
 ///   Adam:   the gradient itself is a sum with 3 units of |g| + |wd p|, so m is 6, v 10 and the quotient 14 and more:
 ///   see below. legacy: quotient 3 + 4 + 1 = 8; + wd p 9; times the step size 11. LAMB:   update 9 as before; the trust
 ///   ratio has the error of the norm, at most 9 units of the norm of the sizes, and 1;
@@ -43,6 +44,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
                                     const std::vector<double> &gradient, int64_t step) {
     const bool corrected = !(group.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
     const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
+    const bool uncorrected = group.flags & DSOPT_GROUP_EPS_UNCORRECTED;
     const double c1 = corrected ? 1 - std::pow(group.beta1, double(step)) : 1;
     const double c2 = corrected ? 1 - std::pow(group.beta2, double(step)) : 1;
     const double wd = group.weight_decay;
@@ -65,29 +67,30 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
         const double m_size = std::fabs(group.beta1 * old.m[i]) + (1 - group.beta1) * g_size;
         const double v_size = group.beta2 * old.v[i] + (1 - group.beta2) * g_size * g_size;
         const bool l2 = group.algorithm == DSOPT_ALGORITHM_ADAM;
+        // As the header has it: sqrt(c2)/c1 outside, eps beside the root of v itself.
+        const double size_of_step = uncorrected ? std::sqrt(c2) / c1 : 1 / c1;
+        const double denominator = (uncorrected ? std::sqrt(v) : std::sqrt(v / c2)) + group.eps;
         result.m_budget[i] = std::max(4 * ulp(m_size), (l2 ? 6 : 3) * kRounding * m_size);
         result.v_budget[i] = std::max(4 * ulp(v_size), (l2 ? 10 : 4) * kRounding * v_size);
         switch (group.algorithm) {
         case DSOPT_ALGORITHM_ADAM: {
-            const double denominator = std::sqrt(v / c2) + group.eps;
-            direction[i] = m / c1 / denominator;
-            size[i] = m_size / c1 / denominator;
+            direction[i] = size_of_step * m / denominator;
+            size[i] = size_of_step * m_size / denominator;
             // Where g and wd p cancel, v has their error twice, the root once.
             const double cancelled = v > 0 ? 3 * (1 - group.beta2) * std::fabs(g) * g_size / v : 0;
             result.roundings[i] = 17 + cancelled;
             break;
         }
         case DSOPT_ALGORITHM_ADAMW: {
-            const double denominator = std::sqrt(v / c2) + group.eps;
-            direction[i] = m / c1 / denominator + wd * p;
-            size[i] = m_size / c1 / denominator + std::fabs(wd * p);
+            direction[i] = size_of_step * m / denominator + wd * p;
+            size[i] = size_of_step * m_size / denominator + std::fabs(wd * p);
             result.roundings[i] = 14;
             break;
         }
         default: {
-            const double denominator = inside ? std::sqrt(v + group.eps) : std::sqrt(v) + group.eps;
-            direction[i] = m / denominator + wd * p;
-            size[i] = m_size / denominator + std::fabs(wd * p);
+            const double plain = inside ? std::sqrt(v + group.eps) : std::sqrt(v) + group.eps;
+            direction[i] = m / plain + wd * p;
+            size[i] = m_size / plain + std::fabs(wd * p);
             result.roundings[i] = 11;
         }
         }

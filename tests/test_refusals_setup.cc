@@ -303,7 +303,16 @@ TEST_F(AddGroup, RefusesOptionsThatItDoesNotHave) {
         if (algorithm == DSOPT_ALGORITHM_ADAM || algorithm == DSOPT_ALGORITHM_ADAMW)
             expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_INSIDE_SQRT), params(), DSOPT_ERR_UNSUPPORTED,
                            "eps_inside_sqrt");
+        else
+            expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_UNCORRECTED), params(), DSOPT_ERR_UNSUPPORTED,
+                           "eps_uncorrected");
+        expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_UNCORRECTED | DSOPT_GROUP_NO_BIAS_CORRECTION), params(),
+                       DSOPT_ERR_UNSUPPORTED, "eps_uncorrected");
     }
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        expect_refused(make_group(algorithm, 0, DSOPT_GROUP_EPS_UNCORRECTED), params(), DSOPT_ERR_UNSUPPORTED,
+                       "eps_uncorrected");
     for (const int32_t algorithm : {0, -1, 1000, INT32_MAX}) {
         dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
         group.algorithm = algorithm;

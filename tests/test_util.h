@@ -328,6 +328,7 @@ inline std::string hyper_text(const dsopt_optimizer *opt) {
             const bool trust = key == DSOPT_KEY_MIN_TRUST || key == DSOPT_KEY_MAX_TRUST;
             if (!trust || int32_t(get(opt, group, DSOPT_KEY_ALGORITHM)) == DSOPT_ALGORITHM_LAMB)
                 add(get(opt, group, key));
+            if (key == DSOPT_KEY_ALGORITHM) add(get(opt, group, DSOPT_KEY_EPS_UNCORRECTED));
         }
     for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_SKIP_BUDGET, DSOPT_KEY_CALLS})
         add(get(opt, DSOPT_ALL_GROUPS, key));

@@ -17,7 +17,8 @@ struct Hyper {
     Rule rule;
     bool bias_correction;
     bool compat;
-    uint8_t reserved[5]; // no padding: tables of these are compared byte by byte
+    bool eps_uncorrected; // standard mode, with bias correction
+    uint8_t reserved[4];  // no padding: tables of these are compared byte by byte
 };
 static_assert(sizeof(Hyper) == 72);
 
@@ -57,7 +58,8 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, 
     s.beta2 = float(beta2);
     s.a1 = hyper.compat ? 1.0f - s.beta1 : float(1.0 - beta1);
     s.a2 = hyper.compat ? 1.0f - s.beta2 : float(1.0 - beta2);
-    s.eps = float(hyper.eps);
+    // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the rule stays as it is.
+    s.eps = float(hyper.eps_uncorrected ? hyper.eps / sqrt(1.0 - power(beta2, step)) : hyper.eps);
     s.wd = float(hyper.weight_decay);
     s.c1 = hyper.bias_correction ? float(1.0 - power(beta1, step)) : 1.0f;
     s.c2 = hyper.bias_correction ? float(1.0 - power(beta2, step)) : 1.0f;

@@ -52,6 +52,15 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuForMixedListsUnalignedArraysAndEveryOption) {
     delta.out = DSOPT_DTYPE_F32;
     delta.step_flags = DSOPT_STEP_DELTA;
     expect_same_bits(delta, "delta");
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW}) {
+        Setting uncorrected;
+        uncorrected.algorithm = algorithm;
+        uncorrected.group_flags = DSOPT_GROUP_EPS_UNCORRECTED;
+        expect_same_bits(uncorrected, "eps beside the uncorrected variance");
+        uncorrected.desc.max_norm = 0.5; // scalars are then made elsewhere
+        uncorrected.param = uncorrected.grad = DSOPT_DTYPE_BF16;
+        expect_same_bits(uncorrected, "eps beside the uncorrected variance, clipped");
+    }
 }
 
 TEST_F(Cuda, GivesTheBitsOfTheCpuInCompatMode) {

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bytes.py BENCH_FOLDER LIBDSOPT: the byte formulas of bench/alpha_beta.py against what the engine counts and needs."""
+"""bytes.py ROOT LIBDSOPT: the byte formulas of bench/alpha_beta.py against what the engine counts and needs."""
 import ctypes
+import os
 import sys
 
-sys.path.insert(0, sys.argv[1])
+os.environ["DSOPT_LIBRARY"] = sys.argv[2]
+sys.path[:0] = [os.path.join(sys.argv[1], "bench"), os.path.join(sys.argv[1], "bindings", "python")]
 import alpha_beta as model  # noqa: E402
-import dsopt_abi  # noqa: E402
+import dsopt  # noqa: E402
+from dsopt import _abi as abi  # noqa: E402
 
-lib = dsopt_abi.load(sys.argv[2])
-check = lib.check
+check = abi.check
 kept = []
 
 
@@ -18,32 +20,34 @@ def expect(got, wanted, what):
         sys.exit("%s: the engine has %s, the model %s" % (what, got, wanted))
 
 
-context = ctypes.c_void_p()
-check(lib.dsopt_context_create(None, ctypes.byref(context)))
+class Idle:
+    def all_reduce(self, *_):
+        pass
+
+    all_to_all = all_gather = all_reduce
+
+
+context = dsopt.Context()
 
 
 def comm_of(ranks):
-    """One rank of so many; what the others would send stays as it is."""
-    table = dsopt_abi.idle_table(lib, ranks)
-    kept.append(table)
-    desc = lib.dsopt_comm_desc(kind=lib.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table))
-    comm = ctypes.c_void_p()
-    check(lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(comm)))
-    return comm
+    """Handle of one rank of so many; what the others would send stays as it is."""
+    kept.append(dsopt.Comm.table(context, Idle(), 0, ranks))
+    return kept[-1].handle
 
 
 def sent(comm):
-    info = lib.dsopt_comm_info()
-    check(lib.dsopt_comm_query(comm, ctypes.byref(info)))
+    info = abi.dsopt_comm_info()
+    check(abi.lib.dsopt_comm_query(comm, ctypes.byref(info)))
     return info.bytes_sent
 
 
 def sizes(numels, ranks, node, data=False):
     """Arguments of an exchange, with floats of worker and server. `data`: with memory."""
-    tensors = (lib.dsopt_tensor * len(numels))(*(lib.dsopt_tensor(None, n, lib.DSOPT_DTYPE_F32) for n in numels))
-    args = lib.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
+    tensors = (abi.dsopt_tensor * len(numels))(*(abi.dsopt_tensor(None, n, abi.DSOPT_DTYPE_F32) for n in numels))
+    args = abi.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
     worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-    check(lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server), ctypes.byref(space)))
+    check(abi.lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server), ctypes.byref(space)))
     memory = [tensors]
     if data:
         for tensor in tensors:
@@ -64,7 +68,7 @@ for numels in LISTS:
         for per_node in (1, 2, 3, 8):
             across, inside = comm_of(nodes), comm_of(per_node)
             args, _, _, memory = sizes(numels, across, inside if per_node > 1 else None, data=True)
-            check(lib.dsopt_compressed_allreduce(across, ctypes.byref(args)))
+            check(abi.lib.dsopt_compressed_allreduce(across, ctypes.byref(args)))
             what = "%d nodes of %d ranks" % (nodes, per_node)
             if per_node == 1:
                 expect(sent(across), model.flat_bytes(numels, nodes), what)
@@ -73,9 +77,9 @@ for numels in LISTS:
             checked += 1
 for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     comm = comm_of(ranks)
-    result, value = lib.dsopt_norm_result(), ctypes.c_float(1)
-    tensor = lib.dsopt_tensor(ctypes.addressof(value), 1, lib.DSOPT_DTYPE_F32)
-    check(lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, lib.DSOPT_NORM_L2, 0, comm,
+    result, value = abi.dsopt_norm_result(), ctypes.c_float(1)
+    tensor = abi.dsopt_tensor(ctypes.addressof(value), 1, abi.DSOPT_DTYPE_F32)
+    check(abi.lib.dsopt_tensors_norm(context.handle, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, comm,
                                  ctypes.byref(result), None))
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)
     checked += 1

@@ -5,22 +5,31 @@
     group = abi.dsopt_group(lr=1e-3)            # a ctypes.Structure; `size` is filled in
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), abi.DSOPT_ALGORITHM_ADAMW))
 
-Pointers are addresses (c_void_p), strings bytes. A status is returned and not raised: `check` raises it.
+Pointers are addresses (c_void_p), strings bytes. A status is returned and not raised: `check` raises it. ctypes lets other
+threads run during a call.
 """
+from __future__ import annotations
+
 import ctypes
 import json
 import os
 import sys
-from typing import Any
+import threading
+from typing import Any, Dict, List, Optional, Tuple
 
 from ._errors import MissingError, error_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-_SCALARS = {"void": None, "char": ctypes.c_char, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
-            "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double}
+_SCALARS: Dict[str, Any] = {
+    "void": None, "char": ctypes.c_char, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double}
 
 
-def _type_of(entry, known):
+def _missing(text: str) -> MissingError:
+    return MissingError(text, 31, "DSOPT_ERR_MISSING")
+
+
+def _type_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
     """Of a field or an argument."""
     if "signature" in entry:
         return _function_type(entry["signature"], known)
@@ -30,19 +39,21 @@ def _type_of(entry, known):
     return known[kind] * entry["count"] if "count" in entry else known[kind]
 
 
-def _signature_of(entry, known):
+def _signature_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, List[Any]]:
     """Of a function: result and arguments."""
     return _type_of({"type": entry["result"]}, known), [_type_of(argument, known) for argument in entry["arguments"]]
 
 
-def _function_type(entry, known):
+def _function_type(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
     result, arguments = _signature_of(entry, known)
     return ctypes.CFUNCTYPE(result, *arguments)
 
 
-def _struct_type(entry, known):
-    def init(self, *values, _own=entry["fields"][0]["name"] == "size", **named):
-        if _own and not values:
+def _struct_type(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
+    sized = entry["fields"][0]["name"] == "size"
+
+    def init(self: Any, /, *values: Any, **named: Any) -> None:
+        if sized and not values:
             named.setdefault("size", ctypes.sizeof(self))
         ctypes.Structure.__init__(self, *values, **named)
 
@@ -50,8 +61,8 @@ def _struct_type(entry, known):
     return type(entry["name"], (ctypes.Structure,), {"_fields_": fields, "__init__": init})
 
 
-def types(description):
-    """Every struct, callback and constant of a description, by name."""
+def types(description: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Every type by its name in C, and what this module offers: structs, callbacks and constants."""
     known = dict(_SCALARS)
     for new in description["typedefs"]:
         known[new["name"]] = _type_of(new, known)
@@ -64,7 +75,7 @@ def types(description):
     return known, named
 
 
-def bind(library, description, known):
+def bind(library: Any, description: Dict[str, Any], known: Dict[str, Any]) -> Any:
     """Give every function of a library its signature."""
     for function in description["functions"]:
         entry = getattr(library, function["name"])
@@ -72,17 +83,16 @@ def bind(library, description, known):
     return library
 
 
-def read_description():
+def find_description() -> str:
     """dsopt.json: beside this file in a wheel, else in the source tree."""
-    for path in (os.path.join(HERE, "dsopt.json"), os.path.join(HERE, "..", "..", "..", "include", "dsopt.json")):
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                return json.load(file)
-    raise MissingError("dsopt.json is not beside %s: the package is not complete" % __file__, 31, "DSOPT_ERR_MISSING")
+    for place in (os.path.join(HERE, "dsopt.json"), os.path.join(HERE, "..", "..", "..", "include", "dsopt.json")):
+        if os.path.exists(place):
+            return place
+    raise _missing("dsopt.json is not beside %s: the package is not complete" % __file__)
 
 
-def candidates(abi_version):
-    """Where the library may be, best first: DSOPT_LIBRARY, the package's own, the system's."""
+def candidates(abi_version: int) -> List[str]:
+    """Where the library may be, best first: DSOPT_LIBRARY alone, or the package's own, then the system's."""
     chosen = os.environ.get("DSOPT_LIBRARY")
     if chosen:
         return [chosen]
@@ -90,39 +100,53 @@ def candidates(abi_version):
     return ([own] if os.path.exists(own) else []) + ["libdsopt.so.%s" % abi_version]
 
 
-def load(description, known):
-    """The library, or MissingError with every place that was tried."""
+def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
+    """The library and where it was found, or MissingError with every place that was tried."""
     problems = []
-    for path in candidates(description["abi_version"]):
+    for place in candidates(description["abi_version"]):
         try:
-            library = ctypes.CDLL(path)
-            abi = library.dsopt_abi_version()
-        except (OSError, AttributeError) as problem:
+            library = ctypes.CDLL(place)
+            version = library.dsopt_abi_version()
+            if version == description["abi_version"]:
+                return bind(library, description, known), place
+            problems.append("%s has ABI version %d, and this package needs %d" % (place, version, description["abi_version"]))
+        except (OSError, AttributeError) as problem:  # no such file; a function is not in it
             problems.append(str(problem))
-            continue
-        if abi != description["abi_version"]:
-            problems.append("%s has ABI version %d, and this package needs %d" % (path, abi, description["abi_version"]))
-            continue
-        return bind(library, description, known), path
-    raise MissingError("libdsopt was not found: %s. Set DSOPT_LIBRARY to its path" % "; ".join(problems), 31, "DSOPT_ERR_MISSING")
+    raise _missing("libdsopt was not found: %s. Set DSOPT_LIBRARY to its path" % "; ".join(problems))
 
 
-description = read_description()
+if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+    raise _missing("dsopt needs a 64-bit little-endian system")
+description_path = find_description()
+with open(description_path, encoding="utf-8") as _file:
+    description: Dict[str, Any] = json.load(_file)
 _known, _named = types(description)
 globals().update(_named)
 lib, path = load(description, _known)
 
+# What hooks raised during a call that is not over, by thread. An exception cannot pass through C, so the hook keeps it
+# here and reports failure, and `check` raises it behind the call.
+raised: Dict[int, BaseException] = {}
 
-def __getattr__(name: str) -> Any:  # for type checkers: the names above are made at run time
+
+def __getattr__(name: str) -> Any:  # for type checkers too: the names above are made at run time
     raise AttributeError("dsopt.h has no %r (version %s)" % (name, description["version"]))
 
 
+def last_error(status: int, prefix: str = "") -> Exception:
+    """The exception for a status that a call returned just now, in this thread."""
+    text = lib.dsopt_last_error().decode("utf-8", "replace")
+    return error_of(status, lib.dsopt_status_name(status).decode(), prefix + text)
+
+
 def check(status: int, prefix: str = "") -> None:
-    """Raise the reason if a call failed. In the thread that called."""
-    if status:
-        text = lib.dsopt_last_error().decode("utf-8", "replace")
-        raise error_of(status, lib.dsopt_status_name(status).decode(), prefix + text)
-
-
-if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
-    raise MissingError("dsopt needs a 64-bit little-endian system", 31, "DSOPT_ERR_MISSING")
+    """Raise the reason if a call failed, in the thread that called: what a hook raised, else the library's text."""
+    if status or raised:
+        kept: Optional[BaseException] = raised.pop(threading.get_ident(), None)
+        if kept is None:
+            if status:
+                raise last_error(status, prefix)
+        elif status:
+            raise kept from last_error(status, prefix)
+        else:
+            raise kept

@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A status of the library as an exception."""
+"""A status of the library as an exception. Every class also derives from the matching class of the language."""
+from __future__ import annotations
+
+import builtins
+from typing import Any, Dict, Tuple, Type
 
 
 class Error(Exception):
     """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE"."""
 
     status: int
-    name: str
+    name: Any  # str; ImportError has an optional one
 
     def __init__(self, text: str, status: int = 33, name: str = "DSOPT_ERR_INTERNAL") -> None:
         super().__init__(text)
         self.status, self.name = status, name
 
-    def __reduce__(self):
+    def __str__(self) -> str:  # OSError and ImportError have forms of their own
+        return Exception.__str__(self)
+
+    def __reduce__(self) -> Tuple[Any, ...]:
         return type(self), (self.args[0], self.status, self.name)
 
 
 class ArgumentError(Error, ValueError):
     """The call is wrong: argument, shape, dtype, alignment, overlap, device, workspace or version."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a wrong type, such as an object that is no array."""
 
 
 class UnsupportedError(Error, NotImplementedError):
@@ -39,9 +50,6 @@ class MissingError(Error, ImportError):
 class FileError(Error, OSError):
     """Opening, reading, writing, flushing or renaming a file failed."""
 
-    def __str__(self) -> str:  # OSError has a form of its own
-        return Exception.__str__(self)
-
 
 class BackendError(Error, RuntimeError):
     """The device or its driver failed."""
@@ -50,10 +58,8 @@ class BackendError(Error, RuntimeError):
 class CommError(Error, ConnectionError):
     """A collective failed, or the comm was aborted. The comm is lost."""
 
-    __str__ = FileError.__str__
 
-
-class TimeoutError(CommError, TimeoutError):  # noqa: A001 - the standard class is a base of it
+class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the standard class is a base of it
     """A peer did not come within the comm's time-out."""
 
 
@@ -61,12 +67,13 @@ class CheckpointError(Error, ValueError):
     """Not a dsopt checkpoint, a damaged one, or not this optimizer's."""
 
 
-_KINDS = {18: UnsupportedError, 23: StateError, 30: OutOfMemoryError, 31: MissingError, 32: FileError, 34: BackendError,
-          50: CommError, 51: TimeoutError, 52: CommError}
-_DECADES = {1: ArgumentError, 2: StateError, 7: CheckpointError}
+_KINDS: Dict[int, Type[Error]] = {
+    18: UnsupportedError, 19: StateError, 30: OutOfMemoryError, 31: MissingError, 32: FileError, 34: BackendError,
+    50: CommError, 51: TimeoutError, 52: CommError}
+_DECADES: Dict[int, Type[Error]] = {1: ArgumentError, 2: StateError, 7: CheckpointError}
 
 
 def error_of(status: int, name: str, text: str) -> Error:
     """The exception for a status."""
-    kind = _KINDS.get(status) or (StateError if status == 19 else _DECADES.get(status // 10, Error))
+    kind = _KINDS.get(status) or _DECADES.get(status // 10, Error)
     return kind("%s (%s)" % (text, name), status, name)

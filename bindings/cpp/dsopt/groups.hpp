@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef DSOPT_GROUPS_HPP
+#define DSOPT_GROUPS_HPP
+/**
+ * Groups: a struct per algorithm with its hyper-parameters and their defaults; dsopt.h has the formulas. Each converts to
+ * dsopt_group, which optimizer::add_group takes. Programs include dsopt.hpp.
+ */
+#include "types.hpp"
+#include <string>
+#include <vector>
+
+namespace dsopt {
+
+namespace detail {
+inline dsopt_group group_of(std::int32_t algorithm) {
+    dsopt_group group;
+    check(dsopt_group_init(&group, sizeof group, algorithm));
+    return group;
+}
+/// The fields that every algorithm has.
+template <class Options> dsopt_group group_of(std::int32_t algorithm, const Options &from) {
+    dsopt_group group = group_of(algorithm);
+    group.lr = from.lr;
+    group.beta1 = from.beta1;
+    group.beta2 = from.beta2;
+    group.eps = from.eps;
+    group.weight_decay = from.weight_decay;
+    group.max_norm = from.max_norm;
+    return group;
+}
+template <class Options> void set_trust(dsopt_group &group, const Options &from) noexcept {
+    group.min_trust = from.min_trust;
+    group.max_trust = from.max_trust;
+}
+inline void set_flags(dsopt_group &group, bool bias_correction, bool eps_inside_sqrt = false) noexcept {
+    if (!bias_correction) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+    if (eps_inside_sqrt) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
+}
+} // namespace detail
+
+struct adam {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    bool bias_correction = true;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM, *this);
+        detail::set_flags(group, bias_correction);
+        return group;
+    }
+};
+
+struct adamw {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    bool bias_correction = true;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAMW, *this);
+        detail::set_flags(group, bias_correction);
+        return group;
+    }
+};
+
+struct adam_legacy {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    bool bias_correction = true, eps_inside_sqrt = false;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM_LEGACY, *this);
+        detail::set_flags(group, bias_correction, eps_inside_sqrt);
+        return group;
+    }
+};
+
+struct lamb {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    double min_trust = 0.01, max_trust = 10;
+    bool bias_correction = true, eps_inside_sqrt = false;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_LAMB, *this);
+        detail::set_trust(group, *this);
+        detail::set_flags(group, bias_correction, eps_inside_sqrt);
+        return group;
+    }
+};
+
+struct onebit_adam {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    std::int64_t freeze_step = 100000;
+    /// The group is never compressed and its variance never frozen.
+    bool non_freeze = false;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ONEBIT_ADAM, *this);
+        group.freeze_step = freeze_step;
+        if (non_freeze) group.flags |= DSOPT_GROUP_NON_FREEZE;
+        return group;
+    }
+};
+
+struct zero_one_adam {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    std::int64_t freeze_step = 100000, var_interval_steps = 16, local_interval_steps = 32678, max_local_interval = 16;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ZERO_ONE_ADAM, *this);
+        group.freeze_step = freeze_step;
+        group.var_interval_steps = var_interval_steps;
+        group.local_interval_steps = local_interval_steps;
+        group.max_local_interval = max_local_interval;
+        return group;
+    }
+};
+
+struct onebit_lamb {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    double min_trust = 0.01, max_trust = 10;
+    std::int64_t freeze_step = 100000;
+    double trust_beta = 0.9, trust_threshold = 0.1, trust_min_change = 0.5, trust_max_change = 4;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ONEBIT_LAMB, *this);
+        detail::set_trust(group, *this);
+        group.freeze_step = freeze_step;
+        group.trust_beta = trust_beta;
+        group.trust_threshold = trust_threshold;
+        group.trust_min_change = trust_min_change;
+        group.trust_max_change = trust_max_change;
+        return group;
+    }
+};
+
+/// A parameter as it is registered.
+struct param {
+    dsopt::tensor tensor = {};
+    /// Empty = "p<index>".
+    std::string name = {};
+    /// Shape, for checkpoints; empty = flat.
+    std::vector<std::int64_t> dims = {};
+    bool model_parallel = false, replicated = false, masked = false;
+    /// Where this piece begins if it is a slice of a tensor of that name.
+    std::int64_t offset = 0;
+    /// 0 = dense; k: of expert comm k - 1.
+    std::int32_t expert = 0;
+    /// optimizer::add_params: index of the group.
+    std::int32_t group = 0;
+};
+
+namespace detail {
+inline std::vector<dsopt_param> params_of(span<const param> list) {
+    std::vector<dsopt_param> params;
+    params.reserve(list.size());
+    for (const param &from : list) {
+        if (from.name.find('\0') != std::string::npos) {
+            fail(DSOPT_ERR_ARGUMENT, "the name of params[" + std::to_string(params.size()) + "] has a zero byte");
+        }
+        dsopt_param to = dsopt_param();
+        to.tensor = from.tensor;
+        to.name = from.name.empty() ? nullptr : from.name.c_str();
+        to.dims = from.dims.empty() ? nullptr : from.dims.data();
+        to.ndim = static_cast<std::int32_t>(from.dims.size());
+        if (from.model_parallel) to.flags |= DSOPT_PARAM_MODEL_PARALLEL;
+        if (from.replicated) to.flags |= DSOPT_PARAM_REPLICATED;
+        if (from.masked) to.flags |= DSOPT_PARAM_MASKED;
+        to.offset = from.offset;
+        to.expert = from.expert;
+        to.group = from.group;
+        params.push_back(to);
+    }
+    return params;
+}
+} // namespace detail
+
+} // namespace dsopt
+#endif

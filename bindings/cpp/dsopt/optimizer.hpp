@@ -1,0 +1,357 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef DSOPT_OPTIMIZER_HPP
+#define DSOPT_OPTIMIZER_HPP
+/** Optimizers: stepping, state, checkpoints. Programs include dsopt.hpp. */
+#include "comm.hpp"
+#include "groups.hpp"
+#include "scaler.hpp"
+#include <cerrno>
+
+namespace dsopt {
+
+struct optimizer_options {
+    dsopt::compat compat = dsopt::compat::none;
+    dsopt::nonfinite nonfinite = dsopt::nonfinite::automatic;
+    dsopt::masters masters = dsopt::masters::per_tensor;
+    /// 0 = off.
+    double max_norm = 0, max_value = 0;
+    /// The optimizer keeps these alive.
+    dsopt::scaler *scaler = nullptr;
+    comm *data = nullptr, *model = nullptr, *node = nullptr;
+    span<comm> experts = {};
+    std::int32_t skip_budget = 0;
+    std::uint64_t seed = 0;
+    bool no_master = false, report_norms = false, stochastic_rounding = false, accumulate = false, timing = false;
+    bool averages = false, check_ranks = false, momentum_bits = false;
+};
+
+/// Arguments of step and apply; dsopt_step has them in full. Lists are as long as that of the gradients.
+struct step_options {
+    /// Empty = where they are bound. apply needs it.
+    span<const tensor> params = {};
+    /// New weights. Empty = not wanted.
+    span<const tensor> out = {};
+    /// Empty = where it is bound. apply needs every entry.
+    span<const tensor> state = {};
+    /// apply: optimizer::workspace bytes of backend memory.
+    span<std::byte> workspace = {};
+    /* Backend memory, optional, read when the stream gets there. */
+    /// One per group.
+    span<const float> lr = {};
+    /// DSOPT_HYPER_FLOATS per group, NaN = the value set on the host.
+    span<const float> hyper = {};
+    /// One per group.
+    span<const float> grad_norms = {};
+    const float *grad_scale = nullptr;
+    const std::int32_t *skip = nullptr;
+    /// Out: DSOPT_REPORT_FLOATS.
+    span<float> report = {};
+    void *stream = nullptr;
+    /// Thread pool of this call.
+    pool_ref pool = {};
+    bool zero_grads = false, out_only = false, delta = false, no_nan = false;
+};
+
+struct save_options {
+    /// Save the parameters as well.
+    bool params = false;
+};
+struct load_options {
+    bool params = false;
+    /// Leave these out of what is loaded.
+    bool no_state = false, no_masters = false, no_hyper = false, no_scaler = false;
+    bool reset_errors = false;
+};
+
+using state_info = dsopt_state_info;
+using schedule_info = dsopt_schedule_info;
+
+/// Groups, parameters, and the state that belongs to them.
+class optimizer {
+public:
+    explicit optimizer(const context &ctx, const optimizer_options &options = {}) : handle_(create(ctx, options)) {}
+    /// Takes over a handle that was made in C.
+    static optimizer adopt(dsopt_optimizer *handle) noexcept { return optimizer(handle); }
+    /// One more handle to the same optimizer, for an owner who does not know of this one.
+    optimizer retain() const {
+        return optimizer(
+            detail::make<handle>([&](dsopt_optimizer **other) { return dsopt_optimizer_retain(get(), other); }));
+    }
+    dsopt_optimizer *get() const noexcept { return handle_.get(); }
+    explicit operator bool() const noexcept { return handle_ != nullptr; }
+
+    /* Groups and parameters. Names and shapes are copied, tensor memory is borrowed. */
+    void add_group(const dsopt_group &group, span<const param> params = {}) {
+        const std::vector<dsopt_param> list = detail::params_of(params);
+        detail::check(dsopt_optimizer_add_group(get(), &group, list.data(), detail::count(list)));
+    }
+    void add_params(span<const param> params) {
+        const std::vector<dsopt_param> list = detail::params_of(params);
+        detail::check(dsopt_optimizer_add_params(get(), list.data(), detail::count(list)));
+    }
+    void set(key which, double value, std::int32_t group = all_groups) {
+        detail::check(dsopt_optimizer_set(get(), group, static_cast<std::int32_t>(which), value));
+    }
+    double get(key which, std::int32_t group = all_groups) const {
+        double value = 0;
+        detail::check(dsopt_optimizer_get(get(), group, static_cast<std::int32_t>(which), &value));
+        return value;
+    }
+    std::int64_t group_count() const {
+        std::int64_t groups = 0;
+        detail::check(dsopt_optimizer_count(get(), &groups, nullptr));
+        return groups;
+    }
+    std::int64_t param_count() const {
+        std::int64_t params = 0;
+        detail::check(dsopt_optimizer_count(get(), nullptr, &params));
+        return params;
+    }
+
+    /* Stepping. */
+    void step(span<const tensor> grads, const step_options &options = {}) {
+        const dsopt_step arguments = arguments_of(grads, detail::count(grads), options);
+        detail::check(dsopt_optimizer_step(get(), &arguments));
+    }
+    /// A step on the accumulators, with DSOPT_STEP_ACCUMULATED.
+    void step_accumulated(const step_options &options = {}) {
+        dsopt_step arguments = arguments_of({}, param_count(), options);
+        arguments.flags |= DSOPT_STEP_ACCUMULATED;
+        detail::check(dsopt_optimizer_step(get(), &arguments));
+    }
+    /// The pure function: any number of threads, on different memory.
+    void apply(span<const tensor> grads, const step_options &options) const {
+        const dsopt_step arguments = arguments_of(grads, detail::count(grads), options);
+        detail::check(dsopt_optimizer_apply(get(), &arguments));
+    }
+    /// Adds gradients to the accumulators.
+    void accumulate(span<const tensor> grads, void *stream = nullptr) {
+        detail::check(dsopt_optimizer_accumulate(get(), grads.data(), detail::count(grads), stream));
+    }
+    /// Bytes of workspace that apply needs.
+    std::size_t workspace() const {
+        std::size_t bytes = 0;
+        detail::check(dsopt_optimizer_workspace(get(), &bytes));
+        return bytes;
+    }
+    /// Starting values of every state tensor. `params` may be empty if there are no masters.
+    void init_state(span<const tensor> params, span<const tensor> state, void *stream = nullptr) const {
+        detail::check(dsopt_optimizer_init_state(get(), detail::exactly("params", params, param_count()), state.data(),
+                                                 detail::count(state), stream));
+    }
+    /// Of call 1, 2, ..., or of the next one.
+    reduction next_reduction(std::int64_t call = 0) {
+        std::int32_t found = 0;
+        detail::check(dsopt_optimizer_next_reduction(get(), call, &found));
+        return static_cast<reduction>(found);
+    }
+    /// Of the next apply with this schedule, to backend memory in stream order. nullptr without the 1-bit family.
+    void write_reduction(const tensor *schedule, std::int32_t *to, void *stream = nullptr) const {
+        detail::check(dsopt_optimizer_reduction(get(), schedule, to, stream));
+    }
+    /// The 8 words of state tensor "schedule", in host memory.
+    schedule_info decode_schedule(span<const std::int32_t> words) const {
+        if (words.size() != 8) detail::refuse_size("words", words.size(), "the schedule's are", 8);
+        schedule_info info = detail::desc_of<schedule_info>();
+        detail::check(dsopt_schedule_decode(get(), words.data(), &info));
+        return info;
+    }
+    /// Waits for the last step.
+    dsopt_report report() {
+        dsopt_report report = detail::desc_of<dsopt_report>();
+        detail::check(dsopt_optimizer_report(get(), &report));
+        return report;
+    }
+
+    /* State tensors. */
+    std::int64_t state_count() const {
+        std::int64_t count = 0;
+        detail::check(dsopt_optimizer_state_count(get(), &count));
+        return count;
+    }
+    state_info state(std::int64_t index) const {
+        state_info info = detail::desc_of<state_info>();
+        detail::check(dsopt_optimizer_state(get(), index, &info));
+        return info;
+    }
+    std::vector<state_info> state_list() const {
+        std::vector<state_info> list(static_cast<std::size_t>(state_count()));
+        for (std::size_t i = 0; i < list.size(); ++i) list[i] = state(static_cast<std::int64_t>(i));
+        return list;
+    }
+    /// Copies an entry to host memory of exactly its size, and back.
+    template <class T> void export_state(std::int64_t index, span<T> to) {
+        static_assert(std::is_trivially_copyable_v<T>);
+        detail::check(dsopt_optimizer_export(get(), index, to.data(), to.size() * sizeof(T)));
+    }
+    template <class C> void export_state(std::int64_t index, C &to) {
+        export_state(index, span<std::remove_pointer_t<decltype(std::data(to))>>(to));
+    }
+    template <class T> void import_state(std::int64_t index, span<T> from) {
+        static_assert(std::is_trivially_copyable_v<T>);
+        detail::check(dsopt_optimizer_import(get(), index, from.data(), from.size() * sizeof(T)));
+    }
+    template <class C> void import_state(std::int64_t index, const C &from) {
+        import_state(index, span<std::remove_pointer_t<decltype(std::data(from))>>(from));
+    }
+    void bind_params(span<const tensor> list) { bind(DSOPT_BIND_PARAMS, list); }
+    /// Entries with nullptr stay with the engine.
+    void bind_state(span<const tensor> list) { bind(DSOPT_BIND_STATE, list); }
+    void reset(parts what, void *stream = nullptr) {
+        detail::check(dsopt_optimizer_reset(get(), static_cast<std::int32_t>(what), stream));
+    }
+
+    /* Checkpoints. */
+    void save(const std::string &path, const save_options &options = {}) {
+        const dsopt_io io = io_of(options);
+        detail::check(dsopt_optimizer_save(get(), path.c_str(), &io));
+    }
+    /// To an object with `void write(const void *data, std::size_t bytes)`, which throws if it cannot.
+    template <class Sink> void save_to(Sink &sink, const save_options &options = {}) {
+        dsopt_io io = io_of(options);
+        io.user = std::addressof(sink);
+        io.write = [](void *user, const void *data, std::size_t bytes) {
+            try {
+                static_cast<Sink *>(user)->write(data, bytes);
+                return 0;
+            } catch (...) { detail::keep_exception(); }
+            return EIO;
+        };
+        detail::check(dsopt_optimizer_save(get(), nullptr, &io));
+    }
+    void load(const std::string &path, const load_options &options = {}) {
+        const dsopt_io io = io_of(options);
+        detail::check(dsopt_optimizer_load(get(), path.c_str(), &io));
+    }
+    /// At another number of ranks: the files of all ranks that saved.
+    void load(span<const std::string> paths, const load_options &options = {}) {
+        std::vector<const char *> names;
+        for (const std::string &path : paths) names.push_back(path.c_str());
+        dsopt_io io = io_of(options);
+        io.files = length(paths.size());
+        io.paths = names.data();
+        detail::check(dsopt_optimizer_load(get(), nullptr, &io));
+    }
+    /// From an object with `std::uint64_t size()` and `void read(std::uint64_t offset, void *data, std::size_t bytes)`,
+    /// which throws if it cannot.
+    template <class Source> void load_from(Source &source, const load_options &options = {}) {
+        dsopt_io io = io_of(options);
+        io.user = std::addressof(source);
+        io.read = read<Source>;
+        io.total = source.size();
+        detail::check(dsopt_optimizer_load(get(), nullptr, &io));
+    }
+    /// The same from all ranks that saved.
+    template <class Source> void load_from(span<Source> sources, const load_options &options = {}) {
+        std::vector<void *> users;
+        std::vector<std::uint64_t> totals;
+        for (Source &source : sources) {
+            users.push_back(std::addressof(source));
+            totals.push_back(source.size());
+        }
+        dsopt_io io = io_of(options);
+        io.files = length(sources.size());
+        io.read = read<Source>;
+        io.users = users.data();
+        io.totals = totals.data();
+        detail::check(dsopt_optimizer_load(get(), nullptr, &io));
+    }
+
+private:
+    using handle = detail::handle<dsopt_optimizer, dsopt_optimizer_destroy>;
+    explicit optimizer(dsopt_optimizer *made) noexcept : handle_(made) {}
+    explicit optimizer(handle made) noexcept : handle_(std::move(made)) {}
+    template <class Object> static auto get_or_null(Object *object) noexcept {
+        return object != nullptr ? object->get() : nullptr;
+    }
+    static handle create(const context &ctx, const optimizer_options &options) {
+        dsopt_optimizer_desc desc = detail::desc_of<dsopt_optimizer_desc>();
+        desc.compat = static_cast<std::int32_t>(options.compat);
+        if (options.no_master) desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
+        if (options.report_norms) desc.flags |= DSOPT_OPTIMIZER_REPORT_NORMS;
+        if (options.stochastic_rounding) desc.flags |= DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+        if (options.accumulate) desc.flags |= DSOPT_OPTIMIZER_ACCUMULATE;
+        if (options.timing) desc.flags |= DSOPT_OPTIMIZER_TIMING;
+        if (options.averages) desc.flags |= DSOPT_OPTIMIZER_AVERAGES;
+        if (options.check_ranks) desc.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
+        if (options.momentum_bits) desc.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
+        desc.nonfinite = static_cast<std::int32_t>(options.nonfinite);
+        desc.masters = static_cast<std::int32_t>(options.masters);
+        desc.max_norm = options.max_norm;
+        desc.max_value = options.max_value;
+        desc.scaler = get_or_null(options.scaler);
+        desc.data = get_or_null(options.data);
+        desc.model = get_or_null(options.model);
+        desc.node = get_or_null(options.node);
+        std::vector<dsopt_comm *> experts;
+        for (comm &expert : options.experts) experts.push_back(expert.get());
+        desc.experts = experts.data();
+        desc.expert_count = length(experts.size());
+        desc.skip_budget = options.skip_budget;
+        desc.seed = options.seed;
+        return detail::make<handle>(
+            [&](dsopt_optimizer **made) { return dsopt_optimizer_create(ctx.get(), &desc, made); });
+    }
+    static std::int32_t length(std::size_t size) noexcept {
+        return static_cast<std::int32_t>(size < INT32_MAX ? size : INT32_MAX);
+    }
+
+    dsopt_step arguments_of(span<const tensor> grads, std::int64_t count, const step_options &options) const {
+        dsopt_step step = detail::desc_of<dsopt_step>();
+        step.grads = grads.data();
+        step.count = count;
+        step.params = detail::exactly("params", options.params, count);
+        step.out = detail::exactly("out", options.out, count);
+        step.state = options.state.data();
+        step.state_count = detail::count(options.state);
+        if (!options.lr.empty() || !options.hyper.empty() || !options.grad_norms.empty()) {
+            const std::int64_t groups = group_count();
+            step.lr = detail::at_least("lr", options.lr, groups);
+            step.hyper = detail::at_least("hyper", options.hyper, groups * DSOPT_HYPER_FLOATS);
+            step.grad_norms = detail::at_least("grad_norms", options.grad_norms, groups);
+        }
+        step.grad_scale = options.grad_scale;
+        step.skip = options.skip;
+        step.report = detail::at_least("report", options.report, DSOPT_REPORT_FLOATS);
+        step.workspace = options.workspace.data();
+        step.workspace_bytes = options.workspace.size();
+        step.stream = options.stream;
+        step.parallel_for = options.pool.function();
+        step.parallel_user = options.pool.user();
+        if (options.zero_grads) step.flags |= DSOPT_STEP_ZERO_GRADS;
+        if (options.out_only) step.flags |= DSOPT_STEP_OUT_ONLY;
+        if (options.delta) step.flags |= DSOPT_STEP_DELTA;
+        if (options.no_nan) step.flags |= DSOPT_STEP_NO_NAN;
+        return step;
+    }
+    void bind(std::int32_t what, span<const tensor> list) {
+        detail::check(dsopt_optimizer_bind(get(), what, list.data(), detail::count(list)));
+    }
+
+    static dsopt_io io_of(const save_options &options) noexcept {
+        dsopt_io io = detail::desc_of<dsopt_io>();
+        if (options.params) io.flags |= DSOPT_IO_PARAMS;
+        return io;
+    }
+    static dsopt_io io_of(const load_options &options) noexcept {
+        dsopt_io io = detail::desc_of<dsopt_io>();
+        if (options.params) io.flags |= DSOPT_IO_PARAMS;
+        if (options.no_state) io.flags |= DSOPT_IO_NO_STATE;
+        if (options.no_masters) io.flags |= DSOPT_IO_NO_MASTERS;
+        if (options.no_hyper) io.flags |= DSOPT_IO_NO_HYPER;
+        if (options.no_scaler) io.flags |= DSOPT_IO_NO_SCALER;
+        if (options.reset_errors) io.flags |= DSOPT_IO_RESET_ERRORS;
+        return io;
+    }
+    template <class Source> static int read(void *user, std::uint64_t offset, void *data, std::size_t bytes) {
+        try {
+            static_cast<Source *>(user)->read(offset, data, bytes);
+            return 0;
+        } catch (...) { detail::keep_exception(); }
+        return EIO;
+    }
+    handle handle_;
+};
+
+} // namespace dsopt
+#endif

@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef DSOPT_TYPES_HPP
+#define DSOPT_TYPES_HPP
+/** Errors, constants, spans and tensors. Programs include dsopt.hpp. */
+#include <cstddef>
+#include <cstdint>
+#include <dsopt.h>
+#include <exception>
+#include <initializer_list>
+#include <iterator>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace dsopt {
+
+/* ----------------------------------------------------------------------------------------------------------- errors */
+/// A call failed. what() is the name of the status and the library's text.
+class error : public std::runtime_error {
+public:
+    error(dsopt_status status, const std::string &text) :
+        std::runtime_error(std::string(dsopt_status_name(status)) + ": " + text),
+        status_(status) {}
+    dsopt_status status() const noexcept { return status_; }
+    /// Such as "DSOPT_ERR_SHAPE". Static storage.
+    const char *name() const noexcept { return dsopt_status_name(status_); }
+    /// The library's text alone.
+    const char *text() const noexcept { return what() + std::char_traits<char>::length(name()) + 2; }
+
+private:
+    dsopt_status status_;
+};
+/// The call is wrong: argument, shape, dtype, alignment, overlap, device, workspace or version.
+struct argument_error : error {
+    using error::error;
+};
+/// Not possible in this combination or build, or without effect.
+struct unsupported_error : error {
+    using error::error;
+};
+/// Not possible now: the order of calls, another thread, a fork, the skip budget, a pool that left pieces out.
+struct state_error : error {
+    using error::error;
+};
+/// Out of host or backend memory.
+struct memory_error : error {
+    using error::error;
+};
+/// A driver or library that the call needs is not on this machine.
+struct missing_error : error {
+    using error::error;
+};
+/// Opening, reading, writing, flushing or renaming a file failed.
+struct io_error : error {
+    using error::error;
+};
+/// The device or its driver failed.
+struct backend_error : error {
+    using error::error;
+};
+/// A collective failed. The comm is lost.
+struct comm_error : error {
+    using error::error;
+};
+/// A peer did not come within the comm's time-out.
+struct timeout : comm_error {
+    using comm_error::comm_error;
+};
+/// comm::abort was called.
+struct aborted : comm_error {
+    using comm_error::comm_error;
+};
+/// Not a dsopt checkpoint, a damaged one, or not this optimizer's.
+struct checkpoint_error : error {
+    using error::error;
+};
+
+namespace detail {
+
+/// The first exception of a hook in this thread's call. The flag is apart so that a call without one reads a plain bool.
+inline thread_local bool hook_threw = false;
+inline std::exception_ptr &hook_exception() noexcept {
+    thread_local std::exception_ptr first;
+    return first;
+}
+inline void keep_exception() noexcept {
+    if (hook_threw) return;
+    hook_exception() = std::current_exception();
+    hook_threw = true;
+}
+
+[[noreturn]] inline void fail(dsopt_status status, const std::string &text) {
+    switch (status) {
+    case DSOPT_ERR_UNSUPPORTED: throw unsupported_error(status, text);
+    case DSOPT_ERR_STATE:
+    case DSOPT_ERR_BUSY:
+    case DSOPT_ERR_FORKED:
+    case DSOPT_ERR_SKIPS:
+    case DSOPT_ERR_HOOK: throw state_error(status, text);
+    case DSOPT_ERR_NOMEM: throw memory_error(status, text);
+    case DSOPT_ERR_MISSING: throw missing_error(status, text);
+    case DSOPT_ERR_IO: throw io_error(status, text);
+    case DSOPT_ERR_INTERNAL: throw error(status, text);
+    case DSOPT_ERR_BACKEND: throw backend_error(status, text);
+    case DSOPT_ERR_COMM: throw comm_error(status, text);
+    case DSOPT_ERR_TIMEOUT: throw timeout(status, text);
+    case DSOPT_ERR_ABORTED: throw aborted(status, text);
+    case DSOPT_ERR_FORMAT:
+    case DSOPT_ERR_CHECKSUM:
+    case DSOPT_ERR_MISMATCH: throw checkpoint_error(status, text);
+    default: break;
+    }
+    if (status >= DSOPT_ERR_ARGUMENT && status <= DSOPT_ERR_VERSION) throw argument_error(status, text);
+    throw error(status, text); // of a newer library
+}
+[[noreturn]] inline void fail_call(dsopt_status status) {
+    if (hook_threw) {
+        hook_threw = false;
+        std::rethrow_exception(std::exchange(hook_exception(), nullptr));
+    }
+    fail(status, dsopt_last_error());
+}
+inline void check(dsopt_status status) {
+    if (status != DSOPT_OK || hook_threw) fail_call(status);
+}
+
+/// Destroys through `Destroy`. Hooks that are called meanwhile have nobody to throw to.
+template <class T, void (*Destroy)(T *)> struct destroyer {
+    void operator()(T *object) const noexcept {
+        const bool before = hook_threw;
+        Destroy(object);
+        if (!hook_threw || before) return;
+        hook_threw = false;
+        hook_exception() = nullptr;
+    }
+};
+template <class T, void (*Destroy)(T *)> using handle = std::unique_ptr<T, destroyer<T, Destroy>>;
+
+/// Makes a handle by `create(T **)`.
+template <class Handle, class Create> Handle make(Create &&create) {
+    typename Handle::pointer made = nullptr;
+    const dsopt_status status = create(&made);
+    Handle owner(made); // a hook may have thrown although the call went well
+    check(status);
+    return owner;
+}
+
+template <class Desc> Desc desc_of() noexcept {
+    Desc desc = Desc();
+    desc.size = sizeof desc;
+    return desc;
+}
+
+template <class Size> std::int64_t count(const Size &list) noexcept { return static_cast<std::int64_t>(list.size()); }
+
+template <class, template <class> class Expression, class T> struct detector : std::false_type {};
+template <template <class> class Expression, class T>
+struct detector<std::void_t<Expression<T>>, Expression, T> : std::true_type {};
+/// Is `Expression<T>` a type, such as that of a call of a member that T may have?
+template <template <class> class Expression, class T> constexpr bool has = detector<void, Expression, T>::value;
+
+} // namespace detail
+
+/* --------------------------------------------------------------------------------------------------------- constants */
+enum class dtype : std::int32_t {
+    f32 = DSOPT_DTYPE_F32,
+    f16 = DSOPT_DTYPE_F16,
+    bf16 = DSOPT_DTYPE_BF16,
+    i32 = DSOPT_DTYPE_I32,
+    f64 = DSOPT_DTYPE_F64
+};
+enum class backend : std::int32_t { cpu = DSOPT_BACKEND_CPU, cuda = DSOPT_BACKEND_CUDA };
+enum class log_level : std::int32_t {
+    automatic = 0,
+    error = DSOPT_LOG_ERROR,
+    warn = DSOPT_LOG_WARN,
+    info = DSOPT_LOG_INFO,
+    trace = DSOPT_LOG_TRACE
+};
+enum class compat : std::int32_t { none = DSOPT_COMPAT_NONE, deepspeed = DSOPT_COMPAT_DEEPSPEED };
+enum class nonfinite : std::int32_t {
+    automatic = DSOPT_NONFINITE_AUTO,
+    skip = DSOPT_NONFINITE_SKIP,
+    apply = DSOPT_NONFINITE_APPLY
+};
+enum class masters : std::int32_t { per_tensor = DSOPT_MASTERS_PER_TENSOR, flat = DSOPT_MASTERS_FLAT };
+enum class key : std::int32_t {
+    lr = DSOPT_KEY_LR,
+    beta1 = DSOPT_KEY_BETA1,
+    beta2 = DSOPT_KEY_BETA2,
+    eps = DSOPT_KEY_EPS,
+    weight_decay = DSOPT_KEY_WEIGHT_DECAY,
+    group_max_norm = DSOPT_KEY_GROUP_MAX_NORM,
+    min_trust = DSOPT_KEY_MIN_TRUST,
+    max_trust = DSOPT_KEY_MAX_TRUST,
+    bias_correction = DSOPT_KEY_BIAS_CORRECTION,
+    eps_inside_sqrt = DSOPT_KEY_EPS_INSIDE_SQRT,
+    algorithm = DSOPT_KEY_ALGORITHM,
+    freeze_step = DSOPT_KEY_FREEZE_STEP,
+    max_norm = DSOPT_KEY_MAX_NORM,
+    calls = DSOPT_KEY_CALLS,
+    max_value = DSOPT_KEY_MAX_VALUE,
+    skip_budget = DSOPT_KEY_SKIP_BUDGET
+};
+constexpr std::int32_t all_groups = DSOPT_ALL_GROUPS;
+/// Parts of the state; they can be OR-ed.
+enum class parts : std::int32_t {
+    masters = DSOPT_RESET_MASTERS,
+    moments = DSOPT_RESET_MOMENTS,
+    counters = DSOPT_RESET_COUNTERS,
+    grads = DSOPT_RESET_GRADS,
+    errors = DSOPT_RESET_ERRORS
+};
+constexpr parts operator|(parts a, parts b) noexcept {
+    return static_cast<parts>(static_cast<std::int32_t>(a) | static_cast<std::int32_t>(b));
+}
+enum class reduction : std::int32_t {
+    full = DSOPT_REDUCTION_FULL,
+    compressed = DSOPT_REDUCTION_COMPRESSED,
+    local = DSOPT_REDUCTION_LOCAL
+};
+enum class profile : std::int32_t {
+    standard = DSOPT_PROFILE_DEFAULT,
+    fused = DSOPT_PROFILE_FUSED,
+    unfused = DSOPT_PROFILE_UNFUSED,
+    dynamic = DSOPT_PROFILE_DYNAMIC
+};
+enum class comm_kind : std::int32_t {
+    self = DSOPT_COMM_KIND_SELF,
+    local = DSOPT_COMM_KIND_LOCAL,
+    nccl = DSOPT_COMM_KIND_NCCL,
+    hccl = DSOPT_COMM_KIND_HCCL
+};
+enum class op : std::int32_t { sum = DSOPT_OP_SUM, max = DSOPT_OP_MAX, mean = DSOPT_OP_MEAN };
+enum class memory : std::int32_t { host = DSOPT_MEMORY_HOST, backend = DSOPT_MEMORY_BACKEND };
+enum class norm_kind : std::int32_t { l2 = DSOPT_NORM_L2, max = DSOPT_NORM_MAX };
+
+/* ----------------------------------------------------------------------------------------------- spans and tensors */
+/// Contiguous values of somebody else.
+template <class T> class span {
+    template <class C> using element = std::remove_pointer_t<decltype(std::data(std::declval<C &>()))>;
+    template <class C> using sized = decltype(std::size(std::declval<C &>()));
+    // As std::span does it: from C * to T * no more than const may come in, and what does not outlive the call is read only.
+    template <class C, class = void> struct fits : std::false_type {};
+    template <class C>
+    struct fits<C, std::void_t<element<std::remove_reference_t<C>>, sized<std::remove_reference_t<C>>>>
+        : std::bool_constant<std::is_convertible_v<element<std::remove_reference_t<C>> (*)[], T (*)[]> &&
+                             (std::is_lvalue_reference_v<C> || std::is_const_v<T>)> {};
+
+public:
+    constexpr span() noexcept = default;
+    constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
+    /// Of a vector, an array, a std::span and the like.
+    template <class C, class = std::enable_if_t<!std::is_same_v<std::decay_t<C>, span> && fits<C>::value>>
+    constexpr span(C &&list) noexcept : data_(std::data(list)), size_(std::size(list)) {}
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winit-list-lifetime" // a span of a braced list is an argument
+#endif
+    /// Of a braced list; it lives until the end of the call.
+    template <class U = T, class = std::enable_if_t<std::is_const_v<U>>>
+    constexpr span(std::initializer_list<std::remove_const_t<T>> list) noexcept :
+        data_(list.begin()),
+        size_(list.size()) {}
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+    constexpr T *data() const noexcept { return data_; }
+    constexpr std::size_t size() const noexcept { return size_; }
+    constexpr bool empty() const noexcept { return size_ == 0; }
+    constexpr T *begin() const noexcept { return data_; }
+    constexpr T *end() const noexcept { return data_ + size_; }
+    constexpr T &operator[](std::size_t i) const noexcept { return data_[i]; }
+
+private:
+    T *data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+/// Storage of IEEE half precision and of bfloat16: the bits.
+enum class f16 : std::uint16_t {};
+enum class bf16 : std::uint16_t {};
+
+/// The dtype of a C++ type. Specialize it for another type of 16 bits, such as __half.
+template <class T> struct dtype_of;
+template <> struct dtype_of<float> { static constexpr dtype value = dtype::f32; };
+template <> struct dtype_of<f16> { static constexpr dtype value = dtype::f16; };
+template <> struct dtype_of<bf16> { static constexpr dtype value = dtype::bf16; };
+template <> struct dtype_of<std::int32_t> { static constexpr dtype value = dtype::i32; };
+
+using tensor = dsopt_tensor;
+
+/// A tensor of `numel` elements. nullptr: absent, or bound later.
+inline tensor view(void *data, std::int64_t numel, dtype type) noexcept {
+    return {data, numel, static_cast<std::int32_t>(type), 0};
+}
+template <class T> tensor view(T *data, std::int64_t numel) noexcept {
+    static_assert(!std::is_const_v<T>, "read_only makes tensors of constants");
+    return view(static_cast<void *>(data), numel, dtype_of<T>::value);
+}
+/// All of an array, a vector, a span.
+template <class C> auto view(C &&list) -> decltype(view(std::data(list), std::int64_t{})) {
+    static_assert(std::is_lvalue_reference_v<C> || std::is_trivially_copyable_v<std::decay_t<C>>,
+                  "the list would be gone before the tensor is used");
+    return view(std::data(list), detail::count(span<std::remove_pointer_t<decltype(std::data(list))>>(list)));
+}
+/// A tensor of constants, for lists that dsopt.h calls inputs: gradients of a step without zero_grads, x of axpby.
+template <class T> tensor read_only(const T *data, std::int64_t numel) noexcept {
+    return view(const_cast<T *>(data), numel);
+}
+template <class C> auto read_only(const C &list) -> decltype(read_only(std::data(list), std::int64_t{})) {
+    return read_only(std::data(list),
+                     detail::count(span<const std::remove_pointer_t<decltype(std::data(list))>>(list)));
+}
+
+namespace detail {
+[[noreturn]] inline void refuse_size(const char *name, std::size_t size, const char *needed, std::int64_t number) {
+    fail(DSOPT_ERR_SHAPE,
+         std::string(name) + " has " + std::to_string(size) + " entries, " + needed + " " + std::to_string(number));
+}
+/// An optional list, which the library takes without a length of its own.
+template <class T> T *exactly(const char *name, span<T> list, std::int64_t needed) {
+    if (!list.empty() && count(list) != needed) refuse_size(name, list.size(), "needed are", needed);
+    return list.empty() ? nullptr : list.data();
+}
+/// The same for an array.
+template <class T> T *at_least(const char *name, span<T> list, std::int64_t needed) {
+    if (!list.empty() && count(list) < needed) refuse_size(name, list.size(), "needed are", needed);
+    return list.empty() ? nullptr : list.data();
+}
+} // namespace detail
+
+} // namespace dsopt
+#endif

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// C++20: options by name, in calls. compilers.sh compiles this with every warning.
+#include <dsopt.hpp>
+#include <span>
+
+float designated();
+float designated() {
+    std::vector<float> w(4), g(4), report(DSOPT_REPORT_FLOATS);
+    const std::span<float> gradient = g;
+    const auto pool = [](std::int64_t n, dsopt::pieces run) {
+        for (std::int64_t i = 0; i < n; ++i) run(i);
+    };
+    dsopt::context ctx({.threads = 2});
+    dsopt::scaler scaler(ctx, {.init = 8, .window = 100});
+    dsopt::comm self = dsopt::comm::self(ctx);
+    dsopt::optimizer opt(ctx, {.max_norm = 1, .scaler = &scaler, .data = &self, .report_norms = true});
+    opt.add_group(dsopt::adamw{.lr = 3e-4, .weight_decay = 0.1},
+                  {{.tensor = dsopt::view(w), .name = "w", .dims = {2, 2}}});
+    opt.step({dsopt::view(gradient)}, {.report = report, .pool = pool, .zero_grads = true});
+    opt.save("designated.safetensors", {.params = true});
+    opt.load("designated.safetensors", {.params = true, .no_hyper = true});
+    return report[DSOPT_REPORT_GRAD_NORM];
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include <dsopt.hpp>
+#include <gtest/gtest.h>
+
+/// Expects `statement` to throw exactly `kind`, with `words` in its text.
+#define EXPECT_REFUSED(statement, kind, words)                                                                         \
+    try {                                                                                                              \
+        statement;                                                                                                     \
+        ADD_FAILURE() << "nothing was thrown";                                                                         \
+    } catch (const dsopt::error &refused) {                                                                            \
+        EXPECT_EQ(typeid(refused), typeid(kind)) << refused.what();                                                    \
+        EXPECT_NE(std::string(refused.text()).find(words), std::string::npos) << refused.what();                       \
+    }
+
+/// Ends the test if a call of C fails.
+#define MUST(call) ASSERT_EQ(call, DSOPT_OK) << dsopt_last_error()
+
+/// Values that differ from one another, the same in every run.
+inline std::vector<float> values(std::size_t count, std::uint32_t seed) {
+    std::vector<float> made(count);
+    for (float &value : made) {
+        seed = seed * 1664525u + 1013904223u;
+        value = static_cast<float>(seed >> 8) * 0x1p-24f - 0.5f;
+    }
+    return made;
+}
+
+/// Runs the pieces on the calling thread and counts the calls.
+struct SerialPool {
+    int calls = 0;
+    void operator()(std::int64_t n, dsopt::pieces run) {
+        ++calls;
+        for (std::int64_t i = 0; i < n; ++i) run(i);
+    }
+};

@@ -1,0 +1,532 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hooks, handles that move, comms of every kind that runs here, and what is thrown through them.
+#include "support.h"
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+constexpr std::int64_t kLarge = 1 << 18; // enough for several pieces
+
+struct Large {
+    std::vector<float> w = std::vector<float>(kLarge, 1.f), g = std::vector<float>(kLarge, 0.5f);
+    dsopt::tensor grads[1] = {dsopt::view(g)};
+    dsopt::param param{dsopt::view(w), "w"};
+};
+
+struct Refusal { // not an std::exception
+    int number;
+};
+
+/// Every hook; each can be told to throw.
+struct Hooks {
+    std::atomic<int> allocated{0}, released{0};
+    int parallel = 0;
+    std::vector<std::string> said;
+    bool no_memory = false, no_pool = false, no_log = false, no_release = false;
+    void *allocate(std::size_t bytes, std::size_t alignment, void *) {
+        if (no_memory) throw Refusal{1};
+        ++allocated;
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    }
+    void release(void *memory, std::size_t, void *) {
+        ++released;
+        std::free(memory);
+        if (no_release) throw Refusal{2};
+    }
+    void parallel_for(std::int64_t n, dsopt::pieces run) {
+        ++parallel;
+        for (std::int64_t i = 0; i < n; ++i) {
+            if (no_pool && i == 1) throw Refusal{3};
+            run(i);
+        }
+    }
+    void log(dsopt::log_level level, const char *text) {
+        said.push_back(std::to_string(static_cast<int>(level)) + text);
+        if (no_log) throw Refusal{4};
+    }
+};
+
+dsopt::context_options four_threads() {
+    dsopt::context_options options;
+    options.threads = 4;
+    options.log_level = dsopt::log_level::trace;
+    return options;
+}
+
+/// The number of the Refusal that leaves a call, 0 without one.
+template <class F> int refusal(F &&call) {
+    try {
+        call();
+    } catch (const Refusal &refused) { return refused.number; }
+    return 0;
+}
+
+TEST(CppHooks, AreCalled) {
+    Hooks hooks;
+    {
+        Large large;
+        dsopt::context ctx(four_threads(), hooks);
+        dsopt::optimizer opt(ctx);
+        opt.add_group(dsopt::adamw{}, {large.param});
+        opt.step(large.grads);
+        EXPECT_GT(hooks.allocated, 0);
+        EXPECT_GT(hooks.parallel, 0);
+        EXPECT_FALSE(hooks.said.empty());
+    }
+    EXPECT_EQ(hooks.allocated, hooks.released);
+}
+
+TEST(CppHooks, ThrowThroughTheCall) {
+    Hooks hooks;
+    Large large;
+    dsopt::context ctx(four_threads(), hooks);
+    dsopt::optimizer opt(ctx);
+    opt.add_group(dsopt::adamw{}, {large.param});
+    hooks.no_memory = true;
+    EXPECT_EQ(refusal([&] { opt.step(large.grads); }), 1);
+    EXPECT_EQ(large.w[0], 1);
+    hooks.no_memory = false;
+    opt.step(large.grads); // nothing is left of it
+    hooks.no_pool = true;
+    EXPECT_EQ(refusal([&] { opt.step(large.grads); }), 3);
+    hooks.no_pool = false;
+    opt.step(large.grads);
+}
+
+TEST(CppHooks, ThrowThroughACallThatWentWell) {
+    Hooks hooks;
+    hooks.no_log = true; // a new context says what it is: the handle is there already
+    EXPECT_EQ(refusal([&] { dsopt::context(four_threads(), hooks); }), 4);
+    EXPECT_EQ(hooks.said.size(), 1u);
+    EXPECT_FALSE(dsopt::detail::hook_threw);
+    dsopt::context_options quiet;
+    quiet.log_level = dsopt::log_level::error;
+    dsopt::context ctx(quiet, hooks);
+}
+
+TEST(CppHooks, ThrowNothingOutOfADestructor) {
+    Hooks hooks;
+    Large large;
+    {
+        dsopt::context ctx(four_threads(), hooks);
+        dsopt::optimizer opt(ctx);
+        opt.add_group(dsopt::adamw{}, {large.param});
+        opt.step(large.grads);
+        hooks.no_release = true;
+    }
+    EXPECT_GT(hooks.released, 0);
+    dsopt::context(dsopt::context_options{}); // what was dropped does not come back
+}
+
+struct OnlyLog {
+    std::vector<std::string> said;
+    void log(dsopt::log_level, const char *text) { said.emplace_back(text); }
+};
+
+TEST(CppHooks, MayBeSome) {
+    OnlyLog hooks;
+    Large large;
+    dsopt::context ctx(four_threads(), hooks);
+    dsopt::optimizer opt(ctx);
+    opt.add_group(dsopt::adamw{}, {large.param});
+    opt.step(large.grads);
+    EXPECT_FALSE(hooks.said.empty());
+}
+
+TEST(CppPool, ReplacesThatOfTheContext) {
+    Hooks hooks;
+    Large large;
+    dsopt::context ctx(four_threads(), hooks);
+    dsopt::optimizer opt(ctx);
+    opt.add_group(dsopt::adamw{}, {large.param});
+    opt.step(large.grads);
+    hooks.parallel = 0;
+    SerialPool pool;
+    dsopt::step_options options;
+    options.pool = pool;
+    opt.step(large.grads, options);
+    EXPECT_GT(pool.calls, 0);
+    EXPECT_EQ(hooks.parallel, 0);
+    const auto threads = [](std::int64_t n, dsopt::pieces run) {
+        std::vector<std::thread> team;
+        for (std::int64_t i = 1; i < n; ++i) team.emplace_back([run, i] { run(i); });
+        if (n > 0) run(0);
+        for (std::thread &thread : team) thread.join();
+    };
+    options.pool = threads;
+    opt.step(large.grads, options);
+    const auto broken = [](std::int64_t, dsopt::pieces) { throw Refusal{5}; };
+    options.pool = broken;
+    EXPECT_EQ(refusal([&] { opt.step(large.grads, options); }), 5);
+    const auto lazy = [](std::int64_t, dsopt::pieces run) { run(0); };
+    options.pool = lazy;
+    EXPECT_REFUSED(opt.step(large.grads, options), dsopt::state_error, "parallel_for");
+}
+
+TEST(CppHandles, MoveAndAreRefusedAfterwards) {
+    Large large;
+    dsopt::context ctx;
+    dsopt::scaler scaler(ctx);
+    dsopt::comm comm = dsopt::comm::self(ctx);
+    dsopt::optimizer_options options;
+    options.scaler = &scaler;
+    options.data = &comm;
+    dsopt::optimizer opt(ctx, options);
+    opt.add_group(dsopt::adamw{}, {large.param});
+
+    dsopt::context ctx2 = std::move(ctx);
+    dsopt::scaler scaler2 = std::move(scaler);
+    dsopt::comm comm2 = std::move(comm);
+    dsopt::optimizer opt2 = std::move(opt);
+    EXPECT_FALSE(ctx || scaler || comm || opt);
+    EXPECT_TRUE(ctx2 && scaler2 && comm2 && opt2);
+    EXPECT_REFUSED(ctx.zero_grad(large.grads), dsopt::argument_error, "ctx");
+    EXPECT_REFUSED(dsopt::optimizer{ctx}, dsopt::argument_error, "ctx");
+    EXPECT_REFUSED(scaler.update(), dsopt::argument_error, "scaler");
+    EXPECT_EQ(scaler.device_scale(), nullptr);
+    EXPECT_REFUSED(comm.info(), dsopt::argument_error, "comm");
+    comm.abort();
+    EXPECT_REFUSED(opt.step(large.grads), dsopt::argument_error, "optimizer");
+    EXPECT_REFUSED(opt.retain(), dsopt::argument_error, "optimizer");
+    EXPECT_REFUSED(opt.state_list(), dsopt::argument_error, "optimizer");
+    EXPECT_REFUSED(opt.save("nowhere"), dsopt::argument_error, "optimizer");
+    opt2.step(large.grads);
+
+    dsopt::optimizer &itself = opt2;
+    opt2 = std::move(itself);
+    ASSERT_TRUE(opt2);
+    opt = std::move(opt2);
+    opt.step(large.grads);
+    ctx = dsopt::context(); // the optimizer keeps what it was made from
+    scaler2 = dsopt::scaler(ctx);
+    opt.step(large.grads);
+    EXPECT_EQ(opt.report().calls, 3);
+}
+
+TEST(CppHandles, ShareAnOptimizer) {
+    Large large;
+    dsopt::context ctx;
+    auto first = std::make_unique<dsopt::optimizer>(ctx);
+    first->add_group(dsopt::adamw{}, {large.param});
+    dsopt::optimizer second = first->retain();
+    first->step(large.grads);
+    first.reset();
+    second.step(large.grads);
+    EXPECT_EQ(second.report().calls, 2);
+}
+
+TEST(CppHandles, AreTakenOverFromC) {
+    dsopt_context *made = nullptr;
+    MUST(dsopt_context_create(nullptr, &made));
+    dsopt::context ctx = dsopt::context::adopt(made);
+    EXPECT_EQ(ctx.get(), made);
+    dsopt_optimizer *opt = nullptr;
+    MUST(dsopt_optimizer_create(ctx.get(), nullptr, &opt));
+    EXPECT_EQ(dsopt::optimizer::adopt(opt).param_count(), 0);
+    dsopt_scaler *scaler = nullptr;
+    MUST(dsopt_scaler_create(ctx.get(), nullptr, &scaler));
+    EXPECT_EQ(dsopt::scaler::adopt(scaler).info().scale, 65536);
+    dsopt_comm *comm = nullptr;
+    MUST(dsopt_comm_create(ctx.get(), nullptr, &comm));
+    EXPECT_EQ(dsopt::comm::adopt(comm).info().ranks, 1);
+}
+
+TEST(CppContext, RefusesByName) {
+    dsopt::context_options options;
+    options.threads = -1;
+    EXPECT_REFUSED(dsopt::context{options}, dsopt::argument_error, "threads");
+    options = {};
+    options.chunk = 5;
+    EXPECT_REFUSED(dsopt::context{options}, dsopt::argument_error, "chunk");
+    options = {};
+    options.device = 3;
+    EXPECT_REFUSED(dsopt::context{options}, dsopt::argument_error, "device");
+    options = {};
+    options.check_pointers = true;
+    EXPECT_REFUSED(dsopt::context{options}, dsopt::unsupported_error, "CHECK_POINTERS");
+}
+
+/// Runs `body(rank)` on a thread per rank.
+void on_ranks(int ranks, const std::function<void(int)> &body) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
+    for (std::thread &thread : threads) thread.join();
+}
+
+TEST(CppComm, ReducesOverThreads) {
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    EXPECT_EQ(id.size(), 16u);
+    on_ranks(2, [&](int rank) {
+        dsopt::context ctx;
+        dsopt::comm comm = dsopt::comm::local(ctx, id, rank, 2);
+        std::vector<float> data = {1.f + static_cast<float>(rank), 4};
+        comm.all_reduce({dsopt::view(data)});
+        EXPECT_EQ(data, (std::vector<float>{1.5f, 4}));
+        comm.all_reduce({dsopt::view(data)}, dsopt::op::sum);
+        EXPECT_EQ(data[1], 8);
+        data[0] = static_cast<float>(rank);
+        comm.all_reduce({dsopt::view(data)}, dsopt::op::max);
+        EXPECT_EQ(data[0], 1);
+        EXPECT_EQ(comm.info().rank, rank);
+        EXPECT_EQ(comm.info().ranks, 2);
+        EXPECT_GT(comm.info().bytes_sent, 0);
+        dsopt_norm_result found;
+        dsopt::norm_options over_all;
+        over_all.comm = &comm;
+        data = {3, 4};
+        ctx.norm({dsopt::view(data)}, &found, over_all);
+        EXPECT_EQ(found.norm, std::sqrt(50.));
+    });
+}
+
+TEST(CppComm, TimesOutAndAborts) {
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    dsopt::context ctx;
+    dsopt::comm_options options;
+    options.timeout = std::chrono::milliseconds(50);
+    EXPECT_REFUSED(dsopt::comm::local(ctx, id, 0, 2, options), dsopt::timeout, "");
+    options.timeout = std::chrono::hours(24 * 365);
+    EXPECT_REFUSED(dsopt::comm::local(ctx, id, 0, 2, options), dsopt::argument_error, "timeout");
+    options.timeout = std::chrono::milliseconds(-7);
+    const std::vector<std::byte> second = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    on_ranks(2, [&](int rank) {
+        dsopt::context own;
+        dsopt::comm comm = dsopt::comm::local(own, second, rank, 2, options);
+        std::vector<float> data(3);
+        if (rank == 0) {
+            comm.abort();
+        } else {
+            EXPECT_REFUSED(comm.all_reduce({dsopt::view(data)}), dsopt::aborted, "");
+            EXPECT_EQ(comm.info().status, DSOPT_ERR_ABORTED);
+        }
+    });
+    EXPECT_REFUSED(dsopt::comm::unique_id(dsopt::comm_kind::self), dsopt::unsupported_error, "");
+    EXPECT_REFUSED(dsopt::comm::native(ctx, dsopt::comm_kind::nccl, nullptr), dsopt::argument_error, "communicator");
+    EXPECT_REFUSED(dsopt::comm::native(ctx, dsopt::comm_kind::nccl, &options), dsopt::unsupported_error, "");
+    EXPECT_REFUSED(dsopt::comm(ctx, dsopt::comm_kind::local, {}, 0, 2), dsopt::argument_error, "id");
+    for (const auto make : {dsopt::comm::nccl, dsopt::comm::hccl}) { // without a device, or without such bytes
+        EXPECT_THROW(make(ctx, id, 0, 2, {}), dsopt::error);
+    }
+}
+
+/// Two ranks that meet in memory.
+struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int arrived = 0, round = 0;
+    const void *sent[2] = {};
+    template <class F> void meet(int rank, const void *send, F &&take) {
+        std::unique_lock<std::mutex> lock(mutex);
+        sent[rank] = send;
+        wait(lock);
+        take();
+        wait(lock);
+    }
+
+private:
+    void wait(std::unique_lock<std::mutex> &lock) {
+        const int now = round;
+        if (++arrived == 2) {
+            arrived = 0;
+            ++round;
+            changed.notify_all();
+        }
+        changed.wait(lock, [&] { return round != now; });
+    }
+};
+
+/// A class with the functions of dsopt_comm_table. Counts its objects.
+struct Collectives {
+    Meeting &meeting;
+    int own, throws = 0;
+    std::atomic<int> *objects;
+    Collectives(Meeting &where, int rank_, std::atomic<int> *count) : meeting(where), own(rank_), objects(count) {
+        ++*objects;
+    }
+    Collectives(const Collectives &) = delete;
+    ~Collectives() { --*objects; }
+    std::int32_t rank() const { return own; }
+    std::int32_t ranks() const { return 2; }
+    void all_reduce(const void *send, void *recv, std::int64_t count, dsopt::dtype type, dsopt::op op, void *) {
+        if (throws == 1) throw Refusal{6};
+        if (throws == 2) throw dsopt::timeout(DSOPT_ERR_TIMEOUT, "the other rank is late");
+        switch (type) {
+        case dsopt::dtype::f32: return reduce<float>(send, recv, count, op);
+        case dsopt::dtype::f64: return reduce<double>(send, recv, count, op);
+        default: return reduce<std::int32_t>(send, recv, count, op);
+        }
+    }
+    void all_gather(const void *send, void *recv, std::int64_t bytes, void *) {
+        const auto size = static_cast<std::size_t>(bytes);
+        meeting.meet(own, send, [&] {
+            for (std::size_t r = 0; r < 2; ++r)
+                std::memcpy(static_cast<char *>(recv) + r * size, meeting.sent[r], size);
+        });
+    }
+    void all_to_all(const void *send, void *recv, std::int64_t bytes, void *) {
+        const auto size = static_cast<std::size_t>(bytes), row = static_cast<std::size_t>(own) * size;
+        meeting.meet(own, send, [&] {
+            for (std::size_t r = 0; r < 2; ++r) {
+                std::memcpy(static_cast<char *>(recv) + r * size, static_cast<const char *>(meeting.sent[r]) + row,
+                            size);
+            }
+        });
+    }
+    std::string error() const { return throws == 3 ? "the network is down" : ""; }
+    void abort() {}
+
+private:
+    template <class T> void reduce(const void *send, void *recv, std::int64_t count, dsopt::op op) {
+        std::vector<T> sum(static_cast<std::size_t>(count));
+        meeting.meet(own, send, [&] {
+            for (std::size_t i = 0; i < sum.size(); ++i) {
+                const T a = static_cast<const T *>(meeting.sent[0])[i], b = static_cast<const T *>(meeting.sent[1])[i];
+                sum[i] = op == dsopt::op::max ? std::max(a, b) : a + b;
+            }
+        });
+        if (!sum.empty()) std::memcpy(recv, sum.data(), sum.size() * sizeof(T));
+    }
+};
+
+/// 1-bit Adam on two ranks with comms that `connect` makes; the weights of both.
+template <class Connect> std::vector<float> onebit(Connect &&connect) {
+    std::vector<float> weights[2];
+    on_ranks(2, [&](int rank) {
+        dsopt::context ctx;
+        dsopt::comm comm = connect(ctx, rank);
+        dsopt::optimizer_options options;
+        options.data = &comm;
+        options.averages = true;
+        options.check_ranks = true;
+        dsopt::optimizer opt(ctx, options);
+        std::vector<float> &w = weights[rank] = values(130, 3);
+        dsopt::onebit_adam group;
+        group.freeze_step = 2;
+        opt.add_group(group, {{dsopt::view(w), "w"}});
+        for (std::uint32_t s = 0; s < 4; ++s) {
+            const std::vector<float> g = values(130, 100 * s + static_cast<std::uint32_t>(rank));
+            EXPECT_EQ(opt.next_reduction(), s < 2 ? dsopt::reduction::full : dsopt::reduction::compressed);
+            EXPECT_EQ(opt.next_reduction(3), dsopt::reduction::compressed);
+            opt.step({dsopt::read_only(g)});
+        }
+        for (std::int64_t i = 0; i < opt.state_count(); ++i) {
+            if (std::strcmp(opt.state(i).name, "schedule") != 0) continue;
+            std::int32_t words[8] = {}, next = 0;
+            opt.export_state(i, words);
+            EXPECT_EQ(opt.decode_schedule(words).step, 4);
+            EXPECT_EQ(opt.decode_schedule(words).frozen, 1);
+            const dsopt::tensor schedule = dsopt::view(words);
+            opt.write_reduction(&schedule, &next);
+            EXPECT_EQ(next, DSOPT_REDUCTION_COMPRESSED);
+            EXPECT_REFUSED(opt.decode_schedule({words, 7}), dsopt::argument_error, "words has 7 entries");
+        }
+    });
+    EXPECT_EQ(weights[0], weights[1]);
+    return weights[0];
+}
+
+TEST(CppComm, OfAClassGivesTheBitsOfLocal) {
+    std::atomic<int> objects{0};
+    Meeting meeting;
+    const std::vector<float> own = onebit([&](const dsopt::context &ctx, int rank) {
+        return dsopt::comm::of(ctx, std::make_unique<Collectives>(meeting, rank, &objects));
+    });
+    EXPECT_EQ(objects, 0);
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    const std::vector<float> local =
+        onebit([&](const dsopt::context &ctx, int rank) { return dsopt::comm::local(ctx, id, rank, 2); });
+    EXPECT_EQ(own, local);
+}
+
+TEST(CppComm, OfAClassThrowsThroughTheCall) {
+    std::atomic<int> objects{0};
+    Meeting meeting;
+    dsopt::context ctx;
+    std::vector<float> data(3);
+    const auto make = [&](int throws) {
+        auto collectives = std::make_unique<Collectives>(meeting, 0, &objects);
+        collectives->throws = throws;
+        return dsopt::comm::of(ctx, std::move(collectives));
+    };
+    {
+        dsopt::comm comm = make(1);
+        EXPECT_EQ(refusal([&] { comm.all_reduce({dsopt::view(data)}); }), 6);
+        EXPECT_REFUSED(comm.all_reduce({dsopt::view(data)}), dsopt::comm_error, ""); // the comm is lost
+        EXPECT_EQ(comm.info().status, DSOPT_ERR_COMM);
+        dsopt::comm late = make(2);
+        EXPECT_REFUSED(late.all_reduce({dsopt::view(data)}), dsopt::timeout, "the other rank is late");
+        EXPECT_REFUSED(late.all_reduce({dsopt::view(data)}), dsopt::timeout, "");
+        EXPECT_EQ(objects, 2);
+    }
+    EXPECT_EQ(objects, 0);
+    EXPECT_REFUSED(dsopt::comm::of(ctx, std::unique_ptr<Collectives>()), dsopt::argument_error, "collectives");
+    auto wrong = std::make_unique<Collectives>(meeting, 7, &objects); // rank 7 of 2
+    EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(wrong)), dsopt::argument_error, "rank");
+    EXPECT_EQ(objects, 0);
+}
+
+TEST(CppComm, CompressesAList) {
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    std::vector<float> means[2];
+    on_ranks(2, [&](int rank) {
+        dsopt::context ctx;
+        dsopt::comm comm = dsopt::comm::local(ctx, id, rank, 2);
+        const std::vector<float> given = values(100, 5 + static_cast<std::uint32_t>(rank));
+        std::vector<float> data = given;
+        const dsopt::tensor list[] = {dsopt::view(data)};
+        dsopt::compressed_arguments arguments;
+        arguments.tensors = list;
+        const dsopt::compressed_sizes sizes = comm.compressed_sizes(arguments);
+        EXPECT_EQ(sizes.worker_elements, 2 * sizes.server_elements);
+        std::vector<float> worker(static_cast<std::size_t>(sizes.worker_error)),
+            server(static_cast<std::size_t>(sizes.server_error));
+        std::vector<std::byte> workspace(sizes.workspace);
+        arguments.workspace = workspace;
+        arguments.server_error = server;
+        arguments.worker_error = {worker.data(), worker.size() - 1};
+        EXPECT_REFUSED(comm.compressed_allreduce(arguments), dsopt::argument_error, "worker_error has");
+        arguments.worker_error = worker;
+        comm.compressed_allreduce(arguments);
+        means[rank] = data;
+        std::vector<float> owed(static_cast<std::size_t>(sizes.worker_elements));
+        comm.compressed_errors(arguments, owed, {});
+        double sent = 0; // what was sent and what is owed is what was given
+        for (std::size_t i = 0; i < given.size(); ++i)
+            sent += std::abs(std::abs(given[i] - owed[i]) - std::abs(given[0] - owed[0]));
+        EXPECT_LT(sent, 1e-4);
+        EXPECT_REFUSED(comm.compressed_errors(arguments, {owed.data(), 3}, {}), dsopt::argument_error, "worker has 3");
+        EXPECT_REFUSED(comm.compressed_errors(arguments, {}, {owed.data(), 3}), dsopt::argument_error, "server has 3");
+    });
+    EXPECT_EQ(means[0], means[1]);
+}
+
+TEST(CppOptimizer, TakesCommsOfEveryRole) {
+    Large large;
+    dsopt::context ctx;
+    std::vector<dsopt::comm> experts;
+    experts.push_back(dsopt::comm::self(ctx));
+    dsopt::comm data = dsopt::comm::self(ctx), model = dsopt::comm::self(ctx);
+    dsopt::optimizer_options options;
+    options.max_norm = 1;
+    options.data = &data;
+    options.model = &model;
+    options.experts = experts;
+    dsopt::optimizer opt(ctx, options);
+    experts.clear();
+    large.param.expert = 2;
+    EXPECT_REFUSED(opt.add_group(dsopt::adamw{}, {large.param}), dsopt::argument_error, "expert");
+    large.param.expert = 1;
+    opt.add_group(dsopt::adamw{}, {large.param});
+    opt.step(large.grads);
+    EXPECT_GT(opt.report().expert_norm, 0);
+}
+
+} // namespace

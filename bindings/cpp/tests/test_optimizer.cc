@@ -1,0 +1,595 @@
+// SPDX-License-Identifier: Apache-2.0
+// Optimizers, scalers and lists: beside the same calls in C, bit for bit, and their refusals.
+#include "support.h"
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <unistd.h>
+
+namespace {
+
+constexpr std::size_t kNumels[] = {1, 7, 4099};
+constexpr const char *kNames[] = {"a", "b", "c"};
+
+/// Three parameters with gradients, the same in each object.
+struct Model {
+    std::vector<float> w[3], g[3];
+    std::vector<dsopt::param> params;
+    std::vector<dsopt::tensor> weights, grads;
+    Model() {
+        for (std::uint32_t i = 0; i < 3; ++i) {
+            w[i] = values(kNumels[i], 10 + i);
+            g[i] = values(kNumels[i], 20 + i);
+            weights.push_back(dsopt::view(w[i]));
+            grads.push_back(dsopt::view(g[i]));
+            dsopt::param param;
+            param.tensor = weights[i];
+            param.name = kNames[i];
+            params.push_back(param);
+        }
+    }
+    void next_gradients(std::uint32_t step) {
+        for (std::uint32_t i = 0; i < 3; ++i) g[i] = values(kNumels[i], 1000 * step + i);
+        for (std::uint32_t i = 0; i < 3; ++i) grads[i] = dsopt::view(g[i]);
+    }
+};
+
+void expect_same(const Model &a, const Model &b) {
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(std::memcmp(a.w[i].data(), b.w[i].data(), a.w[i].size() * 4), 0) << i;
+}
+
+/// The same training by dsopt.h.
+void train_in_c(Model &model, double max_norm, int steps) {
+    dsopt_context *ctx = nullptr;
+    dsopt_optimizer *opt = nullptr;
+    dsopt_group group;
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.max_norm = max_norm;
+    MUST(dsopt_context_create(nullptr, &ctx));
+    MUST(dsopt_optimizer_create(ctx, &desc, &opt));
+    MUST(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+    group.lr = 0.01;
+    group.weight_decay = 0.1;
+    std::vector<dsopt_param> params;
+    for (int i = 0; i < 3; ++i) params.push_back({model.weights[std::size_t(i)], kNames[i], nullptr, 0, 0, 0, 0, 0});
+    MUST(dsopt_optimizer_add_group(opt, &group, params.data(), 3));
+    for (int s = 0; s < steps; ++s) {
+        model.next_gradients(std::uint32_t(s));
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = model.grads.data();
+        step.count = 3;
+        MUST(dsopt_optimizer_step(opt, &step));
+    }
+    dsopt_optimizer_destroy(opt);
+    dsopt_context_destroy(ctx);
+}
+
+dsopt::adamw rule() {
+    dsopt::adamw group;
+    group.lr = 0.01;
+    group.weight_decay = 0.1;
+    return group;
+}
+
+TEST(CppOptimizer, TrainsWithTheBitsOfC) {
+    Model in_c, in_cpp;
+    train_in_c(in_c, 1, 5);
+    dsopt::context ctx;
+    dsopt::optimizer_options options;
+    options.max_norm = 1;
+    dsopt::optimizer opt(ctx, options);
+    opt.add_group(rule(), in_cpp.params);
+    for (std::uint32_t s = 0; s < 5; ++s) {
+        in_cpp.next_gradients(s);
+        opt.step(in_cpp.grads);
+    }
+    expect_same(in_cpp, in_c);
+    EXPECT_EQ(opt.report().calls, 5);
+    EXPECT_GT(opt.report().grad_norm, 1);
+}
+
+/// State in memory of the test.
+struct State {
+    std::vector<std::vector<float>> memory; // I32 entries have 4 bytes too
+    std::vector<dsopt::tensor> list;
+    explicit State(const dsopt::optimizer &opt) {
+        for (const dsopt::state_info &info : opt.state_list()) {
+            memory.emplace_back(std::size_t(info.tensor.numel));
+            list.push_back(info.tensor);
+            list.back().data = memory.back().data();
+        }
+    }
+};
+
+TEST(CppOptimizer, AppliesWithTheBitsOfC) {
+    Model in_c, in_cpp;
+    train_in_c(in_c, 1, 5);
+    dsopt::context ctx;
+    dsopt::optimizer_options clipped;
+    clipped.max_norm = 1;
+    dsopt::optimizer opt(ctx, clipped);
+    for (dsopt::param &param : in_cpp.params) param.tensor.data = nullptr; // memory comes with each call
+    opt.add_group(rule(), in_cpp.params);
+    State state(opt);
+    opt.init_state(in_cpp.weights, state.list);
+    std::vector<std::byte> workspace(opt.workspace());
+    std::vector<float> report(DSOPT_REPORT_FLOATS), hyper(DSOPT_HYPER_FLOATS, NAN);
+    dsopt::step_options options;
+    options.params = in_cpp.weights;
+    options.state = state.list;
+    options.workspace = workspace;
+    options.report = report;
+    options.hyper = hyper;
+    for (std::uint32_t s = 0; s < 5; ++s) {
+        in_cpp.next_gradients(s);
+        opt.apply(in_cpp.grads, options);
+    }
+    expect_same(in_cpp, in_c);
+    EXPECT_GT(report[DSOPT_REPORT_GRAD_NORM], 1);
+    const std::int32_t skip = 1;
+    options.skip = &skip;
+    opt.apply(in_cpp.grads, options);
+    EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
+    EXPECT_EQ(report[DSOPT_REPORT_REASONS], DSOPT_SKIP_CALLER);
+    expect_same(in_cpp, in_c);
+    EXPECT_TRUE(std::isnan(report[DSOPT_REPORT_WEIGHT_NORM]));
+    options.no_nan = true;
+    opt.apply(in_cpp.grads, options);
+    EXPECT_EQ(report[DSOPT_REPORT_WEIGHT_NORM], -1);
+}
+
+TEST(CppOptimizer, GivesEveryArgumentOfAStep) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    opt.add_group(rule(), model.params);
+    const Model before;
+    std::vector<float> out[3];
+    std::vector<dsopt::tensor> outs;
+    for (std::size_t i = 0; i < 3; ++i) {
+        out[i].resize(kNumels[i]);
+        outs.push_back(dsopt::view(out[i]));
+    }
+    dsopt::step_options options;
+    const float zero[] = {0}, scale = 4;
+    options.lr = zero;
+    options.grad_scale = &scale;
+    options.out = outs;
+    options.delta = true;
+    opt.step(model.grads, options);
+    expect_same(model, before); // out alone is written
+    for (const float delta : out[2]) EXPECT_EQ(delta, 0);
+    options.delta = false;
+    options.out_only = true;
+    options.zero_grads = true;
+    opt.step(model.grads, options);
+    expect_same(model, before);
+    EXPECT_EQ(out[2], before.w[2]);
+    EXPECT_EQ(model.g[2][17], 0);
+    Model elsewhere;
+    options = {};
+    options.params = elsewhere.weights;
+    elsewhere.next_gradients(3);
+    opt.step(elsewhere.grads, options);
+    expect_same(model, before);
+    EXPECT_NE(elsewhere.w[2], before.w[2]);
+    EXPECT_EQ(opt.report().calls, 3);
+    // The norm is the caller's: it says overflow.
+    const float norms[] = {std::numeric_limits<float>::infinity()};
+    dsopt::optimizer_options clipped;
+    clipped.max_norm = 1;
+    dsopt::optimizer other(ctx, clipped);
+    other.add_group(rule(), model.params);
+    options = {};
+    options.grad_norms = norms;
+    other.step(model.grads, options);
+    EXPECT_EQ(other.report().reasons, DSOPT_SKIP_NORM);
+    expect_same(model, before);
+}
+
+TEST(CppOptimizer, RefusesListsThatAreTooShort) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    opt.add_group(rule(), model.params);
+    const std::vector<dsopt::tensor> two(model.grads.begin(), model.grads.begin() + 2);
+    std::vector<float> fifteen(15), seven(7);
+    dsopt::step_options options;
+    options.params = two;
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "params has 2 entries");
+    options = {};
+    options.out = two;
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "out has 2 entries");
+    options = {};
+    options.report = fifteen;
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "report has 15 entries");
+    options = {};
+    options.hyper = seven;
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "hyper has 7 entries");
+    options = {};
+    opt.add_group(rule());
+    options.lr = dsopt::span<const float>(fifteen.data(), 1);
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "lr has 1 entries, needed are 2");
+    options = {};
+    options.grad_norms = dsopt::span<const float>(fifteen.data(), 1);
+    EXPECT_REFUSED(opt.step(model.grads, options), dsopt::argument_error, "grad_norms has 1 entries");
+    EXPECT_REFUSED(opt.step(two), dsopt::argument_error, "count");
+    EXPECT_REFUSED(opt.apply(model.grads, {}), dsopt::argument_error, "params");
+    EXPECT_REFUSED(opt.init_state(two, {}), dsopt::argument_error, "params has 2 entries");
+    model.grads[1].numel = 6;
+    EXPECT_REFUSED(opt.step(model.grads), dsopt::argument_error, "'b'");
+    expect_same(model, Model());
+}
+
+TEST(CppOptimizer, RefusesParametersByName) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    model.params[1].name = "a";
+    EXPECT_REFUSED(opt.add_group(rule(), model.params), dsopt::argument_error, "a");
+    model.params[1].name = std::string("b\0c", 3);
+    EXPECT_REFUSED(opt.add_group(rule(), model.params), dsopt::argument_error, "params[1]");
+    model.params[1].name = "b";
+    model.params[1].dims = {2, 4};
+    EXPECT_REFUSED(opt.add_group(rule(), model.params), dsopt::argument_error, "b");
+    model.params[1].dims = {7};
+    dsopt::adamw wrong;
+    wrong.beta1 = 2;
+    EXPECT_REFUSED(opt.add_group(wrong, model.params), dsopt::argument_error, "beta1");
+    opt.add_group(rule(), model.params);
+    EXPECT_EQ(opt.param_count(), 3);
+    EXPECT_EQ(opt.group_count(), 1);
+}
+
+TEST(CppOptimizer, AddsParametersInTheirOwnOrder) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    dsopt::adamw decayed = rule(), plain;
+    plain.lr = 0;
+    decayed.lr = 0;
+    opt.add_group(decayed);
+    opt.add_group(plain);
+    model.params[0].group = 1, model.params[2].group = 1;
+    opt.add_params(model.params);
+    EXPECT_EQ(opt.group_count(), 2);
+    EXPECT_EQ(opt.param_count(), 3);
+    model.params[0].name = "d", model.params[0].group = 2;
+    EXPECT_REFUSED(opt.add_params({model.params[0]}), dsopt::argument_error, "group");
+    EXPECT_EQ(opt.get(dsopt::key::weight_decay), 0.1);
+    EXPECT_EQ(opt.get(dsopt::key::weight_decay, 1), 0);
+    opt.set(dsopt::key::lr, 0.5);
+    opt.set(dsopt::key::lr, 0.25, 1);
+    EXPECT_EQ(opt.get(dsopt::key::lr, 0), 0.5);
+    EXPECT_EQ(opt.get(dsopt::key::lr, 1), 0.25);
+    EXPECT_EQ(opt.get(dsopt::key::algorithm), DSOPT_ALGORITHM_ADAMW);
+    EXPECT_REFUSED(opt.set(dsopt::key::lr, -1), dsopt::argument_error, "lr");
+    EXPECT_REFUSED(opt.set(dsopt::key::min_trust, 1), dsopt::unsupported_error, "min_trust");
+    EXPECT_REFUSED(opt.get(dsopt::key::lr, 7), dsopt::argument_error, "group");
+}
+
+TEST(CppOptimizer, HandsOutItsState) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    model.params[1].dims = {7, 1};
+    opt.add_group(rule(), model.params);
+    opt.step(model.grads);
+    ASSERT_EQ(opt.state_count(), 7);
+    const std::vector<dsopt::state_info> list = opt.state_list();
+    EXPECT_STREQ(list[2].name, "exp_avg");
+    EXPECT_EQ(list[2].param, 1);
+    EXPECT_EQ(list[2].ndim, 2);
+    EXPECT_EQ(list[2].dims[0], 7);
+    std::vector<float> exp_avg(7);
+    opt.export_state(2, exp_avg);
+    for (int i = 0; i < 7; ++i) EXPECT_NEAR(exp_avg[std::size_t(i)], 0.1 * model.g[1][std::size_t(i)], 1e-7);
+    std::int32_t steps[3] = {};
+    opt.export_state(6, steps);
+    EXPECT_EQ(steps[2], 1);
+    steps[2] = 40;
+    opt.import_state(6, steps);
+    steps[2] = 0;
+    opt.export_state(6, dsopt::span<std::int32_t>(steps));
+    EXPECT_EQ(steps[2], 40);
+    EXPECT_REFUSED(opt.export_state(6, exp_avg), dsopt::argument_error, "bytes");
+    EXPECT_REFUSED(opt.import_state(2, steps), dsopt::argument_error, "bytes");
+    EXPECT_REFUSED(opt.state(7), dsopt::argument_error, "index");
+    opt.reset(dsopt::parts::moments | dsopt::parts::counters);
+    opt.export_state(2, exp_avg);
+    EXPECT_EQ(exp_avg[3], 0);
+    opt.export_state(6, steps);
+    EXPECT_EQ(steps[2], 0);
+}
+
+TEST(CppOptimizer, BindsMemory) {
+    Model model, reference, moved;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx), plain(ctx);
+    opt.add_group(rule(), model.params);
+    plain.add_group(rule(), reference.params);
+    State state(opt);
+    opt.init_state({}, state.list);
+    opt.bind_state(state.list);
+    opt.bind_params(moved.weights);
+    for (std::uint32_t s = 0; s < 3; ++s) {
+        model.next_gradients(s);
+        opt.step(model.grads);
+        plain.step(model.grads);
+    }
+    expect_same(moved, reference);
+    expect_same(model, Model());
+    std::vector<float> exp_avg(7);
+    plain.export_state(2, exp_avg);
+    EXPECT_EQ(state.memory[2], exp_avg);
+    moved.weights.pop_back();
+    EXPECT_REFUSED(opt.bind_params(moved.weights), dsopt::argument_error, "2 parameters");
+}
+
+TEST(CppOptimizer, Accumulates) {
+    Model twice, once;
+    dsopt::context ctx;
+    dsopt::optimizer_options options;
+    options.accumulate = true;
+    dsopt::optimizer opt(ctx, options), plain(ctx);
+    opt.add_group(rule(), twice.params);
+    plain.add_group(rule(), once.params);
+    opt.accumulate(twice.grads);
+    opt.accumulate(twice.grads);
+    const float two = 2;
+    dsopt::step_options step;
+    step.grad_scale = &two;
+    opt.step_accumulated(step);
+    plain.step(once.grads);
+    expect_same(twice, once);
+    EXPECT_REFUSED(plain.accumulate(once.grads), dsopt::unsupported_error, "ACCUMULATE");
+    EXPECT_REFUSED(plain.step_accumulated(), dsopt::unsupported_error, "ACCUMULATE");
+    step.out = dsopt::span<const dsopt::tensor>(once.grads.data(), 2);
+    EXPECT_REFUSED(opt.step_accumulated(step), dsopt::argument_error, "out has 2 entries");
+}
+
+TEST(CppScaler, SkipsAndHalves) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::scaler_options scaling;
+    scaling.init = 1024;
+    scaling.window = 1;
+    dsopt::scaler scaler(ctx, scaling);
+    dsopt::optimizer_options options;
+    options.scaler = &scaler;
+    options.skip_budget = 2;
+    dsopt::optimizer opt(ctx, options);
+    opt.add_group(rule(), model.params);
+    EXPECT_EQ(*scaler.device_scale(), 1024);
+    float loss = 3;
+    scaler.scale_loss(dsopt::view(&loss, 1));
+    EXPECT_EQ(loss, 3072);
+    model.g[2][4000] = std::numeric_limits<float>::infinity();
+    opt.step(model.grads);
+    EXPECT_EQ(scaler.info().scale, 512);
+    EXPECT_EQ(scaler.info().skipped_in_row, 1);
+    const dsopt_report report = opt.report();
+    EXPECT_EQ(report.skipped, 1);
+    EXPECT_STREQ(report.first_bad_name, "c");
+    expect_same(model, Model());
+    opt.step(model.grads);
+    EXPECT_REFUSED(opt.step(model.grads), dsopt::state_error, "budget");
+    scaler.set(64);
+    EXPECT_EQ(scaler.info().dynamic, 64);
+    scaler.set_override(8);
+    EXPECT_EQ(scaler.info().scale, 8);
+    scaler.clear_override();
+    EXPECT_EQ(scaler.info().scale, 64);
+    EXPECT_REFUSED(scaler.set(-1), dsopt::argument_error, "loss scale");
+    EXPECT_REFUSED(dsopt::optimizer(ctx, options), dsopt::state_error, "scaler");
+    opt.set(dsopt::key::skip_budget, 0);
+    scaler.detach();
+    dsopt::optimizer next(ctx, options);
+    EXPECT_REFUSED(opt.step(model.grads), dsopt::state_error, "detached");
+}
+
+TEST(CppScaler, MovesOnArraysAsByItself) {
+    dsopt::context ctx;
+    dsopt::scaler_options scaling;
+    scaling.init = 1024;
+    scaling.hysteresis = 2;
+    scaling.shared = true;
+    dsopt::scaler scaler(ctx, scaling);
+    float scale = 0;
+    std::int32_t words[12] = {};
+    const dsopt::tensor state[] = {dsopt::view(&scale, 1), dsopt::view(words)};
+    scaler.init_state(state);
+    EXPECT_EQ(scale, 1024);
+    const std::int32_t overflow = 1;
+    for (int i = 0; i < 3; ++i) {
+        scaler.update(&overflow);
+        scaler.transition(state, &overflow);
+        const dsopt::scaler_info by_itself = scaler.info(), on_arrays = dsopt::scaler::decode(words);
+        EXPECT_EQ(by_itself.scale, on_arrays.scale);
+        EXPECT_EQ(by_itself.scale, scale);
+        EXPECT_EQ(by_itself.hysteresis, on_arrays.hysteresis);
+        EXPECT_EQ(by_itself.updates, i + 1);
+    }
+    EXPECT_EQ(scale, 256);
+    EXPECT_REFUSED(dsopt::scaler::decode(dsopt::span<const std::int32_t>(words, 8)), dsopt::argument_error, "words");
+    EXPECT_REFUSED(scaler.init_state({state, 1}), dsopt::argument_error, "");
+}
+
+TEST(CppScaler, TakesEveryOption) {
+    dsopt::context ctx;
+    dsopt::scaler_options options;
+    options.profile = dsopt::profile::dynamic;
+    EXPECT_EQ(dsopt::scaler(ctx, options).info().scale, 4294967296.);
+    options.keep_at_min = true;
+    options.fail_at_min = true;
+    EXPECT_REFUSED(dsopt::scaler(ctx, options), dsopt::argument_error, "KEEP_AT_MIN");
+    options = {};
+    options.fixed = true;
+    EXPECT_EQ(dsopt::scaler(ctx, options).info().scale, 1);
+    options = {};
+    options.factor = 0.5;
+    EXPECT_REFUSED(dsopt::scaler(ctx, options), dsopt::argument_error, "factor");
+    options = {};
+    options.min = 8, options.max = 4;
+    EXPECT_REFUSED(dsopt::scaler(ctx, options), dsopt::argument_error, "m");
+    options = {};
+    options.refill = true, options.growth_at_window = true, options.hysteresis = 3, options.window = 5;
+    EXPECT_EQ(dsopt::scaler(ctx, options).info().hysteresis, 3);
+}
+
+TEST(CppLists, AreWorkedOnWithoutAnOptimizer) {
+    dsopt::context ctx;
+    std::vector<float> x = {3, -4}, y = {1, 1};
+    std::vector<dsopt::f16> half(2);
+    dsopt::tensor list[] = {dsopt::view(x)};
+    dsopt_norm_result found;
+    dsopt::norm_options options;
+    options.max_norm = 2.5;
+    ctx.norm(list, &found, options);
+    EXPECT_EQ(found.norm, 5);
+    EXPECT_NEAR(found.coefficient, 0.5, 1e-6);
+    options.kind = dsopt::norm_kind::max;
+    ctx.norm(list, &found, options);
+    EXPECT_EQ(found.norm, 4);
+    const float two = 2;
+    ctx.axpby(&two, list, 1, {dsopt::view(y)});
+    EXPECT_EQ(y, (std::vector<float>{7, -7}));
+    const std::vector<float> constant = {1, 2};
+    ctx.axpby(nullptr, {dsopt::read_only(constant)}, 0, {dsopt::view(half)});
+    EXPECT_EQ(half[0], dsopt::f16{0x3c00});
+    ctx.clamp(list, 3.5);
+    EXPECT_EQ(x, (std::vector<float>{3, -3.5}));
+    ctx.zero_grad(list);
+    EXPECT_EQ(x, (std::vector<float>{0, 0}));
+    EXPECT_EQ(list[0].data, x.data());
+    ctx.set_to_none(list);
+    EXPECT_EQ(list[0].data, nullptr);
+    ctx.zero_grad({});
+    EXPECT_REFUSED(ctx.axpby(nullptr, list, 0, {}), dsopt::argument_error, "y has 0 entries");
+    EXPECT_REFUSED(ctx.clamp({dsopt::view(y)}, 0), dsopt::argument_error, "limit");
+    EXPECT_REFUSED(ctx.norm({dsopt::view(y)}, nullptr), dsopt::argument_error, "result");
+}
+
+TEST(CppCheckpoint, GoesToAFileAndBack) {
+    const std::string path = ::testing::TempDir() + "dsopt-cpp-" + std::to_string(::getpid()) + ".safetensors";
+    Model first, second;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    opt.add_group(rule(), first.params);
+    opt.step(first.grads);
+    dsopt::save_options all;
+    all.params = true;
+    opt.save(path, all);
+    dsopt::optimizer loaded(ctx);
+    loaded.add_group(rule(), second.params);
+    dsopt::load_options options;
+    options.params = true;
+    loaded.load(path, options);
+    expect_same(first, second);
+    opt.step(first.grads);
+    loaded.step(first.grads);
+    expect_same(first, second);
+    options = {};
+    options.no_state = options.no_hyper = true;
+    loaded.set(dsopt::key::lr, 0.5);
+    loaded.load(path, options);
+    EXPECT_EQ(loaded.get(dsopt::key::lr), 0.5);
+    loaded.load(path);
+    EXPECT_EQ(loaded.get(dsopt::key::lr), 0.01);
+    const std::string paths[] = {path};
+    loaded.load(paths);
+    std::remove(path.c_str());
+    EXPECT_REFUSED(loaded.load(path), dsopt::io_error, path);
+    EXPECT_REFUSED(opt.save("/nowhere/at/all"), dsopt::io_error, "/nowhere/at/all");
+}
+
+/// A checkpoint in memory that can fail.
+struct Memory {
+    std::vector<char> bytes;
+    bool broken = false;
+    void write(const void *data, std::size_t size) {
+        if (broken) throw std::length_error("the disk is full");
+        bytes.insert(bytes.end(), static_cast<const char *>(data), static_cast<const char *>(data) + size);
+    }
+    std::uint64_t size() const { return bytes.size(); }
+    void read(std::uint64_t offset, void *data, std::size_t size) {
+        if (broken) throw std::length_error("the disk is gone");
+        if (size != 0) std::memcpy(data, bytes.data() + offset, size);
+    }
+};
+
+TEST(CppCheckpoint, GoesToAnObjectAndBack) {
+    Model first, second;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx), loaded(ctx);
+    opt.add_group(rule(), first.params);
+    loaded.add_group(rule(), second.params);
+    opt.step(first.grads);
+    Memory memory;
+    opt.save_to(memory);
+    EXPECT_GT(memory.size(), 8u);
+    loaded.load_from(memory);
+    Memory several[1] = {memory};
+    loaded.load_from(dsopt::span<Memory>(several));
+    std::int32_t steps[3] = {};
+    loaded.export_state(6, steps);
+    EXPECT_EQ(steps[1], 1);
+    memory.bytes[memory.bytes.size() - 5] ^= 1;
+    EXPECT_REFUSED(loaded.load_from(memory), dsopt::checkpoint_error, "");
+    memory.broken = true;
+    EXPECT_THROW(opt.save_to(memory), std::length_error);
+    EXPECT_THROW(loaded.load_from(memory), std::length_error);
+    opt.step(first.grads); // nothing is left of them
+    dsopt::optimizer other(ctx);
+    dsopt::adam another;
+    other.add_group(another, second.params);
+    memory.broken = false;
+    memory.bytes[memory.bytes.size() - 5] ^= 1;
+    EXPECT_REFUSED(other.load_from(memory), dsopt::checkpoint_error, "adamw, here it is adam");
+}
+
+TEST(CppOptimizer, TakesEveryOption) {
+    Model model;
+    dsopt::context ctx;
+    const auto refused = [&](auto set, const char *words) {
+        dsopt::optimizer_options options;
+        set(options);
+        EXPECT_REFUSED(dsopt::optimizer(ctx, options).add_group(rule(), model.params), dsopt::unsupported_error, words);
+    };
+    refused([](auto &options) { options.stochastic_rounding = true; }, "STOCHASTIC_ROUNDING");
+    refused([](auto &options) { options.averages = true; }, "AVERAGES");
+    refused([](auto &options) { options.momentum_bits = true; }, "MOMENTUM_BITS");
+    refused([](auto &options) { options.check_ranks = true; }, "CHECK_RANKS");
+    refused([](auto &options) { options.seed = 1; }, "seed");
+    dsopt::optimizer_options options;
+    options.max_value = -1;
+    EXPECT_REFUSED(dsopt::optimizer(ctx, options), dsopt::argument_error, "max_value");
+    options = {};
+    options.report_norms = options.timing = true;
+    options.nonfinite = dsopt::nonfinite::skip;
+    dsopt::optimizer opt(ctx, options);
+    opt.add_group(rule(), model.params);
+    opt.step(model.grads);
+    EXPECT_GT(opt.report().weight_norm, 0);
+    EXPECT_GT(opt.report().ms[DSOPT_MS_BASIC_STEP], 0);
+    model.g[0][0] = NAN;
+    opt.step(model.grads);
+    EXPECT_EQ(opt.report().kind, DSOPT_FOUND_NAN);
+    options = {};
+    options.compat = dsopt::compat::deepspeed;
+    options.masters = dsopt::masters::flat;
+    dsopt::optimizer original(ctx, options);
+    std::vector<dsopt::bf16> weights(4);
+    dsopt::param param;
+    param.tensor = dsopt::view(weights);
+    original.add_group(rule(), {param});
+    EXPECT_STREQ(original.state(0).name, "master");
+    options = {};
+    options.no_master = true;
+    dsopt::optimizer without(ctx, options);
+    without.add_group(rule(), {param});
+    EXPECT_STREQ(without.state(0).name, "exp_avg");
+}
+
+} // namespace

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// Spans, tensors, errors and groups.
+#include "support.h"
+#include <array>
+#include <cstring>
+#if __cplusplus >= 202002L
+#include <span>
+#endif
+
+namespace {
+
+struct Half {
+    std::uint16_t bits;
+};
+
+} // namespace
+
+template <> struct dsopt::dtype_of<Half> { static constexpr dsopt::dtype value = dsopt::dtype::f16; };
+
+namespace {
+
+std::size_t length(dsopt::span<const float> list) { return list.size(); }
+
+TEST(CppSpan, IsMadeFromAnythingContiguous) {
+    std::vector<float> vector(3);
+    const std::vector<float> constant(4);
+    std::array<float, 5> array{};
+    float plain[6] = {};
+    EXPECT_EQ(length(vector), 3u);
+    EXPECT_EQ(length(constant), 4u);
+    EXPECT_EQ(length(array), 5u);
+    EXPECT_EQ(length(plain), 6u);
+    EXPECT_EQ(length({plain, 2}), 2u);
+    EXPECT_EQ(length({1.f, 2.f, 3.f}), 3u);
+    EXPECT_EQ(length(std::vector<float>(7)), 7u);
+    EXPECT_EQ(length({}), 0u);
+    EXPECT_EQ(length(dsopt::span<float>(vector)), 3u);
+#if __cplusplus >= 202002L
+    EXPECT_EQ(length(std::span<float>(vector)), 3u);
+    EXPECT_EQ(length(std::span<const float, 2>(plain, 2)), 2u);
+#endif
+    const dsopt::span<float> writable = vector;
+    writable[2] = 5;
+    EXPECT_EQ(vector[2], 5);
+    EXPECT_EQ(writable.data(), vector.data());
+    EXPECT_EQ(writable.end() - writable.begin(), 3);
+    EXPECT_FALSE(writable.empty());
+    EXPECT_TRUE(dsopt::span<float>().empty());
+}
+
+TEST(CppSpan, IsNotMadeFromWhatDoesNotFit) {
+    using writable = dsopt::span<float>;
+    EXPECT_FALSE((std::is_constructible_v<writable, const std::vector<float> &>)); // would lose const
+    EXPECT_FALSE((std::is_constructible_v<writable, std::vector<float>>));         // would be gone at once
+    EXPECT_FALSE((std::is_constructible_v<writable, std::vector<double> &>));
+    EXPECT_FALSE((std::is_constructible_v<writable, int>));
+    EXPECT_TRUE((std::is_constructible_v<writable, std::vector<float> &>));
+    // A span of a base class would step wrongly over objects of a derived one.
+    struct Derived : dsopt_tensor {};
+    EXPECT_FALSE((std::is_constructible_v<dsopt::span<const dsopt_tensor>, std::vector<Derived> &>));
+}
+
+TEST(CppTensor, HasTheDtypeOfItsElements) {
+    std::vector<float> f32(3);
+    std::vector<dsopt::f16> f16(4);
+    std::vector<dsopt::bf16> bf16(5);
+    std::int32_t i32[6];
+    Half own[2];
+    EXPECT_EQ(dsopt::view(f32).data, f32.data());
+    EXPECT_EQ(dsopt::view(f32).numel, 3);
+    EXPECT_EQ(dsopt::view(f32).dtype, DSOPT_DTYPE_F32);
+    EXPECT_EQ(dsopt::view(f32.data() + 1, 2).numel, 2);
+    EXPECT_EQ(dsopt::view(f16).dtype, DSOPT_DTYPE_F16);
+    EXPECT_EQ(dsopt::view(bf16).dtype, DSOPT_DTYPE_BF16);
+    EXPECT_EQ(dsopt::view(bf16).numel, 5);
+    EXPECT_EQ(dsopt::view(i32).dtype, DSOPT_DTYPE_I32);
+    EXPECT_EQ(dsopt::view(own).dtype, DSOPT_DTYPE_F16);
+    EXPECT_EQ(dsopt::view(dsopt::span<float>(f32)).numel, 3);
+    EXPECT_EQ(dsopt::view(nullptr, 7, dsopt::dtype::bf16).numel, 7);
+    const std::vector<float> constant(8);
+    EXPECT_EQ(dsopt::read_only(constant).data, constant.data());
+    EXPECT_EQ(dsopt::read_only(constant).numel, 8);
+    EXPECT_EQ(dsopt::read_only(constant.data(), 2).numel, 2);
+    EXPECT_EQ(dsopt::view(f32).reserved, 0);
+}
+
+TEST(CppError, HasTheClassOfItsStatus) {
+    const auto thrown = [](dsopt_status status) -> const std::type_info & {
+        try {
+            dsopt::detail::fail(status, "text");
+        } catch (const dsopt::error &failure) {
+            EXPECT_EQ(failure.status(), status);
+            EXPECT_STREQ(failure.text(), "text");
+            EXPECT_STREQ(failure.name(), dsopt_status_name(status));
+            EXPECT_EQ(failure.what(), std::string(failure.name()) + ": text");
+            return typeid(failure);
+        }
+    };
+    for (const dsopt_status status : {DSOPT_ERR_ARGUMENT, DSOPT_ERR_SHAPE, DSOPT_ERR_DTYPE, DSOPT_ERR_ALIGNMENT,
+                                      DSOPT_ERR_OVERLAP, DSOPT_ERR_DEVICE, DSOPT_ERR_WORKSPACE, DSOPT_ERR_VERSION}) {
+        EXPECT_EQ(thrown(status), typeid(dsopt::argument_error)) << status;
+    }
+    EXPECT_EQ(thrown(DSOPT_ERR_UNSUPPORTED), typeid(dsopt::unsupported_error));
+    for (const dsopt_status status :
+         {DSOPT_ERR_STATE, DSOPT_ERR_BUSY, DSOPT_ERR_FORKED, DSOPT_ERR_SKIPS, DSOPT_ERR_HOOK}) {
+        EXPECT_EQ(thrown(status), typeid(dsopt::state_error)) << status;
+    }
+    EXPECT_EQ(thrown(DSOPT_ERR_NOMEM), typeid(dsopt::memory_error));
+    EXPECT_EQ(thrown(DSOPT_ERR_MISSING), typeid(dsopt::missing_error));
+    EXPECT_EQ(thrown(DSOPT_ERR_IO), typeid(dsopt::io_error));
+    EXPECT_EQ(thrown(DSOPT_ERR_INTERNAL), typeid(dsopt::error));
+    EXPECT_EQ(thrown(DSOPT_ERR_BACKEND), typeid(dsopt::backend_error));
+    EXPECT_EQ(thrown(DSOPT_ERR_COMM), typeid(dsopt::comm_error));
+    EXPECT_EQ(thrown(DSOPT_ERR_TIMEOUT), typeid(dsopt::timeout));
+    EXPECT_EQ(thrown(DSOPT_ERR_ABORTED), typeid(dsopt::aborted));
+    EXPECT_EQ(thrown(1234), typeid(dsopt::error));
+    for (const dsopt_status status : {DSOPT_ERR_FORMAT, DSOPT_ERR_CHECKSUM, DSOPT_ERR_MISMATCH}) {
+        EXPECT_EQ(thrown(status), typeid(dsopt::checkpoint_error)) << status;
+    }
+    EXPECT_TRUE((std::is_base_of_v<dsopt::comm_error, dsopt::timeout>));
+    EXPECT_TRUE((std::is_base_of_v<std::runtime_error, dsopt::error>));
+}
+
+void expect_defaults(const dsopt_group &group, std::int32_t algorithm) {
+    dsopt_group filled;
+    MUST(dsopt_group_init(&filled, sizeof filled, algorithm));
+    EXPECT_EQ(group.algorithm, algorithm);
+    EXPECT_EQ(std::memcmp(&group, &filled, sizeof group), 0) << algorithm;
+}
+
+TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
+    expect_defaults(dsopt::adam{}, DSOPT_ALGORITHM_ADAM);
+    expect_defaults(dsopt::adamw{}, DSOPT_ALGORITHM_ADAMW);
+    expect_defaults(dsopt::adam_legacy{}, DSOPT_ALGORITHM_ADAM_LEGACY);
+    expect_defaults(dsopt::lamb{}, DSOPT_ALGORITHM_LAMB);
+    expect_defaults(dsopt::onebit_adam{}, DSOPT_ALGORITHM_ONEBIT_ADAM);
+    expect_defaults(dsopt::zero_one_adam{}, DSOPT_ALGORITHM_ZERO_ONE_ADAM);
+    expect_defaults(dsopt::onebit_lamb{}, DSOPT_ALGORITHM_ONEBIT_LAMB);
+}
+
+/// Sets what every algorithm has and compares what comes of it.
+template <class Group> dsopt_group common(Group group) {
+    group.lr = 1, group.beta1 = 0.2, group.beta2 = 0.3, group.eps = 4, group.weight_decay = 5, group.max_norm = 6;
+    const dsopt_group made = group;
+    EXPECT_EQ(made.size, sizeof made);
+    EXPECT_EQ(made.lr, 1);
+    EXPECT_EQ(made.beta1, 0.2);
+    EXPECT_EQ(made.beta2, 0.3);
+    EXPECT_EQ(made.eps, 4);
+    EXPECT_EQ(made.weight_decay, 5);
+    EXPECT_EQ(made.max_norm, 6);
+    return made;
+}
+
+TEST(CppGroup, GivesEveryFieldToTheLibrary) {
+    dsopt::adam adam;
+    adam.bias_correction = false;
+    EXPECT_EQ(common(adam).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
+    dsopt::adamw adamw;
+    adamw.bias_correction = false;
+    EXPECT_EQ(common(adamw).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
+    dsopt::adam_legacy legacy;
+    legacy.eps_inside_sqrt = true;
+    EXPECT_EQ(common(legacy).flags, DSOPT_GROUP_EPS_INSIDE_SQRT);
+    dsopt::lamb lamb;
+    lamb.bias_correction = false, lamb.eps_inside_sqrt = true, lamb.min_trust = 7, lamb.max_trust = 8;
+    EXPECT_EQ(common(lamb).flags, DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT);
+    EXPECT_EQ(common(lamb).min_trust, 7);
+    EXPECT_EQ(common(lamb).max_trust, 8);
+    dsopt::onebit_adam onebit;
+    onebit.freeze_step = 9, onebit.non_freeze = true;
+    EXPECT_EQ(common(onebit).freeze_step, 9);
+    EXPECT_EQ(common(onebit).flags, DSOPT_GROUP_NON_FREEZE);
+    dsopt::zero_one_adam zero_one;
+    zero_one.freeze_step = 10, zero_one.var_interval_steps = 11, zero_one.local_interval_steps = 12;
+    zero_one.max_local_interval = 13;
+    EXPECT_EQ(common(zero_one).freeze_step, 10);
+    EXPECT_EQ(common(zero_one).var_interval_steps, 11);
+    EXPECT_EQ(common(zero_one).local_interval_steps, 12);
+    EXPECT_EQ(common(zero_one).max_local_interval, 13);
+    dsopt::onebit_lamb onebit_lamb;
+    onebit_lamb.freeze_step = 14, onebit_lamb.min_trust = 15, onebit_lamb.max_trust = 16;
+    onebit_lamb.trust_beta = 17, onebit_lamb.trust_threshold = 18;
+    onebit_lamb.trust_min_change = 19, onebit_lamb.trust_max_change = 20;
+    const dsopt_group made = common(onebit_lamb);
+    EXPECT_EQ(made.freeze_step, 14);
+    EXPECT_EQ(made.min_trust, 15);
+    EXPECT_EQ(made.max_trust, 16);
+    EXPECT_EQ(made.trust_beta, 17);
+    EXPECT_EQ(made.trust_threshold, 18);
+    EXPECT_EQ(made.trust_min_change, 19);
+    EXPECT_EQ(made.trust_max_change, 20);
+}
+
+TEST(CppLibrary, SaysWhatItIs) {
+    EXPECT_EQ(dsopt::version(), dsopt_version());
+    EXPECT_EQ(dsopt::abi_version(), DSOPT_ABI_VERSION);
+    EXPECT_NE(std::string(dsopt::build_info()).find("\"version\""), std::string::npos);
+}
+
+} // namespace

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time uses it; a second
+one gets an error.
+"""
+struct State
+    handle::Handle
+    context::Context
+    scaler::Union{Scaler,Nothing}
+    groups::Int
+    names::Vector{String}
+    sizes::Vector{Tuple{Vararg{Int}}}
+    types::Vector{DataType}
+    # Of the call that is running: kept to be filled again.
+    params::Vector{ABI.dsopt_tensor}
+    grads::Vector{ABI.dsopt_tensor}
+    arrays::Vector{Any}
+    busy::Threads.Atomic{Bool}
+end
+
+kind_of(::State) = "state"
+Base.close(state::State) = close(state.handle)
+Base.show(io::IO, state::State) =
+    print(io, "Dsopt.State of ", length(state.names), " arrays, ", sum(prod, state.sizes), " elements")
+
+"""
+    setup(rule, model; groups = [], scaler, max_norm, max_value, data, average, master, context, ...)
+
+The state of an optimizer for every array of Float32 or Float16 in `model`. No memory of the model is kept.
+
+  * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` gives the array its rule; the others have the
+    first argument's. `name` is such as `"layer1.weight"`.
+  * `scaler`: a [`Scaler`](@ref) for Float16 gradients.
+  * `max_norm`, `max_value`: clip all gradients by their norm, or each element.
+  * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average the gradients
+    in the steps that need that.
+  * `master = false`: Float16 arrays have no copy in Float32.
+  * `nonfinite`: what to do about Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
+"""
+function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing, scaler = nothing, data = nothing,
+               max_norm = 0, max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
+    haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
+    if context === nothing
+        context = scaler !== nothing ? scaler.context : data !== nothing ? data.context : Context()
+    end
+    rules = Rule[rule; [last(pair) for pair in groups]]
+    names, sizes, types, places = String[], Tuple{Vararg{Int}}[], DataType[], Int32[]
+    seen = IdDict{Any,String}()
+    walk(model, nothing) do leaf, _, path
+        haskey(seen, leaf) && throw(ArgumentError("$(name_of(path)) is the array of $(seen[leaf]): one array is one parameter"))
+        seen[leaf] = name_of(path)
+        push!(names, name_of(path))
+        push!(sizes, size(leaf))
+        push!(types, eltype(leaf))
+        chosen = findfirst(pair -> first(pair)(names[end], leaf), groups)
+        push!(places, chosen === nothing ? 0 : chosen)
+    end
+    isempty(names) && throw(ArgumentError("the model has no array of Float32 or Float16"))
+    onebit = any(rule -> rule.group.algorithm in ONEBIT, rules)
+    flags = (master ? Int32(0) : ABI.DSOPT_OPTIMIZER_NO_MASTER) |
+            (onebit && average && data !== nothing ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0))
+    handle = with_hooks(context.hooks) do
+        use(context) do ctx
+            use(scaler) do scale
+                use(data) do comm
+                    desc = ABI.dsopt_optimizer_desc(flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm,
+                                                    max_value = max_value, scaler = scale, data = comm)
+                    new_handle(out -> ABI.dsopt_optimizer_create(ctx, Ref(desc), out), ABI.dsopt_optimizer_destroy)
+                end
+            end
+        end
+    end
+    count = length(names)
+    state = State(handle, context, scaler, length(rules), names, sizes, types, fill(ABI.dsopt_tensor(), count),
+                  fill(ABI.dsopt_tensor(), count), Any[], Threads.Atomic{Bool}(false))
+    call(state) do optimizer
+        for each in rules
+            check(ABI.dsopt_optimizer_add_group(optimizer, Ref(each.group), C_NULL, 0))
+        end
+        # C has the last dimension next to one another, Julia the first.
+        dims = [Int64[reverse(size)...] for size in sizes]
+        GC.@preserve names dims begin
+            params = [ABI.dsopt_param(tensor = ABI.dsopt_tensor(C_NULL, prod(sizes[i]), dtype_of(types[i]), 0), name = pointer(names[i]),
+                                      dims = pointer(dims[i]), ndim = min(length(dims[i]), 8) == length(dims[i]) ? length(dims[i]) : 0,
+                                      group = places[i]) for i in 1:count]
+            check(ABI.dsopt_optimizer_add_params(optimizer, params, count))
+        end
+    end
+    return state
+end
+
+const NONFINITE = (auto = ABI.DSOPT_NONFINITE_AUTO, skip = ABI.DSOPT_NONFINITE_SKIP, apply = ABI.DSOPT_NONFINITE_APPLY)
+const ONEBIT = (ABI.DSOPT_ALGORITHM_ONEBIT_ADAM, ABI.DSOPT_ALGORITHM_ZERO_ONE_ADAM, ABI.DSOPT_ALGORITHM_ONEBIT_LAMB)
+
+"""`call(pointer)` on the optimizer, with what hooks leave behind thrown or told afterwards."""
+call(f::F, state::State) where {F} = with_hooks(() -> use(f, state), state.context.hooks)
+
+"""`f()` while the lists of the state belong to this task."""
+function exclusively(f::F, state::State) where {F}
+    Threads.atomic_xchg!(state.busy, true) && throw(ArgumentError("the state is in use by another task"))
+    try
+        return f()
+    finally
+        empty!(state.arrays)
+        state.busy[] = false
+    end
+end
+
+"""The lists of parameters and gradients of a model that must be as it was in `setup`."""
+function fill_lists!(state::State, model, gradient)
+    place = 0
+    walk(model, gradient) do leaf, gradient, path
+        place += 1
+        place <= length(state.names) || throw(ArgumentError("$(name_of(path)) was not in the model of setup"))
+        if size(leaf) != state.sizes[place]
+            throw(DimensionMismatch("$(state.names[place]) had size $(state.sizes[place]) in setup, and $(name_of(path)) has $(size(leaf))"))
+        elseif eltype(leaf) !== state.types[place]
+            throw(ArgumentError("$(state.names[place]) had elements of $(state.types[place]) in setup, and $(name_of(path)) has $(eltype(leaf))"))
+        end
+        push!(state.arrays, leaf)
+        state.params[place] = tensor_of(leaf)
+        if gradient === nothing
+            state.grads[place] = ABI.dsopt_tensor(C_NULL, length(leaf), dtype_of(eltype(leaf)), 0)
+        else
+            array = dense(gradient, leaf, path)
+            push!(state.arrays, array)
+            state.grads[place] = tensor_of(array)
+        end
+    end
+    place == length(state.names) || throw(ArgumentError("$(state.names[place+1]) of setup is not in this model"))
+    return nothing
+end
+
+"""
+    update!(state, model, gradients) -> (state, model)
+
+One step: the arrays of `model` change in place. `gradients` has the structure of the model; `nothing`, anywhere in it, leaves the
+arrays below as they are.
+"""
+function update!(state::State, model, gradient)
+    exclusively(state) do
+        fill_lists!(state, model, gradient)
+        params, grads, arrays = state.params, state.grads, state.arrays
+        GC.@preserve params grads arrays begin
+            step = Ref(ABI.dsopt_step(grads = pointer(grads), count = length(grads), params = pointer(params)))
+            call(state) do optimizer
+                # Hooks are Julia: with them the collector must go on counting this thread among its own.
+                check(state.context.hooks === nothing ? blocking_step(optimizer, step) : ABI.dsopt_optimizer_step(optimizer, step))
+            end
+        end
+    end
+    return state, model
+end
+
+# The keys of Rule's keywords.
+const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECAY, :epsilon => ABI.DSOPT_KEY_EPS,
+                  :max_norm => ABI.DSOPT_KEY_GROUP_MAX_NORM, :min_trust => ABI.DSOPT_KEY_MIN_TRUST,
+                  :max_trust => ABI.DSOPT_KEY_MAX_TRUST, :beta1 => ABI.DSOPT_KEY_BETA1, :beta2 => ABI.DSOPT_KEY_BETA2,
+                  :freeze_step => ABI.DSOPT_KEY_FREEZE_STEP)
+
+"""
+    adjust!(state, eta; group = nothing)
+    adjust!(state; group = nothing, eta, beta, lambda, epsilon, ...)
+
+Other hyper-parameters from the next step on, of all groups or of one: 0 is that of `setup`'s first argument, 1 the first of
+`groups`.
+"""
+adjust!(state::State, eta::Real; group = nothing) = adjust!(state; group = group, eta = eta)
+
+function adjust!(state::State; group = nothing, keywords...)
+    index = group === nothing ? ABI.DSOPT_ALL_GROUPS : Int32(group)
+    changes = Pair{Symbol,Float64}[]
+    for (keyword, value) in keywords
+        keyword === :beta ? append!(changes, [:beta1 => value[1], :beta2 => value[2]]) : push!(changes, keyword => value)
+        keyword === :beta || haskey(KEYS, keyword) || throw(ArgumentError("$keyword is no hyper-parameter that can change"))
+    end
+    call(state) do optimizer
+        for (keyword, value) in changes
+            check(ABI.dsopt_optimizer_set(optimizer, index, KEYS[keyword], value))
+        end
+    end
+    return state
+end
+
+"""
+    report(state)
+
+What happened so far, as a named tuple: `calls`, `skipped`, `last_skipped`, `loss_scale`, `grad_norm`, `first_bad` (the name of the
+first array with Inf or NaN in the last step, or `nothing`) and more. A norm that was not computed is NaN.
+"""
+function report(state::State)
+    report = Ref(ABI.dsopt_report())
+    call(state) do optimizer
+        check(ABI.dsopt_optimizer_report(optimizer, report))
+    end
+    said = report[]
+    return (calls = said.calls, skipped = said.skipped, skipped_in_row = said.skipped_in_row, last_skipped = said.last_skipped != 0,
+            nonfinite = said.nonfinite, first_bad = said.first_bad < 0 ? nothing : state.names[said.first_bad+1],
+            loss_scale = said.loss_scale, scale_used = said.scale_used, grad_norm = said.grad_norm, divisor = said.divisor,
+            state_bytes = said.state_bytes)
+end

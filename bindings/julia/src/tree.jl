@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# A model is any nesting of named tuples, tuples, dictionaries, arrays and structs around arrays of floats.
+
+const Element = isdefined(Core, :BFloat16) ? Union{Float32,Float16,Core.BFloat16} : Union{Float32,Float16}
+const Leaf = Array{<:Element}
+
+dtype_of(::Type{Float32}) = ABI.DSOPT_DTYPE_F32
+dtype_of(::Type{Float16}) = ABI.DSOPT_DTYPE_F16
+isdefined(Core, :BFloat16) && @eval dtype_of(::Type{Core.BFloat16}) = ABI.DSOPT_DTYPE_BF16
+
+"""Where in a model something is: the keys from the inside out. Text is only made of it when somebody wants to read it."""
+struct Path
+    outer::Union{Path,Nothing}
+    key::Any
+end
+
+Base.print(io::IO, path::Path) = path.outer === nothing ? print(io, path.key) : print(io, path.outer, ".", path.key)
+name_of(::Nothing) = "p" # the model is one array
+name_of(path::Path) = string(path)
+
+"""
+    children(x)
+
+The parts of a model that may hold parameters, as pairs of key and value. A method for a type of your own can leave out what is
+not trained.
+"""
+children(x::NamedTuple) = pairs(x)
+children(x::Tuple) = pairs(x)
+children(x::AbstractDict) = sort!(collect(pairs(x)); by = pair -> string(first(pair))) # an order that every process shares
+children(x::AbstractArray) = eltype(x) <: Number || eltype(x) <: AbstractString ? () : enumerate(x)
+children(::Union{Number,AbstractString,Symbol,Function,Module,Type,Nothing,Missing,AbstractRange}) = ()
+children(x::T) where {T} = isprimitivetype(T) ? () : (name => getfield(x, name) for name in fieldnames(T) if isdefined(x, name))
+
+"""What a gradient has for a child of the model. A model is followed by `nothing`, a container with the same keys, or for a struct
+a named tuple of its fields."""
+child(::Nothing, key) = nothing
+child(gradient::NamedTuple, key) = get(gradient, key, nothing)
+child(gradient::AbstractDict, key) = get(gradient, key, nothing)
+child(gradient::Union{Tuple,AbstractArray}, key) = checkbounds(Bool, 1:length(gradient), key) ? gradient[key] : nothing
+child(gradient, key) = hasproperty(gradient, key) ? getproperty(gradient, key) : nothing
+
+"""A key of a gradient that the model does not have is a gradient that would get lost."""
+function check_keys(model, gradient::Union{NamedTuple,AbstractDict,Tuple}, path)
+    known = Set(first(pair) for pair in children(model))
+    for key in keys(gradient)
+        key in known || gradient[key] === nothing || model isa Union{NamedTuple,AbstractDict,Tuple} && haskey_of(model, key) ||
+            throw(ArgumentError("there is a gradient for $(string(Path(path, key))), which is no part of the model"))
+    end
+end
+check_keys(model, gradient, path) = nothing
+
+haskey_of(model::Tuple, key) = checkbounds(Bool, 1:length(model), key)
+haskey_of(model, key) = haskey(model, key)
+
+"""`visit(leaf, gradient, path)` for each array of floats, in the model's order."""
+function walk(visit::F, model, gradient, path = nothing) where {F}
+    if model isa Leaf
+        visit(model, gradient, path)
+    elseif model isa AbstractArray{<:AbstractFloat} && !(model isa AbstractRange)
+        throw(ArgumentError("$(name_of(path)) is a $(typeof(model)): parameters are Arrays of Float32 or Float16"))
+    else
+        gradient === nothing || check_keys(model, gradient, path)
+        for (key, value) in children(model)
+            walk(visit, value, child(gradient, key), Path(path, key))
+        end
+    end
+    return nothing
+end
+
+tensor_of(array::Array{T}) where {T<:Element} = ABI.dsopt_tensor(Ptr{Cvoid}(pointer(array)), length(array), dtype_of(T), 0)
+
+"""
+A gradient as an array that the library can read: itself, or a dense copy of a lazy one (of `Adjoint` or `SubArray`, say).
+"""
+function dense(gradient, leaf, path)
+    gradient isa AbstractArray || throw(ArgumentError("the gradient of $(name_of(path)) is a $(typeof(gradient)), not an array"))
+    eltype(gradient) <: Element ||
+        throw(ArgumentError("the gradient of $(name_of(path)) has elements of $(eltype(gradient)), not Float32 or Float16"))
+    size(gradient) == size(leaf) ||
+        throw(DimensionMismatch("the gradient of $(name_of(path)) has size $(size(gradient)), the parameter $(size(leaf))"))
+    return gradient isa Leaf ? gradient : Array(gradient)
+end

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+@testset "hooks" begin
+    run_pieces(n, piece) = foreach(piece, 0:n-1)
+    calls = Ref(0)
+    counted(n, piece) = (calls[] += 1; run_pieces(n, piece))
+    steps(context) = begin
+        model = (w = values(1, 200000),)
+        state = Dsopt.setup(AdamW(0.1), model; context = context)
+        for i in 1:3
+            Dsopt.update!(state, model, (w = values(10 + i, 200000),))
+        end
+        model.w
+    end
+    @test steps(Context(threads = 3, parallel_for = counted)) == steps(Context())
+    @test calls[] > 0
+
+    # What a hook throws is thrown by the call, and the objects stay usable.
+    fail = Ref(true)
+    function sometimes(n, piece)
+        fail[] && throw(KeyError("from the hook"))
+        run_pieces(n, piece)
+    end
+    model = (w = ones(Float32, 200000),)
+    state = Dsopt.setup(AdamW(0.1), model; context = Context(threads = 2, parallel_for = sometimes))
+    problem = thrown(() -> Dsopt.update!(state, model, (w = ones(Float32, 200000),)))
+    @test problem isa KeyError && problem.key == "from the hook"
+    fail[] = false
+    Dsopt.update!(state, model, (w = ones(Float32, 200000),))
+
+    # Pieces left out: the library notices.
+    lazy = Dsopt.setup(AdamW(0.1), model; context = Context(threads = 2, parallel_for = (n, piece) -> nothing))
+    problem = thrown(() -> Dsopt.update!(lazy, model, (w = ones(Float32, 200000),)))
+    @test problem isa DsoptError && problem.name == "DSOPT_ERR_HOOK"
+
+    said = Tuple{Symbol,String}[]
+    Context(log = (level, text) -> push!(said, (level, text)), log_level = 4)
+    @test any(((level, text),) -> level === :info && occursin("cpu backend", text), said)
+    @test thrown(() -> Context(log = (level, text) -> error("no words"), log_level = 4)) isa ErrorException
+    @test thrown(() -> Comm(Context(parallel_for = run_pieces), Dsopt.local_id(), 0, 2)) isa ArgumentError
+end

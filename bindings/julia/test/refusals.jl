@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+@testset "refusals name what they are about" begin
+    model = (layer = (w = ones(Float32, 4), b = ones(Float32, 2)),)
+    state = Dsopt.setup(AdamW(0.1), model)
+    gradient(w, b = ones(Float32, 2)) = (layer = (w = w, b = b),)
+    before = deepcopy(model)
+    for (given, type, words) in (
+        (ones(Float32, 3), DimensionMismatch, r"layer\.w has size \(3,\)"),
+        (ones(Float64, 4), ArgumentError, r"layer\.w has elements of Float64"),
+        (ones(Int, 4), ArgumentError, r"layer\.w has elements of Int64"),
+        ("text", ArgumentError, r"layer\.w is a String"))
+        problem = thrown(() -> Dsopt.update!(state, model, gradient(given)))
+        @test problem isa type && occursin(words, says(problem))
+    end
+    problem = thrown(() -> Dsopt.update!(state, model, (layer = (v = ones(Float32, 4),),)))
+    @test problem isa ArgumentError && occursin("layer.v", says(problem))
+
+    # The model is not what it was.
+    resize!(model.layer.w, 7)
+    problem = thrown(() -> Dsopt.update!(state, model, gradient(ones(Float32, 7))))
+    @test problem isa DimensionMismatch && occursin("layer.w had size (4,)", says(problem))
+    resize!(model.layer.w, 4)
+    problem = thrown(() -> Dsopt.update!(state, (layer = (w = ones(Float32, 4),),), nothing))
+    @test problem isa ArgumentError && occursin("layer.b of setup", says(problem))
+    problem = thrown(() -> Dsopt.update!(state, (layer = (w = ones(Float32, 4), b = ones(Float32, 2), c = ones(Float32, 1)),), nothing))
+    @test problem isa ArgumentError && occursin("layer.c", says(problem))
+    problem = thrown(() -> Dsopt.update!(state, (layer = (w = ones(Float16, 4), b = ones(Float32, 2)),), nothing))
+    @test problem isa ArgumentError && occursin("Float16", says(problem))
+    @test model == before # and nothing has moved
+    Dsopt.update!(state, model, gradient(ones(Float32, 4)))
+    @test model != before
+
+    # What cannot be a parameter.
+    for (array, words) in ((ones(3), "Float64"), (view(ones(Float32, 9), 1:2:5), "SubArray"), (ones(Float32, 2, 2)', "Adjoint"))
+        problem = thrown(() -> Dsopt.setup(AdamW(), (a = (array,),)))
+        @test problem isa ArgumentError && occursin("a.1 is a", says(problem)) && occursin(words, says(problem))
+    end
+    @test thrown(() -> Dsopt.setup(AdamW(), (n = 3, f = sin))) isa ArgumentError
+
+    # The library's own refusals.
+    problem = thrown(() -> Dsopt.setup(AdamW(-1.0), (w = ones(Float32, 1),)))
+    @test problem isa DsoptError && problem.status == 10 && problem.name == "DSOPT_ERR_ARGUMENT" && occursin("lr", problem.text)
+    @test says(problem) == "DsoptError: $(problem.text) (DSOPT_ERR_ARGUMENT)"
+    same = ones(Float32, 3)
+    problem = thrown(() -> Dsopt.setup(AdamW(), (a = same, b = (c = same,))))
+    @test problem isa ArgumentError && occursin("b.c is the array of a", says(problem))
+    problem = thrown(() -> Dsopt.setup(AdamW(freeze_step = 3), (w = same,)))
+    @test problem isa DsoptError && occursin("freeze_step", problem.text)
+    @test thrown(() -> AdamW(rate = 1)) isa ArgumentError
+    @test thrown(() -> Dsopt.adjust!(state; momentum = 1)) isa ArgumentError
+    @test thrown(() -> Dsopt.adjust!(state; group = 5, eta = 1)) isa DsoptError
+    @test thrown(() -> Dsopt.setup(AdamW(), (w = same,); nonfinite = :ignore)) isa ArgumentError
+    @test thrown(() -> Context(threads = -1)) isa DsoptError
+end

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""AdamW as Loshchilov and Hutter write it, in Float64."""
+mutable struct ReferenceAdamW
+    eta::Float64
+    beta::Tuple{Float64,Float64}
+    lambda::Float64
+    epsilon::Float64
+    t::Int
+    m::Vector{Float64}
+    v::Vector{Float64}
+end
+ReferenceAdamW(n; eta, beta = (0.9, 0.999), lambda = 0.0, epsilon = 1e-8) =
+    ReferenceAdamW(eta, beta, lambda, epsilon, 0, zeros(n), zeros(n))
+
+function step!(rule::ReferenceAdamW, p, g)
+    rule.t += 1
+    rule.m .= rule.beta[1] .* rule.m .+ (1 - rule.beta[1]) .* g
+    rule.v .= rule.beta[2] .* rule.v .+ (1 - rule.beta[2]) .* g .^ 2
+    m = rule.m ./ (1 - rule.beta[1]^rule.t)
+    v = rule.v ./ (1 - rule.beta[2]^rule.t)
+    p .-= rule.eta .* (m ./ (sqrt.(v) .+ rule.epsilon) .+ rule.lambda .* p)
+end
+
+@testset "AdamW is the textbook's" begin
+    model = (layers = [(weight = values(1, 5, 3), bias = values(2, 5)), (weight = values(3, 2, 5), bias = nothing)], scale = values(4))
+    flat = [Float64[x...] for x in (model.layers[1].weight, model.layers[1].bias, model.layers[2].weight, model.scale)]
+    references = [ReferenceAdamW(length(x); eta = 0.01, lambda = 0.1) for x in flat]
+    state = Dsopt.setup(AdamW(eta = 0.01, lambda = 0.1), model)
+    numbers = Numbers(5)
+    for _ in 1:25
+        grads = [fill!!(numbers, similar(x)) for x in (model.layers[1].weight, model.layers[1].bias, model.layers[2].weight, model.scale)]
+        gradient = (layers = [(weight = grads[1], bias = grads[2]), (weight = grads[3], bias = nothing)], scale = grads[4])
+        result = Dsopt.update!(state, model, gradient)
+        @test result === (state, model)
+        foreach(step!, references, flat, [Float64[g...] for g in grads])
+    end
+    @test vec(model.layers[1].weight) ≈ flat[1] rtol = 1e-5
+    @test model.layers[1].bias ≈ flat[2] rtol = 1e-5
+    @test vec(model.layers[2].weight) ≈ flat[3] rtol = 1e-5
+    @test model.scale[] ≈ flat[4][1] rtol = 1e-5
+    @test Dsopt.report(state).calls == 25
+    @test Dsopt.export_state(state)["layers.1.weight.exp_avg"] ≈ reshape(references[1].m, 5, 3) rtol = 1e-5
+end
+
+# A small regression beside the reference: both must find the same line.
+@testset "training" begin
+    model = Dict("w" => zeros(Float32, 2), "b" => zeros(Float32, 1))
+    state = Dsopt.setup(AdamW(0.02), model)
+    reference, p = ReferenceAdamW(3; eta = 0.02), zeros(3)
+    for i in 0:1999
+        x = [i % 7 / 7, i % 5 / 5, 1]
+        y = 2x[1] - 3x[2] + 1
+        error = model["w"][1] * x[1] + model["w"][2] * x[2] + model["b"][1] - y
+        Dsopt.update!(state, model, Dict("w" => Float32.(error .* x[1:2]), "b" => Float32[error]))
+        step!(reference, p, (sum(p .* x) - y) .* x)
+    end
+    @test model["w"] ≈ [2, -3] atol = 0.05
+    @test [model["w"]; model["b"]] ≈ p atol = 1e-3
+end
+
+@testset "every rule steps" begin
+    for rule in (Adam, AdamW, Lamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
+        model = (w = values(6, 33),)
+        before = copy(model.w)
+        state = Dsopt.setup(rule(0.01; beta = (0.8, 0.9)), model)
+        for i in 1:3
+            Dsopt.update!(state, model, (w = values(i, 33),))
+        end
+        @test model.w != before
+        @test all(isfinite, model.w)
+    end
+end
+
+@testset "no gradient leaves arrays alone" begin
+    model = (a = (values(1, 3), values(2, 4)), b = values(3, 2))
+    before = deepcopy(model)
+    state = Dsopt.setup(Adam(0.1), model)
+    Dsopt.update!(state, model, (a = (nothing, ones(Float32, 4)), b = nothing))
+    @test model.a[1] == before.a[1] && model.b == before.b && model.a[2] != before.a[2]
+    Dsopt.update!(state, model, nothing)
+    Dsopt.update!(state, model, (b = ones(Float32, 2),))
+    @test model.a[1] == before.a[1] && model.b != before.b
+    @test vec(Dsopt.export_state(state)["optimizer.step"]) == [0, 1, 1]
+end
+
+struct Dense
+    weight::Matrix{Float32}
+    bias::Vector{Float32}
+    activation::Function
+    inputs::Int
+end
+
+@testset "structs, empty arrays, integers, lazy gradients" begin
+    model = [Dense(values(1, 3, 2), values(2, 3), tanh, 2), (rows = [1, 2], none = zeros(Float32, 0, 4))]
+    state = Dsopt.setup(AdamW(0.1), model)
+    @test state.names == ["1.weight", "1.bias", "2.none"]
+    before = copy(model[1].weight)
+    Dsopt.update!(state, model, [(weight = ones(Float32, 2, 3)', bias = view(ones(Float32, 9), 1:2:5)), nothing])
+    @test model[1].weight ≈ before .- 0.1f0
+    Dsopt.update!(state, model, (Dense(ones(Float32, 3, 2), ones(Float32, 3), tanh, 2), nothing))
+    @test model[1].weight ≈ before .- 0.2f0
+end
+
+@testset "groups and changes of hyper-parameters" begin
+    model = (w = ones(Float32, 2, 2), b = ones(Float32, 2))
+    state = Dsopt.setup(AdamW(eta = 0.5, lambda = 0.5), model; groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25)])
+    zero = (w = zeros(Float32, 2, 2), b = zeros(Float32, 2))
+    Dsopt.update!(state, model, zero)
+    @test model.w == fill(0.75f0, 2, 2) && model.b == ones(Float32, 2)
+    Dsopt.adjust!(state; group = 1, lambda = 1.0)
+    Dsopt.update!(state, model, zero)
+    @test model.w == fill(0.5625f0, 2, 2) && model.b == fill(0.75f0, 2)
+    Dsopt.adjust!(state, 0)
+    Dsopt.adjust!(state; beta = (0.5, 0.5), epsilon = 1e-6)
+    Dsopt.update!(state, model, zero)
+    @test model.w == fill(0.5625f0, 2, 2) && model.b == fill(0.75f0, 2)
+end
+
+@testset "Float16 with a loss scale" begin
+    scaler = Scaler(init = 2^20, window = 50)
+    model = (w = zeros(Float16, 3),)
+    state = Dsopt.setup(AdamW(0.02), model; scaler = scaler, max_norm = 1)
+    for i in 0:1999
+        x = Float32[i % 7 / 7, i % 5 / 5, 1]
+        error = sum(Float32.(model.w) .* x) - (2x[1] - 3x[2] + 1)
+        Dsopt.update!(state, model, (w = Float16.(clamp.(Float32(Dsopt.scale(scaler)) * error .* x, -Inf32, Inf32)),))
+    end
+    report = Dsopt.report(state)
+    @test report.skipped > 0
+    @test report.loss_scale == Dsopt.scale(scaler) > 1
+    @test Float32.(model.w) ≈ [2, -3, 1] atol = 0.1
+    @test Dsopt.export_state(state)["w.master"] ≈ Float32.(model.w) rtol = 1e-2
+    Dsopt.update!(state, model, (w = Float16[NaN, 0, 0],))
+    @test Dsopt.report(state).last_skipped && Dsopt.report(state).first_bad == "w"
+end

@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""bench.py [C-PROGRAM]: cost of one step of AdamW on 148 float32 tensors of 4 elements, medians in microseconds.
+
+  c          the C call by ctypes with nothing around it, or what C-PROGRAM (bench/call_cost) prints
+  bound      opt.step() with gradients that are bound
+  anew       opt.step(list), the same arrays as before: checked one by one
+  dict       the same as a dict by name
+  other      opt.step(list) with other arrays in each call
+
+In turns, in one process. DSOPT_LIBRARY says which library.
+"""
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import dsopt  # noqa: E402
+from dsopt import _abi as abi  # noqa: E402
+
+TENSORS, ELEMENTS, ROUNDS, CALLS = 148, 4, 60, 100
+
+
+def arrays(value):
+    return [numpy.full(ELEMENTS, value, numpy.float32) for _ in range(TENSORS)]
+
+
+def optimizer():
+    return dsopt.Optimizer({"p%d" % i: array for i, array in enumerate(arrays(1))}, dsopt.AdamW(lr=1e-3))
+
+
+def main():
+    grads, others = arrays(0.5), [arrays(0.5), arrays(0.25)]
+    raw, bound, anew, by_name, other = (optimizer() for _ in range(5))
+    bound.bind(grads=grads)
+    named = dict(zip(by_name.names, grads))
+    raw.bind(grads=grads)
+    step, handle, call = raw._bound_plain[1], raw.handle, abi.lib.dsopt_optimizer_step
+    turn = [0]
+
+    def changing():
+        turn[0] ^= 1
+        other.step(others[turn[0]])
+
+    runs = {"c": lambda: call(handle, step), "bound": bound.step, "anew": lambda: anew.step(grads),
+            "dict": lambda: by_name.step(named), "other": changing}
+    times = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    if len(sys.argv) > 1:
+        said = subprocess.run([sys.argv[1]], stdout=subprocess.PIPE, check=True, universal_newlines=True).stdout.split()
+        medians["c"] = float(said[said.index("c") + 1])
+    print("python %s, numpy %s, dsopt %s" % (sys.version.split()[0], numpy.__version__, dsopt.__version__))
+    for name, median in medians.items():
+        print("%-6s %7.1f us  %+7.1f us" % (name, median, median - medians["c"]))
+
+
+if __name__ == "__main__":
+    main()

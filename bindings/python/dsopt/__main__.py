@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m dsopt: what the library is."""
+import json
+
+from . import build_info
+
+print(json.dumps(build_info(), indent=2))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comms, and collectives that are methods of a Python object."""
+from __future__ import annotations
+
+import ctypes
+import itertools
+from ctypes import byref
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
+
+from . import _abi as abi
+from . import _hooks
+from ._errors import ArgumentError
+from ._handle import Handle, choice
+
+if TYPE_CHECKING:
+    from ._handles import Context
+
+KINDS = {"local": abi.DSOPT_COMM_KIND_LOCAL, "nccl": abi.DSOPT_COMM_KIND_NCCL, "hccl": abi.DSOPT_COMM_KIND_HCCL}
+MEMORY = {"host": abi.DSOPT_MEMORY_HOST, "backend": abi.DSOPT_MEMORY_BACKEND}
+
+
+class Comm(Handle):
+    """One rank's end of a set of ranks that communicate. Made by one of the class methods.
+
+    timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+    enqueue     NCCL, and tables of device memory: exchanges are enqueued and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
+    """
+
+    rank: int
+    ranks: int
+
+    def __init__(self, context: Context, desc: Any, *needed: object, hooked: bool = False) -> None:
+        """From a dsopt_comm_desc; the class methods fill it."""
+        self.context = context
+        self.hooked = hooked or context.hooked
+        with _hooks.gated(self):
+            self._create(abi.lib.dsopt_comm_create, context.handle, byref(desc), destroy=abi.lib.dsopt_comm_destroy,
+                         needed=(context, *needed))
+        info = self.query()
+        self.rank, self.ranks = info.rank, info.ranks
+
+    @classmethod
+    def single(cls, context: Context) -> Comm:
+        """One rank (DSOPT_COMM_KIND_SELF)."""
+        return cls(context, abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_SELF))
+
+    @staticmethod
+    def unique_id(kind: str = "local") -> bytes:
+        """The bytes that one rank makes and all ranks need: "local", "nccl" or "hccl"."""
+        number = choice("kind", kind, KINDS)
+        size = ctypes.c_size_t()
+        abi.check(abi.lib.dsopt_comm_unique_id(number, None, byref(size)))
+        id = ctypes.create_string_buffer(size.value)
+        abi.check(abi.lib.dsopt_comm_unique_id(number, id, byref(size)))
+        return id.raw[:size.value]
+
+    @classmethod
+    def _from_id(cls, context: Context, kind: int, id: bytes, rank: int, ranks: int, timeout_ms: int, flags: int = 0) -> Comm:
+        if not isinstance(id, bytes):
+            raise ArgumentError("id is %s, and must be the bytes of unique_id" % type(id).__name__, 10, "DSOPT_ERR_ARGUMENT")
+        place = ctypes.create_string_buffer(id, len(id))
+        return cls(context, abi.dsopt_comm_desc(kind=kind, rank=rank, ranks=ranks, timeout_ms=timeout_ms, flags=flags,
+                                                id=ctypes.addressof(place), id_bytes=len(id)))
+
+    @classmethod
+    def local(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
+        """Ranks are threads of this process. Collective."""
+        return cls._from_id(context, abi.DSOPT_COMM_KIND_LOCAL, id, rank, ranks, timeout_ms)
+
+    @classmethod
+    def nccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0, enqueue: bool = False) -> Comm:
+        """NCCL, by the bytes of unique_id("nccl"). Collective."""
+        return cls._from_id(context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue)
+
+    @classmethod
+    def hccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
+        """HCCL, by the bytes of unique_id("hccl"). Collective."""
+        return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms)
+
+    @classmethod
+    def native(cls, context: Context, kind: str, address: int, *, owner: object = None, timeout_ms: int = 0,
+               enqueue: bool = False) -> Comm:
+        """A communicator of the caller by its address: "nccl" (an ncclComm_t) or "hccl". `owner` is kept."""
+        choices = {"nccl": abi.DSOPT_COMM_KIND_NCCL, "hccl": abi.DSOPT_COMM_KIND_HCCL}
+        return cls(context, abi.dsopt_comm_desc(kind=choice("kind", kind, choices), native=address, timeout_ms=timeout_ms,
+                                                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue), owner)
+
+    @classmethod
+    def table(cls, context: Context, collectives: object, rank: int, ranks: int, *, memory: str = "host",
+              enqueue: bool = False) -> Comm:
+        """Collectives of a Python object. Its methods:
+
+        all_reduce(send, recv, count, dtype, op, stream)   dtype F32, F64 or I32 and op SUM or MAX as numbers of dsopt.h
+        all_to_all(send, recv, bytes_per_rank, stream)     optional
+        all_gather(send, recv, bytes_per_rank, stream)     optional
+        error()    optional, any thread: None if all is well, else a text
+        abort()    optional, any thread, more than once: makes blocked calls return
+        destroy()  optional, the last call
+
+        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when it is
+        done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError counts as one.
+        """
+        table = _table(collectives, rank, ranks, choice("memory", memory, MEMORY))
+        key = table.self
+        try:
+            return cls(context, abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table),
+                                                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue), hooked=True)
+        except BaseException:
+            _tables.pop(key, None)
+            raise
+
+    def query(self) -> Any:
+        """The dsopt_comm_info of now: rank, ranks, status, calls, bytes_sent, bytes_received, and lists by collective.
+        Any thread."""
+        info = abi.dsopt_comm_info()
+        abi.check(abi.lib.dsopt_comm_query(self.handle, byref(info)))
+        return info
+
+    def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
+        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed over."""
+        from ._functions import all_reduce  # which needs this module
+        all_reduce(self, arrays, op, stream=stream)
+
+    def abort(self) -> None:
+        """Make every blocked or later call on this comm fail. Any thread."""
+        abi.lib.dsopt_comm_abort(self.handle)
+
+
+# Tables whose `destroy` was not called yet, by the number that is their `self`: the library keeps a comm that an
+# optimizer uses, whatever becomes of its owner here. A function must not be freed while it runs, so those of destroyed
+# comms wait in `_done` for the next one.
+_tables: Dict[int, Any] = {}
+_done: List[Any] = []
+_numbers = itertools.count(1)
+
+
+def _failure(problem: BaseException) -> int:
+    return -int(abi.DSOPT_ERR_TIMEOUT if isinstance(problem, TimeoutError) else abi.DSOPT_ERR_COMM)
+
+
+def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
+    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables."""
+    _done.clear()
+    number = next(_numbers)
+    table = abi.dsopt_comm_table(self=number, rank=rank, ranks=ranks, memory=memory)
+    kinds = dict(abi.dsopt_comm_table._fields_)
+    for name in ("all_reduce", "all_to_all", "all_gather"):
+        method = getattr(collectives, name, None)
+        if method is not None:
+            setattr(table, name, kinds[name](_collective(method)))
+        elif name == "all_reduce":
+            raise ArgumentError("collectives: %s has no method all_reduce" % type(collectives).__name__, 10, "DSOPT_ERR_ARGUMENT")
+    error = getattr(collectives, "error", None)
+    if error is not None:
+        table.error = kinds["error"](_error(error))
+    abort = getattr(collectives, "abort", None)
+    if abort is not None:
+        table.abort = kinds["abort"](_hooks.reported(lambda _self: abort()))
+    destroy = getattr(collectives, "destroy", None)
+
+    def last(_self: int) -> None:
+        entry = _tables.pop(number, None)
+        if entry is not None:
+            _done.append(entry)
+        if destroy is not None:
+            destroy()
+
+    table.destroy = kinds["destroy"](_hooks.reported(last))
+    _tables[number] = table, collectives
+    return table
+
+
+def _collective(method: Callable[..., Any]) -> Callable[..., int]:
+    def call(_self: int, *arguments: Any) -> int:
+        return int(method(*arguments) or 0)
+    return _hooks.guarded(call, _failure)
+
+
+def _error(method: Callable[[], Optional[str]]) -> Callable[[int, int, int], int]:
+    def error(_self: int, text: int, capacity: int) -> int:
+        problem = method()
+        if problem is None:
+            return 0
+        said = str(problem).encode()[:max(capacity - 1, 0)] + b"\0"
+        ctypes.memmove(text, said, min(len(said), capacity))
+        return -int(abi.DSOPT_ERR_COMM)
+    return _hooks.guarded(error, _failure)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in files, and in anything that reads and writes like a binary file."""
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import byref
+from typing import Any, List, Tuple
+
+from . import _abi as abi
+from ._arrays import refuse
+from ._errors import ArgumentTypeError
+from ._hooks import guarded
+
+_KINDS = dict(abi.dsopt_io._fields_)
+
+
+def _is_path(file: Any) -> bool:
+    return isinstance(file, (str, bytes, os.PathLike))
+
+
+def _require(file: Any, *methods: str) -> None:
+    for method in methods:
+        if not callable(getattr(file, method, None)):
+            refuse("file", "is %s, which is neither a path nor a binary file: it has no %s" % (type(file).__name__, method),
+                   kind=ArgumentTypeError)
+
+
+def _failed(problem: BaseException) -> int:
+    return getattr(problem, "errno", None) or 5  # EIO
+
+
+def save(optimizer: Any, file: Any, flags: int) -> None:
+    if _is_path(file):
+        io = abi.dsopt_io(flags=flags)
+        abi.check(abi.lib.dsopt_optimizer_save(optimizer.handle, os.fsencode(file), byref(io)))
+        return
+    _require(file, "write")
+
+    def write(_user: Any, data: int, size: int) -> int:
+        left = memoryview((ctypes.c_char * size).from_address(data)) if size else memoryview(b"")
+        while len(left):
+            done = file.write(left)
+            if done is None and not hasattr(file, "fileno"):  # an object whose write returns nothing takes everything
+                break
+            if not done:
+                raise BlockingIOError("the file took nothing of %d bytes" % len(left))
+            left = left[done:]
+        return 0
+
+    io = abi.dsopt_io(flags=flags, write=_KINDS["write"](guarded(write, _failed)))
+    abi.check(abi.lib.dsopt_optimizer_save(optimizer.handle, None, byref(io)))
+
+
+def load(optimizer: Any, file: Any, flags: int) -> None:
+    if _is_path(file):
+        io = abi.dsopt_io(flags=flags)
+        abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, os.fsencode(file), byref(io)))
+        return
+    files = list(file) if isinstance(file, (list, tuple)) else None
+    if files and all(map(_is_path, files)):
+        paths = (ctypes.c_char_p * len(files))(*map(os.fsencode, files))
+        io = abi.dsopt_io(flags=flags, files=len(files), paths=ctypes.addressof(paths))
+        abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, None, byref(io)))
+        return
+    _from_objects(optimizer, [file] if files is None else files, files is not None, flags)
+
+
+def _from_objects(optimizer: Any, files: List[Any], several: bool, flags: int) -> None:
+    for file in files:
+        _require(file, "read", "seek", "tell")
+    begins_and_sizes: List[Tuple[int, int]] = []
+    for file in files:
+        begin = file.tell()
+        begins_and_sizes.append((begin, file.seek(0, os.SEEK_END) - begin))
+
+    def read(user: Any, offset: int, data: int, size: int) -> int:
+        which = (user or 1) - 1
+        file, (begin, _) = files[which], begins_and_sizes[which]
+        file.seek(begin + offset)
+        done = 0
+        while done < size:
+            part = file.read(size - done)
+            if not part:
+                raise EOFError("the file ends %d bytes early" % (size - done))
+            ctypes.memmove(data + done, part, len(part))
+            done += len(part)
+        return 0
+
+    io = abi.dsopt_io(flags=flags, read=_KINDS["read"](guarded(read, _failed)), user=1, total=begins_and_sizes[0][1] if files else 0)
+    if several:
+        users = (ctypes.c_void_p * len(files))(*range(1, len(files) + 1))
+        totals = (ctypes.c_uint64 * len(files))(*(size for _, size in begins_and_sizes))
+        io.files, io.users, io.totals = len(files), ctypes.addressof(users), ctypes.addressof(totals)
+    abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, None, byref(io)))

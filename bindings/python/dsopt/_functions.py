@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions on lists of arrays, without an optimizer."""
+from __future__ import annotations
+
+import ctypes
+import json
+from ctypes import byref
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from . import _abi as abi
+from ._arrays import FLOATS, refuse, require, tensor_of
+from ._comm import Comm
+from ._handle import choice
+from ._handles import Context, default_context
+from ._hooks import gated
+from ._params import scalars
+from ._state import array_at, aligned_zeros
+
+NORMS = {"l2": abi.DSOPT_NORM_L2, "max": abi.DSOPT_NORM_MAX}
+OPS = {"sum": abi.DSOPT_OP_SUM, "max": abi.DSOPT_OP_MAX, "mean": abi.DSOPT_OP_MEAN}
+
+
+def version() -> str:
+    """Of the library that is loaded."""
+    number = int(abi.lib.dsopt_version())
+    return "%d.%d.%d" % (number // 10000, number // 100 % 100, number % 100)
+
+
+def build_info() -> Dict[str, Any]:
+    """What the library is: version, backends and comms that work here, instruction set, ..."""
+    info: Dict[str, Any] = json.loads(abi.lib.dsopt_build_info())
+    return {**info, "library": abi.path}
+
+
+def tensors(arrays: Sequence[Any], label: str, context: Context, *, write: bool, dtypes: Sequence[int] = FLOATS,
+            stream: Optional[int] = None) -> Tuple[Any, List[Any]]:
+    """A dsopt_tensor list of any arrays, and what must be kept; None is an entry without data."""
+    structs, kept = (abi.dsopt_tensor * len(arrays))(), []
+    for i, array in enumerate(arrays):
+        if array is None:
+            structs[i].dtype = abi.DSOPT_DTYPE_F32
+            continue
+        name = "%s[%d]" % (label, i)
+        tensor = require(tensor_of(array, name, stream=stream), name, context=context, write=write, dtypes=dtypes)
+        structs[i] = tensor.struct()
+        kept.append(tensor)
+    return structs, kept
+
+
+@dataclass(frozen=True)
+class NormResult:
+    """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the first
+    array with an Inf or NaN, None without one."""
+
+    norm: float
+    coefficient: float
+    nonfinite: int
+    first_bad: Optional[int]
+
+
+def norm(arrays: Sequence[Any], *, kind: str = "l2", max_norm: float = 0, comm: Optional[Comm] = None,
+         context: Optional[Context] = None) -> NormResult:
+    """Norm and finite check of a list in one read; with a comm over all its ranks. CPU backend."""
+    result = _norm(arrays, kind, max_norm, comm, context)
+    return NormResult(result.norm, result.coefficient, result.nonfinite, None if result.first_bad < 0 else result.first_bad)
+
+
+def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm], context: Optional[Context]) -> Any:
+    context = context or (comm.context if comm is not None else default_context())
+    if context.backend != "cpu":
+        refuse("context", "works on cuda, where the result would be in memory of the device", abi.DSOPT_ERR_UNSUPPORTED)
+    structs, kept = tensors(arrays, "arrays", context, write=False)
+    result = abi.dsopt_norm_result()
+    with gated(context, comm):
+        abi.check(abi.lib.dsopt_tensors_norm(context.handle, structs, len(structs), choice("kind", kind, NORMS), max_norm,
+                                             None if comm is None else comm.handle, byref(result), None))
+    return result
+
+
+def clip(arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None, context: Optional[Context] = None) -> float:
+    """Scale a list in place so that its L2 norm is at most max_norm. Returns the norm before. CPU backend."""
+    if not max_norm > 0:
+        refuse("max_norm", "is %r, and must be positive" % (max_norm,))
+    context = context or (comm.context if comm is not None else default_context())
+    structs, kept = tensors(arrays, "arrays", context, write=True)
+    result = _norm(arrays, "l2", max_norm, comm, context)
+    if result.coefficient != 1:
+        coefficient = ctypes.c_float(result.coefficient)
+        with gated(context):
+            abi.check(abi.lib.dsopt_tensors_axpby(context.handle, byref(coefficient), structs, 0.0, structs, len(structs), None))
+    return float(result.norm)
+
+
+def axpby(a: Any, x: Sequence[Any], b: float, y: Sequence[Any], *, context: Optional[Context] = None,
+          stream: Optional[int] = None) -> None:
+    """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a number on the
+    CPU backend, elsewhere an array of one float32; None = 1."""
+    context = context or default_context()
+    if len(x) != len(y):
+        refuse("x", "has %d arrays, and y has %d" % (len(x), len(y)), abi.DSOPT_ERR_SHAPE)
+    factor, memory = scalars(a, "a", 1, context, stream=stream)
+    sources, kept = tensors(x, "x", context, write=False, stream=stream)
+    targets, kept_too = tensors(y, "y", context, write=True, stream=stream)
+    with gated(context):
+        abi.check(abi.lib.dsopt_tensors_axpby(context.handle, factor, sources, b, targets, len(sources), stream))
+
+
+def clamp(arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
+    """Clip every element to [-limit, limit], in place. NaN stays."""
+    context = context or default_context()
+    structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
+    with gated(context):
+        abi.check(abi.lib.dsopt_tensors_clamp(context.handle, structs, len(structs), limit, stream))
+
+
+def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
+    """Set every element to zero."""
+    context = context or default_context()
+    structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
+    with gated(context):
+        abi.check(abi.lib.dsopt_zero_grad(context.handle, structs, len(structs), abi.DSOPT_ZERO_FILL, stream))
+
+
+def all_reduce(comm: Comm, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
+    """Comm.all_reduce."""
+    structs, kept = tensors(arrays, "arrays", comm.context, write=True, stream=stream)
+    number = choice("op", op, OPS)
+    with gated(comm):
+        abi.check(abi.lib.dsopt_comm_all_reduce(comm.handle, structs, len(structs), number, stream))
+
+
+class CompressedAllReduce:
+    """Error-compensated 1-bit mean over the ranks of a comm of lists with the sizes of `arrays`: docs/onebit.md.
+
+    It keeps what this rank owes from call to call, in host memory. CPU backend.
+    """
+
+    def __init__(self, comm: Comm, arrays: Sequence[Any], *, compat: str = "none", node: Optional[Comm] = None) -> None:
+        if comm.context.backend != "cpu":
+            refuse("comm", "works on cuda, and the buffers would be in host memory", abi.DSOPT_ERR_UNSUPPORTED)
+        self._comm, self._node = comm, node
+        structs, _ = tensors(arrays, "arrays", comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
+        self._numels = [struct.numel for struct in structs]
+        self._args = abi.dsopt_compressed(
+            tensors=ctypes.addressof(structs), count=len(structs), node=None if node is None else node.handle,
+            compat=choice("compat", compat, {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}))
+        worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
+        abi.check(abi.lib.dsopt_compressed_sizes(comm.handle, byref(self._args), byref(worker), byref(server), byref(space)))
+        (self._args.worker_error, self._args.server_error, self._args.workspace), self._memory = \
+            aligned_zeros([4 * worker.value, 4 * server.value, space.value])
+        self._args.workspace_bytes = space.value
+        self.worker_error = array_at(self._args.worker_error, abi.DSOPT_DTYPE_F32, (worker.value,), self._memory)
+        """Sums and scales; `errors` makes the errors."""
+        self.server_error = array_at(self._args.server_error, abi.DSOPT_DTYPE_F32, (server.value,), self._memory)
+
+    def __call__(self, arrays: Sequence[Any]) -> None:
+        """Overwrite the arrays with their mean. Collective."""
+        structs, kept = tensors(arrays, "arrays", self._comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
+        if [struct.numel for struct in structs] != self._numels:
+            refuse("arrays", "has other sizes than at the start", abi.DSOPT_ERR_SHAPE)
+        self._args.tensors = ctypes.addressof(structs)
+        with gated(self._comm, self._node):
+            abi.check(abi.lib.dsopt_compressed_allreduce(self._comm.handle, byref(self._args)))

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithms with their hyper-parameters. The defaults are the library's, dsopt_group_init."""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Tuple
+
+from . import _abi as abi
+from ._errors import ArgumentTypeError
+
+_FLAGS = {"eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT, "non_freeze": abi.DSOPT_GROUP_NON_FREEZE}
+
+
+@dataclass
+class Group:
+    """Hyper-parameters of some parameters. `max_norm` clips by the norm of this group's gradients alone; 0 = off."""
+
+    algorithm: ClassVar[int]
+    lr: float = 1e-3
+    betas: Tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+
+    def struct(self) -> Any:
+        """As a dsopt_group."""
+        group = abi.dsopt_group()
+        abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), self.algorithm))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                if field.name == "betas":
+                    group.beta1, group.beta2 = value
+                elif field.name == "bias_correction":
+                    group.flags |= 0 if value else abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+                elif field.name in _FLAGS:
+                    group.flags |= _FLAGS[field.name] if value else 0
+                else:
+                    setattr(group, field.name, value)
+            except (TypeError, ValueError) as problem:
+                raise ArgumentTypeError("%s of %s is %r: %s" % (field.name, type(self).__name__, value, problem),
+                                        10, "DSOPT_ERR_ARGUMENT") from problem
+        return group
+
+
+@dataclass
+class Adam(Group):
+    """Weight decay as L2."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM
+    bias_correction: bool = True
+
+
+@dataclass
+class AdamW(Group):
+    """Decoupled weight decay."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAMW
+    bias_correction: bool = True
+
+
+@dataclass
+class AdamLegacy(Group):
+    """The first fused Adam of apex: eps acts on the uncorrected variance."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM_LEGACY
+    bias_correction: bool = True
+    eps_inside_sqrt: bool = False
+
+
+@dataclass
+class Lamb(Group):
+    """Adam with one trust ratio per tensor."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LAMB
+    min_trust: float = 0.01
+    max_trust: float = 10.0
+    bias_correction: bool = True
+    eps_inside_sqrt: bool = False
+
+
+@dataclass
+class OnebitAdam(Group):
+    """1-bit Adam. `non_freeze`: never compressed."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
+    freeze_step: int = 100000
+    non_freeze: bool = False
+
+
+@dataclass
+class ZeroOneAdam(Group):
+    """0/1 Adam."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
+    freeze_step: int = 100000
+    var_interval_steps: int = 16
+    local_interval_steps: int = 32678
+    max_local_interval: int = 16
+
+
+@dataclass
+class OnebitLamb(Group):
+    """1-bit LAMB."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
+    min_trust: float = 0.01
+    max_trust: float = 10.0
+    freeze_step: int = 100000
+    trust_beta: float = 0.9
+    trust_threshold: float = 0.1
+    trust_min_change: float = 0.5
+    trust_max_change: float = 4.0
+
+
+
+class GroupView:
+    """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on."""
+
+    def __init__(self, optimizer: Any, index: int) -> None:
+        self._optimizer, self._index = optimizer, index
+
+    def _get(self, key: int) -> float:
+        value = ctypes.c_double()
+        abi.check(abi.lib.dsopt_optimizer_get(self._optimizer.handle, self._index, key, ctypes.byref(value)))
+        return value.value
+
+    def _set(self, key: int, value: float) -> None:
+        abi.check(abi.lib.dsopt_optimizer_set(self._optimizer.handle, self._index, key, value))
+
+    @property
+    def betas(self) -> Tuple[float, float]:
+        return self._get(abi.DSOPT_KEY_BETA1), self._get(abi.DSOPT_KEY_BETA2)
+
+    @betas.setter
+    def betas(self, value: Tuple[float, float]) -> None:
+        before = self.betas
+        self._set(abi.DSOPT_KEY_BETA1, value[0])
+        try:
+            self._set(abi.DSOPT_KEY_BETA2, value[1])
+        except BaseException:
+            self._set(abi.DSOPT_KEY_BETA1, before[0])
+            raise
+
+    @property
+    def algorithm(self) -> int:
+        """enum dsopt_algorithm."""
+        return int(self._get(abi.DSOPT_KEY_ALGORITHM))
+
+    def __repr__(self) -> str:
+        kind = next((kind.__name__ for kind in ALGORITHMS if kind.algorithm == self.algorithm), "group")
+        return "<%s lr=%g betas=%r eps=%g weight_decay=%g>" % (kind, self.lr, self.betas, self.eps, self.weight_decay)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate."""
+        return self._get(abi.DSOPT_KEY_LR)
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_LR, value)
+
+    @property
+    def eps(self) -> float:
+        return self._get(abi.DSOPT_KEY_EPS)
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_EPS, value)
+
+    @property
+    def weight_decay(self) -> float:
+        return self._get(abi.DSOPT_KEY_WEIGHT_DECAY)
+
+    @weight_decay.setter
+    def weight_decay(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_WEIGHT_DECAY, value)
+
+    @property
+    def max_norm(self) -> float:
+        """Clip by the norm of this group's gradients. 0 = off."""
+        return self._get(abi.DSOPT_KEY_GROUP_MAX_NORM)
+
+    @max_norm.setter
+    def max_norm(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_GROUP_MAX_NORM, value)
+
+    @property
+    def min_trust(self) -> float:
+        """LAMB."""
+        return self._get(abi.DSOPT_KEY_MIN_TRUST)
+
+    @min_trust.setter
+    def min_trust(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_MIN_TRUST, value)
+
+    @property
+    def max_trust(self) -> float:
+        """LAMB."""
+        return self._get(abi.DSOPT_KEY_MAX_TRUST)
+
+    @max_trust.setter
+    def max_trust(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_MAX_TRUST, value)
+
+    @property
+    def bias_correction(self) -> bool:
+        return bool(self._get(abi.DSOPT_KEY_BIAS_CORRECTION))
+
+    @bias_correction.setter
+    def bias_correction(self, value: bool) -> None:
+        self._set(abi.DSOPT_KEY_BIAS_CORRECTION, value)
+
+    @property
+    def eps_inside_sqrt(self) -> bool:
+        """LAMB and AdamLegacy."""
+        return bool(self._get(abi.DSOPT_KEY_EPS_INSIDE_SQRT))
+
+    @eps_inside_sqrt.setter
+    def eps_inside_sqrt(self, value: bool) -> None:
+        self._set(abi.DSOPT_KEY_EPS_INSIDE_SQRT, value)
+
+
+ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, OnebitAdam, ZeroOneAdam, OnebitLamb)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owner of a handle of the library.
+
+A handle is destroyed when its owner is closed or collected. The library keeps alive what a handle was made from, so owners may
+go in any order. Nothing is destroyed at interpreter exit, because a thread may be inside a call then.
+"""
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
+
+from . import _abi as abi
+from ._errors import ArgumentError, StateError
+
+H = TypeVar("H", bound="Handle")
+
+
+def choice(parameter: str, value: Any, choices: Dict[str, int]) -> int:
+    """The number of a word."""
+    if isinstance(value, str) and value in choices:
+        return choices[value]
+    raise ArgumentError("%s is %r, and must be one of %s" % (parameter, value, ", ".join(map(repr, choices))), 10, "DSOPT_ERR_ARGUMENT")
+
+
+class Handle:
+    """Owns one handle. `hooked` says that calls with it may lead to a Python function."""
+
+    _handle: Optional[int]
+    hooked = False
+
+    def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
+        """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it borrows."""
+        assert handle.value is not None
+        self._handle = handle.value
+        self._finalizer = weakref.finalize(self, _destroy, destroy, handle.value, needed)
+        self._finalizer.atexit = False
+
+    def _create(self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]) -> None:
+        """Own what `create` makes with these arguments."""
+        handle = ctypes.c_void_p()
+        status = create(*arguments, ctypes.byref(handle))
+        if not status:
+            self._own(handle, destroy, *needed)
+        abi.check(status)  # a hook may have raised even so
+
+    @property
+    def handle(self) -> int:
+        """Address for the library. StateError once it is closed."""
+        if self._handle is None:
+            raise StateError("this %s is closed" % type(self).__name__, 19, "DSOPT_ERR_STATE")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    def close(self) -> None:
+        """Release the handle now. No other thread may be in a call with it."""
+        self._handle = None
+        self._finalizer()
+
+    def __enter__(self: H) -> H:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        raise TypeError("a dsopt.%s cannot be pickled or copied: it belongs to this process. Make a new one, and take over "
+                        "the state by save and load" % type(self).__name__)
+
+
+def _destroy(destroy: Callable[[int], None], handle: int, needed: Tuple[object, ...]) -> None:
+    destroy(handle)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts and loss scalers."""
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import byref
+from typing import Any, Callable, Optional, Tuple
+
+from . import _abi as abi
+from . import _hooks
+from ._comm import Comm
+from ._errors import ArgumentError
+from ._handle import Handle, choice
+
+__all__ = ["Comm", "Context", "Handle", "Scaler"]
+ParallelFor = Callable[[int, Callable[[int], None]], object]
+
+
+class Context(Handle):
+    """Backend, device and hooks. Serves any number of threads.
+
+    backend       "cpu" or "cuda"
+    device        CUDA ordinal
+    threads       workers of a step; 0 = number of cores
+    parallel_for  thread pool: called as parallel_for(n, body), it runs body(i) once for every i in range(n), in any
+                  order and on any thread, and returns when all are done. The calling thread must run pieces too.
+    log           called as log(level, text); level 1 = error, 2 = warn, 3 = info, 4 = trace
+    log_level     highest level passed to log; 0 = the environment's DSOPT_LOG, else warn
+    chunk         smallest piece of work in elements, a multiple of 4096
+    check_pointers  CUDA, for debugging: each step asks the driver to which device each pointer belongs
+    """
+
+    def __init__(self, backend: str = "cpu", device: int = 0, threads: int = 0, *, parallel_for: Optional[ParallelFor] = None,
+                 log: Optional[Callable[[int, str], object]] = None, log_level: int = 0, chunk: int = 0,
+                 check_pointers: bool = False) -> None:
+        self.backend, self.device = backend, device
+        desc = abi.dsopt_context_desc(
+            backend=choice("backend", backend, {"cpu": abi.DSOPT_BACKEND_CPU, "cuda": abi.DSOPT_BACKEND_CUDA}),
+            device=device, threads=threads, log_level=log_level, chunk=chunk,
+            flags=abi.DSOPT_CONTEXT_CHECK_POINTERS if check_pointers else 0)
+        hooks = []
+        candidates: Tuple[Tuple[str, Any, Any], ...] = (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log))
+        for name, function, make in candidates:
+            if function is not None:
+                if not callable(function):
+                    raise ArgumentError("%s is not callable" % name, 10, "DSOPT_ERR_ARGUMENT")
+                hooks.append(make(function))
+                setattr(desc, name, hooks[-1])
+        self.hooked = bool(hooks)
+        self.hooks = tuple(hooks)  # what is made from a context has it as `needed`, and with it these
+        self._create(abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks)
+
+
+PROFILES = {"default": abi.DSOPT_PROFILE_DEFAULT, "fused": abi.DSOPT_PROFILE_FUSED, "unfused": abi.DSOPT_PROFILE_UNFUSED,
+            "dynamic": abi.DSOPT_PROFILE_DYNAMIC}
+
+
+class Scaler(Handle):
+    """A loss scale. The fields are those of dsopt_scaler_desc; 0 = the profile's value."""
+
+    def __init__(self, context: Context, *, profile: str = "default", init: float = 0, factor: float = 0, min: float = 0,
+                 max: float = 0, window: int = 0, hysteresis: int = 0, static: bool = False, refill: bool = False,
+                 fail_at_min: bool = False, keep_at_min: bool = False, shared: bool = False,
+                 growth_at_window: bool = False) -> None:
+        self.context, self.hooked = context, context.hooked
+        desc = abi.dsopt_scaler_desc(
+            profile=choice("profile", profile, PROFILES), init=init, factor=factor, min=min, max=max, window=window,
+            hysteresis=hysteresis,
+            flags=abi.DSOPT_SCALER_STATIC * static | abi.DSOPT_SCALER_REFILL * refill |
+            abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min |
+            abi.DSOPT_SCALER_SHARED * shared | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window)
+        self._create(abi.lib.dsopt_scaler_create, context.handle, byref(desc), destroy=abi.lib.dsopt_scaler_destroy, needed=(context,))
+
+    def query(self) -> Any:
+        """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,
+        skipped_in_row. Waits for the device."""
+        info = abi.dsopt_scaler_info()
+        abi.check(abi.lib.dsopt_scaler_query(self.handle, byref(info)))
+        return info
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by. Setting it sets the scaler's own value."""
+        return float(self.query().scale)
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        abi.check(abi.lib.dsopt_scaler_set(self.handle, abi.DSOPT_SCALE_VALUE, value, None))
+
+    def override(self, value: Optional[float], *, stream: Optional[int] = None) -> None:
+        """A scale that is used in place of the scaler's own; None clears it."""
+        what = abi.DSOPT_SCALE_CLEAR_OVERRIDE if value is None else abi.DSOPT_SCALE_OVERRIDE
+        abi.check(abi.lib.dsopt_scaler_set(self.handle, what, value or 0, stream))
+
+    def detach(self) -> None:
+        """Let go of the optimizers that were made with this scaler."""
+        abi.check(abi.lib.dsopt_scaler_detach(self.handle))
+
+    def update(self, overflow: Optional[bool] = None, *, stream: Optional[int] = None) -> None:
+        """One transition, once per iteration. None: what the optimizers recorded. CPU backend where it is a bool."""
+        word = None if overflow is None else ctypes.c_int32(overflow)
+        if word is not None and self.context.backend != "cpu":
+            raise ArgumentError("overflow: only None on this backend", 10, "DSOPT_ERR_ARGUMENT")
+        abi.check(abi.lib.dsopt_scaler_update(self.handle, None if word is None else byref(word), stream))
+
+    @property
+    def device_scale(self) -> int:
+        """Address of the scale, one float in backend memory, for the life of the scaler."""
+        return int(abi.lib.dsopt_scaler_device_scale(self.handle))
+
+
+_default: Tuple[int, Optional[Context]] = (0, None)
+
+
+def default_context() -> Context:
+    """The CPU with every default, one per process: that of the parent is of no use after a fork."""
+    global _default
+    pid, context = _default
+    if context is None or pid != os.getpid() or context.closed:
+        context = Context()
+        _default = os.getpid(), context
+    return context

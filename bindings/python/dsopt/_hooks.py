@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python functions that the library calls: what they raise, and the end of the interpreter.
+
+A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle of the
+library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes, and
+exit waits for those inside.
+"""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+import types
+from typing import Any, Callable, TypeVar
+
+from . import _abi as abi
+from ._errors import StateError
+
+T = TypeVar("T")
+EXIT_WAIT = 30.0  # seconds; a call that takes longer is left to its fate
+
+
+class Gate:
+    """`with gate:` around a call that may lead to a Python function."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._inside = 0
+        self._closed = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._closed:
+                raise StateError("the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE")
+            self._inside += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        end = time.monotonic() + EXIT_WAIT
+        with self._changed:
+            self._closed = True
+            while self._inside and time.monotonic() < end:
+                self._changed.wait(end - time.monotonic())
+
+
+gate = Gate()
+atexit.register(gate.close)
+os.register_at_fork(after_in_child=gate._reset)  # the threads that were inside are not in the child
+
+
+def gated(*owners: Any) -> Any:
+    """The gate if a call with one of these handles may lead to a Python function."""
+    return gate if any(owner is not None and owner.hooked for owner in owners) else contextlib.nullcontext()
+
+
+def keep(problem: BaseException) -> None:
+    """For a hook that may not raise: `abi.check` raises it behind the call. The first one counts."""
+    abi.raised.setdefault(threading.get_ident(), problem)
+
+
+def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) -> Callable[..., T]:
+    """`function`, with what it raises kept, and the result that tells the library of it."""
+    @functools.wraps(function)
+    def hook(*arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except BaseException as problem:  # KeyboardInterrupt and SystemExit too: nothing may pass through C
+            keep(problem)
+            return failed(problem)
+    return hook
+
+
+def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
+    """For hooks that come at any time, also outside of a call that could raise: as exceptions in a destructor."""
+    @functools.wraps(function)
+    def hook(argument: Any) -> None:
+        try:
+            function(argument)
+        except BaseException as problem:
+            sys.unraisablehook(types.SimpleNamespace(
+                exc_type=type(problem), exc_value=problem, exc_traceback=problem.__traceback__,
+                err_msg="Exception ignored in a method of a dsopt comm", object=function))
+    return hook
+
+
+def parallel_for(run: Callable[[int, Callable[[int], None]], object]) -> Any:
+    """A dsopt_parallel_for that calls run(n, body), where body(i) runs piece i."""
+    def hook(_user: Any, n: int, body: Callable[[Any, int], None], arg: Any) -> None:
+        active = True
+
+        def piece(i: int) -> None:
+            if not active:
+                raise StateError("a piece of work was run after parallel_for had returned", 23, "DSOPT_ERR_HOOK")
+            if not 0 <= i < n:
+                raise IndexError("parallel_for: there are %d pieces, and number %d was run" % (n, i))
+            body(arg, i)
+
+        try:
+            run(n, piece)
+        finally:
+            active = False
+    return abi.dsopt_parallel_for(guarded(hook, lambda problem: None))
+
+
+def log(write: Callable[[int, str], object]) -> Any:
+    """The `log` of a context that calls write(level, text)."""
+    kinds = dict(abi.dsopt_context_desc._fields_)
+    return kinds["log"](guarded(lambda _user, level, text: _nothing(write(level, text.decode("utf-8", "replace"))),
+                                lambda problem: None))
+
+
+def _nothing(_: object) -> None:
+    return None

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer."""
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from . import _abi as abi
+from ._arrays import DTYPE_SIZES, refuse, require, tensor_of
+from ._comm import Comm
+from ._errors import ArgumentTypeError, error_of
+from ._files import load, save
+from ._groups import Group, GroupView
+from ._handle import Handle, choice
+from ._handles import Context, Scaler, default_context
+from ._hooks import gate, gated
+from ._lists import TensorList
+from ._params import Arrays, Param, in_order, named, scalars
+from ._report import Report, report_of
+from ._state import State, allocate, structs_of
+
+COMPAT = {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}
+NONFINITE = {"auto": abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
+MASTERS = {"per_tensor": abi.DSOPT_MASTERS_PER_TENSOR, "flat": abi.DSOPT_MASTERS_FLAT}
+REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed", abi.DSOPT_REDUCTION_LOCAL: "local"}
+PARTS = {"masters": abi.DSOPT_RESET_MASTERS, "moments": abi.DSOPT_RESET_MOMENTS, "counters": abi.DSOPT_RESET_COUNTERS,
+         "grads": abi.DSOPT_RESET_GRADS, "errors": abi.DSOPT_RESET_ERRORS}
+Values = Union[float, Sequence[float], Any]
+
+
+def _setting(key: int, kind: type, text: str) -> property:
+    """A hyper-parameter of the whole optimizer."""
+    def get(self: Any) -> Any:
+        return kind(self._all._get(key))
+
+    def put(self: Any, value: Any) -> None:
+        self._all._set(key, value)
+    return property(get, put, doc=text)
+
+
+class Optimizer(Handle):
+    """Updates parameters in place.
+
+        opt = dsopt.Optimizer({"w": w, "b": b}, dsopt.AdamW(lr=1e-3))
+        opt.step({"w": gw, "b": gb})
+
+    params     dict of names and arrays, or a list of arrays; float32, float16 or bfloat16. The arrays are kept.
+    group      algorithm and hyper-parameters of `params`. Further ones: add_group.
+    context    None = CPU with every default
+    scaler     loss scaling
+    data, model, experts, node   comms, see dsopt_optimizer_desc
+    max_norm   clip by the norm of all gradients; 0 = off
+    max_value  clip every element; 0 = off
+    compat     "none" or "deepspeed" (docs/compat.md)
+    nonfinite  what a step does about Inf and NaN: "auto", "skip" or "apply"
+
+    The rest is named as in dsopt.h. One thread at a time; another one gets StateError.
+    """
+
+    def __init__(self, params: Optional[Arrays] = None, group: Optional[Group] = None, *, context: Optional[Context] = None,
+                 scaler: Optional[Scaler] = None, data: Optional[Comm] = None, model: Optional[Comm] = None,
+                 experts: Sequence[Comm] = (), node: Optional[Comm] = None, max_norm: float = 0, max_value: float = 0,
+                 compat: str = "none", nonfinite: str = "auto", masters: str = "per_tensor", no_master: bool = False,
+                 report_norms: bool = False, stochastic_rounding: bool = False, accumulate: bool = False, timing: bool = False,
+                 averages: bool = False, check_ranks: bool = False, momentum_bits: bool = False, skip_budget: int = 0,
+                 seed: int = 0) -> None:
+        self.context = context if context is not None else default_context()
+        self.scaler, self.data = scaler, data
+        comms = [comm for comm in (data, model, node, *experts) if comm is not None]
+        self.hooked = self.context.hooked or any(comm.hooked for comm in comms)
+        expert_handles = (ctypes.c_void_p * len(experts))(*[comm.handle for comm in experts])
+        flags = (abi.DSOPT_OPTIMIZER_NO_MASTER * no_master | abi.DSOPT_OPTIMIZER_REPORT_NORMS * report_norms |
+                 abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING * stochastic_rounding | abi.DSOPT_OPTIMIZER_ACCUMULATE * accumulate |
+                 abi.DSOPT_OPTIMIZER_TIMING * timing | abi.DSOPT_OPTIMIZER_AVERAGES * averages |
+                 abi.DSOPT_OPTIMIZER_CHECK_RANKS * check_ranks | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * momentum_bits)
+        desc = abi.dsopt_optimizer_desc(
+            compat=choice("compat", compat, COMPAT), flags=flags, nonfinite=choice("nonfinite", nonfinite, NONFINITE),
+            masters=choice("masters", masters, MASTERS), max_norm=max_norm, max_value=max_value, scaler=_handle(scaler),
+            data=_handle(data), model=_handle(model), experts=ctypes.addressof(expert_handles) if experts else None,
+            expert_count=len(experts), skip_budget=skip_budget, seed=seed, node=_handle(node))
+        # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
+        self._needed = (self.context, scaler, *comms)
+        with gated(self):
+            self._create(abi.lib.dsopt_optimizer_create, self.context.handle, byref(desc), destroy=abi.lib.dsopt_optimizer_destroy,
+                         needed=self._needed)
+        self._exclusive = Exclusive()
+        self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
+        self._group_count = 0
+        self._names: List[str] = []
+        self._shapes: List[Tuple[int, ...]] = []
+        self._arrays: List[Any] = []  # parameters, kept while they are bound
+        self._bound_state: Any = None
+        self._relist()
+        if params is not None:
+            if group is None:
+                refuse("group", "is missing: an algorithm, such as AdamW(lr=1e-3)")
+            self.add_group(group, params)
+
+    # ------------------------------------------------------------------------------------------- groups and parameters
+    def add_group(self, group: Group, params: Arrays = ()) -> None:
+        """Append a group and its parameters. State that is there is kept."""
+        if not isinstance(group, Group):
+            refuse("group", "is %s, and must be an algorithm, such as AdamW(lr=1e-3)" % type(group).__name__,
+                   kind=ArgumentTypeError)
+        pairs = named(params, len(self._names))
+        structs, kept = self._structs(pairs, [0] * len(pairs))
+        data = group.struct()
+        with self._exclusive:
+            abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
+            self._group_count += 1
+            self._registered(pairs)
+
+    def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
+        """Append parameters to groups that are there: one index, or one per parameter."""
+        pairs = named(params, len(self._names))
+        groups = [group] * len(pairs) if isinstance(group, int) else list(group)
+        if len(groups) != len(pairs):
+            refuse("group", "has %d indices for %d parameters" % (len(groups), len(pairs)), abi.DSOPT_ERR_SHAPE)
+        structs, kept = self._structs(pairs, groups)
+        with self._exclusive:
+            abi.check(abi.lib.dsopt_optimizer_add_params(self.handle, structs, len(pairs)))
+            self._registered(pairs)
+
+    def _structs(self, pairs: List[Tuple[str, Param]], groups: List[int]) -> Tuple[Any, Any]:
+        made = [param.struct(name, self.context, group) for (name, param), group in zip(pairs, groups)]
+        return (abi.dsopt_param * len(made))(*[struct for struct, _ in made]), made
+
+    def _registered(self, pairs: List[Tuple[str, Param]]) -> None:
+        self._names += [name for name, _ in pairs]
+        self._shapes += [tuple(param.shape) for _, param in pairs]
+        self._arrays += [param.array for _, param in pairs]
+        self._relist()
+
+    def _relist(self) -> None:
+        """Lists are as long as the parameters are many. What was bound beyond the parameters must be bound again."""
+        self._grads = self._list("grads")
+        self._plain = self._step_of(self._grads)
+        self._bound_grads: Any = None
+        # Keeps exports of buffers and DLPack capsules, and pins arrays of NumPy: resizing one would free bound memory.
+        self._pinned = self._list("params")
+        self._params_kept = self._pinned.fill(self._arrays)
+
+    def _step_of(self, grads: TensorList) -> Tuple[Any, Any]:
+        """A dsopt_step with these gradients, and a reference to it."""
+        step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self._names))
+        return step, byref(step)
+
+    def _list(self, label: str, write: bool = False) -> TensorList:
+        return TensorList(label, self._names, self._shapes, self.context, write=write)
+
+    @property
+    def params(self) -> Dict[str, Any]:
+        """The bound arrays by name, in flat order; None without memory."""
+        return dict(zip(self._names, self._arrays))
+
+    @property
+    def groups(self) -> List[GroupView]:
+        """Hyper-parameters group by group: `opt.groups[0].lr = 1e-4`."""
+        return [GroupView(self, i) for i in range(self._group_count)]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of group 0. Setting it sets that of all groups."""
+        return self._all.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._all.lr = value
+
+    max_norm = _setting(abi.DSOPT_KEY_MAX_NORM, float, "Clip by the norm of all gradients. 0 = off.")
+    max_value = _setting(abi.DSOPT_KEY_MAX_VALUE, float, "Clip every element. 0 = off.")
+    skip_budget = _setting(abi.DSOPT_KEY_SKIP_BUDGET, int, "So many steps may be skipped in a row. Setting it forgives those so far.")
+    calls = _setting(abi.DSOPT_KEY_CALLS, int, "Steps so far, skipped ones included.")
+    freeze_step = _setting(abi.DSOPT_KEY_FREEZE_STEP, int, "The 1-bit family: last step that changes the variance.")
+
+    # ------------------------------------------------------------------------------------------------------------ step
+    def bind(self, *, params: Optional[Arrays] = None, grads: Optional[Arrays] = None,
+             state: Optional[Mapping[str, Any]] = None) -> None:
+        """Say where parameters, gradients or state are from now on. The arrays are kept, and their addresses not
+        asked for again: an array that is moved or resized by its owner must be bound again. NumPy refuses to resize them.
+        Contents are not changed: bound state must hold its values, from init_state or from a saved state."""
+        with self._exclusive:
+            if params is not None:
+                arrays = in_order("params", params, self._names)
+                new = self._list("params", write=True)
+                kept = new.fill(arrays)
+                abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_PARAMS, new.struct, len(self._names)))
+                self._pinned, self._arrays, self._params_kept = new, list(arrays), kept
+            if grads is not None:
+                arrays = in_order("grads", grads, self._names, missing=True)
+                self._bound = self._list("grads")
+                self._bound_kept = self._bound.fill(arrays)
+                self._bound_plain, self._bound_grads = self._step_of(self._bound), arrays
+            if state is not None:
+                structs, kept_state = structs_of(self, state)
+                abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
+                self._bound_state = kept_state
+
+    def step(self, grads: Optional[Arrays] = None, *, lr: Optional[Values] = None, hyper: Any = None,
+             grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,
+             out: Optional[Arrays] = None, params: Optional[Arrays] = None, report: Any = None, zero_grads: bool = False,
+             out_only: bool = False, delta: bool = False, accumulated: bool = False, no_nan: bool = False,
+             stream: Optional[int] = None) -> None:
+        """Update every parameter that has a gradient, once.
+
+        grads       dict by name (those that lack stay as they are) or list in flat order (None = no gradient). None =
+                    those that are bound. On a device their memory belongs to the stream until it has passed the step.
+        lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend memory
+        hyper       one row of 8 float32 per group, see enum dsopt_hyper_place
+        grad_scale  gradients are this much too large
+        skip        nonzero = skip this step
+        grad_norms  norms of the gradients, one per group, where they are known
+        out         new weights, also rounded to these arrays' dtypes; with out_only they go nowhere else, with delta
+                    it gets new - old
+        params      where the parameters are in this call
+        report      gets DSOPT_REPORT_FLOATS float32
+        zero_grads  set gradients to zero in the same pass
+        accumulated the gradients are those of `accumulate`
+
+        What is a scalar may be a number on the CPU backend, and is an array in memory of the device elsewhere.
+        """
+        with self._exclusive:
+            flags = zero_grads | out_only << 1 | delta << 2 | accumulated << 3 | no_nan << 4
+            if grads is not None:
+                arrays = in_order("grads", grads, self._names, missing=True)
+                kept = self._grads.fill(arrays, stream, zero_grads)
+                plain, step = self._plain
+            elif accumulated:
+                plain = abi.dsopt_step(count=len(self._names))
+                kept, step = None, byref(plain)
+            else:
+                if self._bound_grads is None:
+                    refuse("grads", "are neither given nor bound")
+                kept = self._bound.fill(self._bound_grads, stream, zero_grads) if zero_grads else None
+                plain, step = self._bound_plain
+            plain.flags, plain.stream = flags, stream
+            if not (lr is None and hyper is None and grad_scale is None and skip is None and grad_norms is None and out is None
+                    and params is None and report is None):
+                if isinstance(lr, (int, float)):
+                    self.lr, lr = lr, None
+                args = abi.dsopt_step.from_buffer_copy(plain)
+                kept = kept, self._optional(args, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
+                step = byref(args)
+            if self.hooked:
+                with gate:
+                    status = abi.lib.dsopt_optimizer_step(self.handle, step)
+            else:
+                status = abi.lib.dsopt_optimizer_step(self.handle, step)
+            if status or abi.raised:
+                abi.check(status)
+
+    def _optional(self, args: Any, lr: Any, hyper: Any, grad_scale: Any, skip: Any, grad_norms: Any, out: Optional[Arrays],
+                  params: Optional[Arrays], report: Any) -> Any:
+        """Fill in what a step need not have. What is returned must be kept for the call."""
+        groups, context, stream, kept = self._group_count, self.context, args.stream, []
+        for field, value, count, dtype in (
+                ("lr", lr, groups, abi.DSOPT_DTYPE_F32), ("hyper", hyper, groups * abi.DSOPT_HYPER_FLOATS, abi.DSOPT_DTYPE_F32),
+                ("grad_scale", grad_scale, 1, abi.DSOPT_DTYPE_F32), ("skip", skip, 1, abi.DSOPT_DTYPE_I32),
+                ("grad_norms", grad_norms, groups, abi.DSOPT_DTYPE_F32),
+                ("report", report, abi.DSOPT_REPORT_FLOATS, abi.DSOPT_DTYPE_F32)):
+            if value is not None:
+                address, memory = scalars(value, field, count, context, dtype, write=field == "report", stream=stream)
+                setattr(args, field, address)
+                kept.append(memory)
+        for field, arrays in (("out", out), ("params", params)):
+            if arrays is not None:
+                given = TensorList(field, self._names, self._shapes, context, write=field == "out" or not args.flags & 6)
+                kept.append((given, given.fill(in_order(field, arrays, self._names, missing=field == "out"), stream)))
+                setattr(args, field, ctypes.addressof(given.struct))
+        return kept
+
+    def accumulate(self, grads: Arrays, *, stream: Optional[int] = None) -> None:
+        """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them."""
+        with self._exclusive:
+            kept = self._grads.fill(in_order("grads", grads, self._names, missing=True), stream)
+            with gated(self):
+                abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, self._grads.struct, len(self._names), stream))
+
+    def zero_grad(self, grads: Optional[Arrays] = None, *, stream: Optional[int] = None) -> None:
+        """Set gradients to zero, by default those that are bound."""
+        with self._exclusive:
+            if grads is None and self._bound_grads is None:
+                refuse("grads", "are neither given nor bound")
+            into = self._bound if grads is None else self._grads
+            arrays = self._bound_grads if grads is None else in_order("grads", grads, self._names, missing=True)
+            kept = into.fill(arrays, stream, True)
+            with gated(self):
+                abi.check(abi.lib.dsopt_zero_grad(self.context.handle, into.struct, len(self._names), abi.DSOPT_ZERO_FILL, stream))
+
+    def report(self) -> Report:
+        """What happened so far. Waits for the last step."""
+        struct = abi.dsopt_report()
+        abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))
+        return report_of(struct)
+
+    def next_reduction(self, call: int = 0) -> str:
+        """What happens to the gradients of call 1, 2, ... (0: the next one): "full" = they must be averaged over the
+        data-parallel ranks before the step, "compressed" or "local" = leave them local."""
+        reduction = ctypes.c_int32()
+        abi.check(abi.lib.dsopt_optimizer_next_reduction(self.handle, call, byref(reduction)))
+        return REDUCTIONS[reduction.value]
+
+    # ----------------------------------------------------------------------------------------------------------- state
+    @property
+    def names(self) -> List[str]:
+        """Names of the parameters, in flat order."""
+        return self._names
+
+    @property
+    def shapes(self) -> List[Tuple[int, ...]]:
+        """Shapes of the parameters, in flat order."""
+        return self._shapes
+
+    @property
+    def state(self) -> State:
+        """State tensors by name, as views of their memory."""
+        return State(self)
+
+    def reset(self, *parts: str, stream: Optional[int] = None) -> None:
+        """Give parts of the state their starting values: "masters", "moments", "counters", "grads", "errors"."""
+        what = 0
+        for part in parts:
+            what |= choice("parts", part, PARTS)
+        with gated(self):
+            abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, stream))
+
+    def save(self, file: Any, *, params: bool = False) -> None:
+        """Write a checkpoint, a safetensors file. `file` is a path, or a binary file that is open for writing."""
+        save(self, file, abi.DSOPT_IO_PARAMS * params)
+
+    def load(self, file: Any, *, params: bool = False, state: bool = True, masters: bool = True, hyper: bool = True,
+             scaler: bool = True, reset_errors: bool = False) -> None:
+        """Read a checkpoint: a path, a binary file that can seek, or a list of either, one of each rank that saved. What is
+        False is left as it is now."""
+        load(self, file, abi.DSOPT_IO_PARAMS * params | abi.DSOPT_IO_NO_STATE * (not state) | abi.DSOPT_IO_NO_MASTERS * (not masters) |
+             abi.DSOPT_IO_NO_HYPER * (not hyper) | abi.DSOPT_IO_NO_SCALER * (not scaler) | abi.DSOPT_IO_RESET_ERRORS * reset_errors)
+
+    # --------------------------------------------------------------------------------------------------- functional form
+    @property
+    def workspace(self) -> int:
+        """Bytes of workspace that `apply` needs."""
+        size = ctypes.c_size_t()
+        abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
+        return size.value
+
+    def init_state(self, params: Arrays, state: Optional[Dict[str, Any]] = None, *, stream: Optional[int] = None) -> Dict[str, Any]:
+        """Starting values of the state of these parameters, in new host memory or in the arrays of `state`, by name."""
+        if state is None:
+            if self.context.backend != "cpu":
+                refuse("state", "must be given: arrays in memory of the device")
+            state = allocate(self)
+        structs, kept = structs_of(self, state, stream)
+        given = self._list("params", write=True)
+        arrays = given.fill(in_order("params", params, self._names), stream)
+        with gated(self):
+            abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, given.struct, structs, len(structs), stream))
+        return state
+
+    def apply(self, params: Arrays, grads: Arrays, state: Mapping[str, Any], *, lr: Optional[Values] = None, hyper: Any = None,
+              grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,
+              out: Optional[Arrays] = None, report: Any = None, workspace: Any = None, zero_grads: bool = False,
+              out_only: bool = False, delta: bool = False, no_nan: bool = False, stream: Optional[int] = None) -> None:
+        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to `state`. The
+        optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call. `workspace` is
+        any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
+        step = abi.dsopt_step(count=len(self._names), stream=stream,
+                              flags=zero_grads | out_only << 1 | delta << 2 | no_nan << 4)
+        structs, kept_state = structs_of(self, state, stream)
+        step.state, step.state_count = ctypes.addressof(structs), len(structs)
+        given = self._list("grads", write=zero_grads)
+        kept_grads = given.fill(in_order("grads", grads, self._names, missing=True), stream)
+        step.grads = ctypes.addressof(given.struct)
+        if isinstance(lr, (int, float)):
+            lr = [lr] * self._group_count
+        kept = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
+        step.workspace, step.workspace_bytes, space = self._space(workspace, stream)
+        with gated(self):
+            abi.check(abi.lib.dsopt_optimizer_apply(self.handle, byref(step)))
+
+    def _space(self, workspace: Any, stream: Optional[int]) -> Tuple[int, int, Any]:
+        if workspace is None:
+            if self.context.backend != "cpu":
+                refuse("workspace", "must be given: an array in memory of the device", abi.DSOPT_ERR_WORKSPACE)
+            memory = ctypes.create_string_buffer(max(self.workspace, 1))
+            return ctypes.addressof(memory), len(memory), memory
+        tensor = tensor_of(workspace, "workspace", stream=stream)
+        require(tensor, "workspace", context=self.context, write=True, dtypes=tuple(DTYPE_SIZES))
+        return tensor.address, tensor.numel * DTYPE_SIZES[tensor.dtype], tensor
+
+    # --------------------------------------------------------------------------------------------------------- handles
+    @property
+    def needed(self) -> Tuple[Any, ...]:
+        """What every handle to this optimizer needs."""
+        return self._needed
+
+    @property
+    def kept_state(self) -> Any:
+        """Arrays that are bound as state."""
+        return self._bound_state
+
+
+def _handle(owner: Optional[Handle]) -> Optional[int]:
+    return None if owner is None else owner.handle
+
+
+class Exclusive:
+    """One thread at a time in calls that change an optimizer, and no call within a call: its lists have one owner."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            raise error_of(abi.DSOPT_ERR_BUSY, "DSOPT_ERR_BUSY", "the optimizer is in a call of another thread, or in the call that "
+                                                                 "led to this hook")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

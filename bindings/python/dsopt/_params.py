@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and state as they are registered, and what is given for them."""
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
+
+from . import _abi as abi
+from ._arrays import DTYPE_NAMES, FLOATS, refuse, require, tensor_of
+
+Arrays = Union[Mapping[str, Any], Sequence[Any]]
+
+
+@dataclass
+class Param:
+    """A parameter with more than an array: dsopt_param. Without an array it is a shape and a dtype, for Optimizer.apply."""
+
+    array: Any = None
+    shape: Tuple[int, ...] = ()
+    dtype: str = "float32"
+    model_parallel: bool = False
+    replicated: bool = False
+    masked: bool = False
+    offset: int = 0
+    expert: int = 0
+
+    def struct(self, name: str, context: Any, group: int = 0) -> Tuple[Any, Any]:
+        """As a dsopt_param, and what must be kept for the call."""
+        label = "params[%r]" % name
+        if self.array is not None:
+            tensor = require(tensor_of(self.array, label), label, context=context, write=True, dtypes=FLOATS)
+            self.shape, self.dtype, place = tensor.shape, DTYPE_NAMES[tensor.dtype], tensor.struct()
+        else:
+            number = {DTYPE_NAMES[dtype]: dtype for dtype in FLOATS}.get(self.dtype)
+            if number is None:
+                refuse(label, "has dtype %r, and must have float32, float16 or bfloat16" % (self.dtype,), abi.DSOPT_ERR_DTYPE)
+            tensor, place = None, abi.dsopt_tensor(None, math.prod(self.shape), number)
+        shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        flags = (abi.DSOPT_PARAM_MODEL_PARALLEL * self.model_parallel | abi.DSOPT_PARAM_REPLICATED * self.replicated |
+                 abi.DSOPT_PARAM_MASKED * self.masked)
+        return abi.dsopt_param(tensor=place, name=name.encode(), dims=ctypes.addressof(shape) if self.shape else None,
+                               ndim=len(self.shape), flags=flags, offset=self.offset, expert=self.expert, group=group), (shape, tensor)
+
+
+def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
+    """Names and parameters of a dict or a list; those of a list are p<index>."""
+    if isinstance(params, Mapping):
+        for name in params:
+            if not isinstance(name, str):
+                refuse("params", "has a name that is no text: %r" % (name,))
+        pairs = list(params.items())
+    elif isinstance(params, (list, tuple)):
+        pairs = [("p%d" % (first + i), array) for i, array in enumerate(params)]
+    else:
+        refuse("params", "is %s, and must be a dict of names and arrays, or a list of arrays" % type(params).__name__)
+    return [(name, array if isinstance(array, Param) else Param(array)) for name, array in pairs]
+
+
+def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool = False) -> Sequence[Any]:
+    """One array per name, in the order of the names. With `missing`, None where a dict has none."""
+    if isinstance(arrays, list):
+        return arrays
+    if isinstance(arrays, tuple):
+        return list(arrays)
+    if not isinstance(arrays, Mapping):
+        refuse(label, "is %s, and must be a dict by name or a list in the order of the parameters" % type(arrays).__name__)
+    if len(arrays) == len(names):
+        try:
+            return [arrays[name] for name in names]
+        except KeyError:
+            pass
+    known = set(names)
+    for name in arrays:
+        if name not in known:
+            refuse(label, "has %r, which is not registered" % (name,))
+    if not missing:
+        for name in names:
+            if name not in arrays:
+                refuse(label, "lacks %r" % name)
+    return [arrays.get(name) for name in names]
+
+
+def scalars(value: Any, label: str, count: int, context: Any, dtype: int = abi.DSOPT_DTYPE_F32, *, write: bool = False,
+            stream: Optional[int] = None) -> Tuple[Optional[int], Any]:
+    """Address of so many values in backend memory, and what keeps it: of an array, or on the CPU of numbers."""
+    if value is None:
+        return None, None
+    if isinstance(value, (int, float)):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        if context.backend != "cpu":
+            refuse(label, "must be an array in memory of the device")
+        if len(value) != count:
+            refuse(label, "has %d values, and must have %d" % (len(value), count), abi.DSOPT_ERR_SHAPE)
+        kind = ctypes.c_float if dtype == abi.DSOPT_DTYPE_F32 else ctypes.c_int32
+        try:
+            memory = (kind * count)(*value)
+        except TypeError as problem:
+            refuse(label, "has values that are no numbers: %s" % problem)
+        return ctypes.addressof(memory), memory
+    tensor = require(tensor_of(value, label, stream=stream), label, context=context, write=write, dtype=dtype, numel=count)
+    return tensor.address, tensor

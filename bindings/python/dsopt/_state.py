@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State tensors by name, as arrays that live as long as somebody has them."""
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import byref
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
+
+from . import _abi as abi
+from ._arrays import DTYPE_NAMES, DTYPE_SIZES, refuse, require, tensor_of
+from ._handle import Handle
+
+try:
+    import numpy
+except ImportError:  # then arrays are those of ctypes
+    numpy = None  # type: ignore[assignment]
+
+_CTYPES: Dict[int, Any] = {abi.DSOPT_DTYPE_F32: ctypes.c_float, abi.DSOPT_DTYPE_F16: ctypes.c_uint16, abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
+           abi.DSOPT_DTYPE_I32: ctypes.c_int32}
+_TYPESTRS = {abi.DSOPT_DTYPE_F32: "<f4", abi.DSOPT_DTYPE_F16: "<f2", abi.DSOPT_DTYPE_BF16: "<V2", abi.DSOPT_DTYPE_I32: "<i4"}
+
+
+def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> Any:
+    """Host memory as an array of NumPy, or of ctypes where there is none. `owner` lives as long as the array. Without
+    ml_dtypes, bfloat16 comes as uint16."""
+    count = math.prod(shape)
+    memory = (_CTYPES[dtype] * count).from_address(address) if count else (_CTYPES[dtype] * 0)()
+    memory._owner = owner
+    if numpy is None:
+        return memory
+    return numpy.frombuffer(memory, numpy_dtype(dtype)).reshape(shape)
+
+
+def numpy_dtype(dtype: int) -> Any:
+    if dtype != abi.DSOPT_DTYPE_BF16:
+        return numpy.dtype(DTYPE_NAMES[dtype])
+    try:
+        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return numpy.dtype("uint16")
+    return numpy.dtype(ml_dtypes.bfloat16)
+
+
+def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
+    """Addresses of pieces of one allocation, each 64-byte aligned."""
+    steps = [-(-size // 64) * 64 for size in sizes]
+    memory = (ctypes.c_char * (sum(steps) + 64))()
+    place, places = -(-ctypes.addressof(memory) // 64) * 64, []
+    for step in steps:
+        places.append(place)
+        place += step
+    return places, memory
+
+
+class DeviceArray:
+    """Memory of a device, for everything that reads __cuda_array_interface__."""
+
+    def __init__(self, address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> None:
+        self.shape, self._owner = shape, owner
+        self.__cuda_array_interface__ = {"version": 3, "shape": shape, "typestr": _TYPESTRS[dtype], "strides": None,
+                                         "data": (address, False)}
+
+
+class Retained(Handle):
+    """One more handle to an optimizer, for arrays that outlive it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._create(abi.lib.dsopt_optimizer_retain, optimizer.handle, destroy=abi.lib.dsopt_optimizer_destroy,
+                     needed=optimizer.needed)
+
+
+class Info:
+    """One entry of the state list."""
+
+    __slots__ = ("index", "name", "param", "dtype", "shape", "rank_local", "address")
+
+    def __init__(self, index: int, info: Any, optimizer: Any) -> None:
+        self.index, self.param = index, info.param
+        whole = info.param < 0
+        self.name = "%s.%s" % ("optimizer" if whole else optimizer.names[info.param], info.name.decode())  # as in checkpoints
+        self.dtype = info.tensor.dtype
+        self.shape: Tuple[int, ...] = (info.tensor.numel,) if whole else optimizer.shapes[info.param]
+        self.rank_local = bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)
+        self.address = info.tensor.data
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_SIZES[self.dtype]
+
+
+def infos(optimizer: Any) -> List[Info]:
+    """Every entry, in list order."""
+    count = ctypes.c_int64()
+    abi.check(abi.lib.dsopt_optimizer_state_count(optimizer.handle, byref(count)))
+    found = []
+    for index in range(count.value):
+        info = abi.dsopt_state_info()
+        abi.check(abi.lib.dsopt_optimizer_state(optimizer.handle, index, byref(info)))
+        found.append(Info(index, info, optimizer))
+    return found
+
+
+class State(Mapping[str, Any]):
+    """State tensors by the names that they have in checkpoints: "<param>.exp_avg", "optimizer.step".
+
+    Values are views of the memory that the optimizer works on: NumPy arrays, on a device objects with
+    __cuda_array_interface__. They stay valid when the optimizer is gone. Assigning copies from host memory.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._infos: Dict[str, Info] = {info.name: info for info in infos(optimizer)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __getitem__(self, name: str) -> Any:
+        info = self._infos[name]
+        if info.address is None and info.bytes:
+            self.copy(name)  # which makes the state
+            self._infos = {info.name: info for info in infos(self._optimizer)}
+            info = self._infos[name]
+        owner = Retained(self._optimizer), self._optimizer.kept_state
+        if self._optimizer.context.backend != "cpu":
+            return DeviceArray(info.address, info.dtype, info.shape, owner)
+        return array_at(info.address, info.dtype, info.shape, owner)
+
+    def copy(self, name: str) -> Any:
+        """A copy in host memory. Waits for the device."""
+        info = self._infos[name]
+        (place,), memory = aligned_zeros([info.bytes])
+        abi.check(abi.lib.dsopt_optimizer_export(self._optimizer.handle, info.index, place, info.bytes))
+        return array_at(place, info.dtype, info.shape, memory)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        info, label = self._infos[name], "state[%r]" % name
+        tensor = tensor_of(value, label)
+        if tensor.device != "cpu":
+            refuse(label, "is set from host memory only", abi.DSOPT_ERR_DEVICE)
+        if tensor.dtype != info.dtype:
+            refuse(label, "is %s, and was given %s" % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]), abi.DSOPT_ERR_DTYPE)
+        if tensor.numel != math.prod(info.shape):
+            refuse(label, "has shape %s, and was given %s" % (info.shape, tensor.shape), abi.DSOPT_ERR_SHAPE)
+        abi.check(abi.lib.dsopt_optimizer_import(self._optimizer.handle, info.index, tensor.address or None, info.bytes))
+
+
+def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> Tuple[Any, Any]:
+    """A dsopt_tensor list of a state by name, and what must be kept."""
+    entries = infos(optimizer)
+    structs = (abi.dsopt_tensor * len(entries))()
+    kept: List[Any] = []
+    unknown = set(state) - {entry.name for entry in entries}
+    if unknown:
+        refuse("state", "has %r, which this optimizer does not" % sorted(unknown)[0])
+    for place, entry in zip(structs, entries):
+        label = "state[%r]" % entry.name
+        if entry.name not in state:
+            refuse("state", "lacks %r" % entry.name)
+        tensor = tensor_of(state[entry.name], label, stream=stream)
+        require(tensor, label, context=optimizer.context, write=True, dtype=entry.dtype, numel=math.prod(entry.shape))
+        place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
+        kept.append((state[entry.name], tensor))
+    return structs, kept
+
+
+def allocate(optimizer: Any) -> Dict[str, Any]:
+    """Zeros for the whole state, in host memory."""
+    entries = infos(optimizer)
+    places, memory = aligned_zeros([entry.bytes for entry in entries])
+    return {entry.name: array_at(place, entry.dtype, entry.shape, memory) for place, entry in zip(places, entries)}

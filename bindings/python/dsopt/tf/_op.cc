@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+// The op of dsopt.tf: one step of Adam or AdamW as Keras has it, on resource variables and in place. It is compiled
+// against the TensorFlow that is installed (_build.py) and opens libdsopt at run time.
+#include "dsopt_dl.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/device.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/platform/mutex.h"
+#include "tensorflow/core/platform/threadpool.h"
+#include "xla/stream_executor/stream.h"
+#include <absl/strings/numbers.h>
+#include <absl/strings/str_cat.h>
+#include <absl/synchronization/notification.h>
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace tensorflow;
+
+// Constant once dsopt_tf_load has returned, which is before the first op is made.
+dsopt_dl dl;
+
+absl::Status status_of(dsopt_status status, absl::string_view text) {
+    const std::string message = absl::StrCat(text, " (", dl.dsopt_status_name(status), ")");
+    switch (status) {
+    case DSOPT_ERR_UNSUPPORTED: return absl::UnimplementedError(message);
+    case DSOPT_ERR_STATE:
+    case DSOPT_ERR_BUSY:
+    case DSOPT_ERR_FORKED: return absl::FailedPreconditionError(message);
+    case DSOPT_ERR_NOMEM: return absl::ResourceExhaustedError(message);
+    case DSOPT_ERR_MISSING: return absl::NotFoundError(message);
+    }
+    return status < DSOPT_ERR_UNSUPPORTED ? absl::InvalidArgumentError(message) : absl::InternalError(message);
+}
+
+/// Of a call in this thread.
+absl::Status check(dsopt_status status) {
+    return status == DSOPT_OK ? absl::OkStatus() : status_of(status, dl.dsopt_last_error());
+}
+
+int32_t dtype_of(DataType type) {
+    return type == DT_HALF ? DSOPT_DTYPE_F16 : type == DT_BFLOAT16 ? DSOPT_DTYPE_BF16 : DSOPT_DTYPE_F32;
+}
+
+dsopt_tensor view(const Tensor &tensor, int32_t dtype) {
+    return {const_cast<char *>(tensor.tensor_data().data()), tensor.NumElements(), dtype, 0};
+}
+
+/// The pieces of one parallel_for. Whoever comes takes the next one, so the caller finishes alone if the pool is full.
+class Pieces {
+public:
+    Pieces(void (*body)(void *, int64_t), void *arg, int64_t count) : body_(body), arg_(arg), count_(count) {}
+    void run() {
+        int64_t mine = 0;
+        for (int64_t i; (i = next_.fetch_add(1)) < count_; ++mine) body_(arg_, i);
+        if (mine != 0 && finished_.fetch_add(mine) + mine == count_) all_.Notify();
+    }
+    void wait() { all_.WaitForNotification(); }
+
+private:
+    void (*const body_)(void *, int64_t);
+    void *const arg_;
+    const int64_t count_;
+    std::atomic<int64_t> next_{0}, finished_{0};
+    absl::Notification all_;
+};
+
+/// dsopt_parallel_for on TensorFlow's pool. A helper that the pool runs late finds no piece left.
+void run_on_pool(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
+    auto *const pool = static_cast<thread::ThreadPool *>(user);
+    if (n <= 0) return;
+    const auto pieces = std::make_shared<Pieces>(body, arg, n);
+    const int64_t helpers = std::min<int64_t>(n - 1, pool->NumThreads());
+    for (int64_t i = 0; i < helpers; ++i) pool->Schedule([pieces] { pieces->run(); });
+    pieces->run();
+    pieces->wait();
+}
+
+struct DestroyContext {
+    void operator()(dsopt_context *context) const { dl.dsopt_context_destroy(context); }
+};
+struct DestroyOptimizer {
+    void operator()(dsopt_optimizer *optimizer) const { dl.dsopt_optimizer_destroy(optimizer); }
+};
+
+/// Attributes describe the optimizer, which is made with the kernel; the variables come with each call.
+class DsoptAdam : public OpKernel {
+public:
+    explicit DsoptAdam(OpKernelConstruction *ctx) : OpKernel(ctx) {
+        OP_REQUIRES(ctx, dl.library != nullptr,
+                    absl::FailedPreconditionError("libdsopt is not loaded: import dsopt.tf"));
+        const auto *const accelerator = ctx->device()->tensorflow_accelerator_device_info();
+        on_gpu_ = ctx->device_type() == DeviceType(DEVICE_GPU);
+        DSOPT_NEW(dsopt_context_desc, desc);
+        if (on_gpu_) {
+            desc.backend = DSOPT_BACKEND_CUDA;
+            desc.device = accelerator->gpu_id;
+        } else {
+            desc.threads = ctx->device()->tensorflow_cpu_worker_threads()->num_threads;
+        }
+        dsopt_context *context = nullptr;
+        OP_REQUIRES_OK(ctx, check(dl.dsopt_context_create(&desc, &context)));
+        context_.reset(context);
+        OP_REQUIRES_OK(ctx, make_optimizer(ctx));
+        OP_REQUIRES_OK(ctx, add_params(ctx));
+        OP_REQUIRES_OK(ctx, check(dl.dsopt_optimizer_workspace(optimizer_.get(), &workspace_)));
+    }
+
+    void Compute(OpKernelContext *ctx) override {
+        OpInputList grads, scales;
+        OP_REQUIRES_OK(ctx, ctx->input_list("grads", &grads));
+        OP_REQUIRES_OK(ctx, ctx->input_list("grad_scale", &scales));
+        const Tensor *steps = nullptr, *lr = nullptr;
+        OP_REQUIRES_OK(ctx, ctx->input("steps", &steps));
+        OP_REQUIRES_OK(ctx, ctx->input("lr", &lr));
+        OP_REQUIRES(ctx, steps->NumElements() == count(),
+                    absl::InvalidArgumentError("steps must have one element per parameter"));
+        OP_REQUIRES(ctx, lr->NumElements() == kGroups,
+                    absl::InvalidArgumentError("lr must have one element per group"));
+
+        // In the order of the parameters, their momentums, their velocities.
+        std::vector<core::RefCountPtr<Var>> variables(size_t(3 * count()));
+        for (int i = 0; i < 3 * count(); ++i) {
+            const absl::Status found = LookupResource(ctx, HandleFromInput(ctx, i), &variables[size_t(i)]);
+            OP_REQUIRES(
+                ctx, found.ok(),
+                absl::FailedPreconditionError(absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())],
+                                                           "' is not initialized: ", found.message())));
+        }
+        std::vector<Var *> order;
+        for (const auto &variable : variables) order.push_back(variable.get());
+        // As every op of TensorFlow that locks several: two steps at once then cannot wait for each other.
+        std::sort(order.begin(), order.end(), [](Var *a, Var *b) { return std::less<>()(a->mu(), b->mu()); });
+        OP_REQUIRES(ctx, std::adjacent_find(order.begin(), order.end()) == order.end(),
+                    absl::InvalidArgumentError("a variable is given twice"));
+        std::deque<mutex_lock> locks;
+        for (Var *variable : order) locks.emplace_back(*variable->mu());
+
+        std::vector<dsopt_tensor> params, state, gradients;
+        for (int i = 0; i < count(); ++i) {
+            const DataType type = types_[size_t(i)];
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(i)], i, kWhat[0], type, params));
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(count() + i)], i, kWhat[1], DT_FLOAT, state));
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(2 * count() + i)], i, kWhat[2], DT_FLOAT, state));
+            OP_REQUIRES_OK(ctx, check_shape(grads[i], i, "gradient of"));
+            gradients.push_back(view(grads[i], dtype_of(grads[i].dtype())));
+        }
+        // The step counts into its copy. What lasts is the caller's own counter.
+        Tensor counters, workspace;
+        OP_REQUIRES_OK(ctx, ctx->allocate_temp(DT_INT32, steps->shape(), &counters));
+        OP_REQUIRES_OK(ctx, copy(ctx, *steps, counters));
+        state.push_back(view(counters, DSOPT_DTYPE_I32));
+        OP_REQUIRES_OK(ctx, ctx->allocate_temp(DT_UINT8, {int64_t(workspace_)}, &workspace));
+
+        DSOPT_NEW(dsopt_step, step);
+        step.params = params.data();
+        step.grads = gradients.data();
+        step.count = count();
+        step.state = state.data();
+        step.state_count = int64_t(state.size());
+        step.lr = lr->flat<float>().data();
+        if (scales.size() != 0) step.grad_scale = scales[0].flat<float>().data();
+        step.workspace = const_cast<char *>(workspace.tensor_data().data());
+        step.workspace_bytes = workspace_;
+        float report[DSOPT_REPORT_FLOATS] = {};
+        if (on_gpu_) {
+            step.stream = ctx->op_device_context()->stream()->platform_specific_handle().stream;
+        } else {
+            step.report = report;
+            step.parallel_for = run_on_pool;
+            step.parallel_user = ctx->device()->tensorflow_cpu_worker_threads()->workers;
+        }
+        OP_REQUIRES_OK(ctx, check(dl.dsopt_optimizer_apply(optimizer_.get(), &step)));
+        OP_REQUIRES(ctx, (int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) == 0,
+                    absl::InvalidArgumentError(
+                        absl::StrCat("learning_rate is ", step.lr[0], ", must be finite and not negative")));
+    }
+
+private:
+    static constexpr int kGroups = 2; // without and with decay
+    static constexpr const char *kWhat[] = {"variable", "momentum of", "velocity of"};
+
+    int count() const { return int(names_.size()); }
+
+    absl::Status make_optimizer(OpKernelConstruction *ctx) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        // Keras has neither masters nor a look at the gradients.
+        desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
+        desc.nonfinite = DSOPT_NONFINITE_APPLY;
+        TF_RETURN_IF_ERROR(read(ctx, "clipvalue", desc.max_value));
+        dsopt_optimizer *optimizer = nullptr;
+        TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_create(context_.get(), &desc, &optimizer)));
+        optimizer_.reset(optimizer);
+
+        dsopt_group group;
+        TF_RETURN_IF_ERROR(check(dl.dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW)));
+        group.flags = DSOPT_GROUP_EPS_UNCORRECTED;
+        double weight_decay = 0;
+        TF_RETURN_IF_ERROR(read(ctx, "beta_1", group.beta1));
+        TF_RETURN_IF_ERROR(read(ctx, "beta_2", group.beta2));
+        TF_RETURN_IF_ERROR(read(ctx, "epsilon", group.eps));
+        TF_RETURN_IF_ERROR(read(ctx, "weight_decay", weight_decay));
+        for (int i = 0; i < kGroups; ++i) {
+            group.weight_decay = i == 0 ? 0 : weight_decay;
+            TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_add_group(optimizer_.get(), &group, nullptr, 0)));
+        }
+        return absl::OkStatus();
+    }
+
+    /// TensorFlow's own float attributes have 32 bits, of which 1 - beta_2 would have 14 left.
+    static absl::Status read(OpKernelConstruction *ctx, const char *name, double &value) {
+        std::string text;
+        TF_RETURN_IF_ERROR(ctx->GetAttr(name, &text));
+        if (absl::SimpleAtod(text, &value)) return absl::OkStatus();
+        return absl::InvalidArgumentError(absl::StrCat(name, " is '", text, "', which is no number"));
+    }
+
+    absl::Status add_params(OpKernelConstruction *ctx) {
+        std::vector<bool> decays;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("names", &names_));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("dtypes", &types_));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("shapes", &shapes_));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("decays", &decays));
+        int inputs = 0;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("n", &inputs));
+        DataTypeVector gradients;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("grad_types", &gradients));
+        for (const size_t size : {names_.size(), types_.size(), shapes_.size(), decays.size(), gradients.size()})
+            if (size != size_t(inputs))
+                return absl::InvalidArgumentError("names, dtypes, shapes, decays and grads must have n elements each");
+        std::vector<dsopt_param> params(names_.size());
+        for (size_t i = 0; i < params.size(); ++i) {
+            params[i].tensor = {nullptr, shapes_[i].num_elements(), dtype_of(types_[i]), 0};
+            params[i].name = names_[i].c_str();
+            params[i].group = decays[i] ? 1 : 0;
+        }
+        return check(dl.dsopt_optimizer_add_params(optimizer_.get(), params.data(), int64_t(params.size())));
+    }
+
+    absl::Status check_shape(const Tensor &tensor, int i, const char *what) const {
+        if (shapes_[size_t(i)].IsIdenticalTo(tensor.shape())) return absl::OkStatus();
+        return absl::InvalidArgumentError(absl::StrCat(what, " '", names_[size_t(i)], "' has shape ",
+                                                       tensor.shape().DebugString(), ", must be ",
+                                                       shapes_[size_t(i)].DebugString()));
+    }
+
+    /// Appends the memory of a locked variable, after a look whether it is what the attributes say, and a copy if a
+    /// read of an earlier value still has it.
+    absl::Status add(OpKernelContext *ctx, Var &variable, int i, const char *what, DataType type,
+                     std::vector<dsopt_tensor> &list) const {
+        Tensor &tensor = *variable.tensor();
+        const std::string &name = names_[size_t(i)];
+        if (!variable.is_initialized || !tensor.IsInitialized())
+            return absl::FailedPreconditionError(absl::StrCat(what, " '", name, "' is not initialized"));
+        if (tensor.dtype() != type)
+            return absl::InvalidArgumentError(absl::StrCat(
+                what, " '", name, "' has dtype ", DataTypeString(tensor.dtype()), ", must be ", DataTypeString(type)));
+        TF_RETURN_IF_ERROR(check_shape(tensor, i, what));
+        if (!tensor.RefCountIsOne()) {
+            Tensor own;
+            AllocatorAttributes attributes;
+            attributes.set_gpu_compatible(true); // as TensorFlow allocates variables
+            attributes.set_nic_compatible(true);
+            TF_RETURN_IF_ERROR(ctx->allocate_temp(type, tensor.shape(), &own, attributes));
+            TF_RETURN_IF_ERROR(copy(ctx, tensor, own));
+            tensor = own;
+        }
+        list.push_back(view(tensor, dtype_of(type)));
+        return absl::OkStatus();
+    }
+
+    absl::Status copy(OpKernelContext *ctx, const Tensor &from, Tensor &to) const {
+        absl::Status result;
+        const size_t bytes = from.TotalBytes();
+        if (bytes == 0) return result;
+        if (on_gpu_) // on the stream; `done` is called once it is there
+            ctx->op_device_context()->CopyTensorInSameDevice(&from, static_cast<Device *>(ctx->device()), &to,
+                                                             [&](const absl::Status &status) { result = status; });
+        else
+            std::memcpy(const_cast<char *>(to.tensor_data().data()), from.tensor_data().data(), bytes);
+        return result;
+    }
+
+    bool on_gpu_ = false;
+    std::unique_ptr<dsopt_context, DestroyContext> context_;
+    std::unique_ptr<dsopt_optimizer, DestroyOptimizer> optimizer_;
+    size_t workspace_ = 0;
+    std::vector<std::string> names_;
+    DataTypeVector types_;
+    std::vector<PartialTensorShape> shapes_;
+};
+
+} // namespace
+
+/// Opens libdsopt for all ops of the process. Called once, by _build.py. Returns NULL, or what is wrong.
+extern "C" DSOPT_API const char *dsopt_tf_load(const char *path) { return dsopt_dl_load(&dl, path); }
+
+REGISTER_OP("DsoptAdam")
+    .Input("params: n * resource")
+    .Input("momentums: n * resource")
+    .Input("velocities: n * resource")
+    .Input("grads: grad_types")
+    .Input("steps: int32")               // done so far, one per parameter
+    .Input("lr: float")                  // one per group
+    .Input("grad_scale: scaled * float") // gradients are divided by it
+    .Attr("n: int >= 1")
+    .Attr("grad_types: list({float, half, bfloat16}) >= 1")
+    .Attr("scaled: int >= 0")
+    .Attr("names: list(string)")
+    .Attr("dtypes: list({float, half, bfloat16})")
+    .Attr("shapes: list(shape)")
+    .Attr("decays: list(bool)")
+    .Attr("beta_1: string")
+    .Attr("beta_2: string")
+    .Attr("epsilon: string")
+    .Attr("weight_decay: string")
+    .Attr("clipvalue: string")
+    .SetIsStateful()
+    .SetShapeFn(shape_inference::NoOutputs)
+    .Doc("One step of Keras' Adam or AdamW by dsopt, in place. Hyper-parameters are decimal numbers.");
+
+REGISTER_KERNEL_BUILDER(Name("DsoptAdam").Device(DEVICE_CPU), DsoptAdam);
+REGISTER_KERNEL_BUILDER(
+    Name("DsoptAdam").Device(DEVICE_GPU).HostMemory("params").HostMemory("momentums").HostMemory("velocities"),
+    DsoptAdam);

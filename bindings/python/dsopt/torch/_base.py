@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all optimizers here have in common: torch.optim.Optimizer with the engine's step."""
+from __future__ import annotations
+
+import os
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from ._plan import WHOLE, Entry, Plan, Stale
+from ._tensors import unsupported, wrong
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+REFUSED = ("amsgrad", "maximize", "differentiable")
+_END = object()
+_params_of = itemgetter("params")
+
+
+def number(value: Any, g: int, key: str) -> float:
+    """A hyper-parameter of a group: a number, or a tensor of one element."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong("param_groups[%d]: %s is %r, and must be a number" % (g, key, value)) from None
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Steps with the engine. The state is torch's: tensors in `state`, hyper-parameters in `param_groups`."""
+
+    # GradScaler leaves unscaling and skipping to the step. Before torch 2.0 it did so in another way.
+    _step_supports_amp_scaling = VERSION >= (2, 0)
+    _fields: Tuple[str, ...] = ("lr", "beta1", "beta2", "eps", "weight_decay")  # of dsopt_group, in the order of _hyper
+    _at_once = False  # state for all parameters from the first step on, with or without a gradient
+    _reports = False  # dsopt_step.report is wanted
+    _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
+    _plans: Optional[List[Plan]] = None
+    _loading: Optional[Dict[str, Any]] = None
+
+    # ---------------------------------------------------------------------------------- what the engine must be told
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        """Of a group: algorithm, flags, and the fields that do not change."""
+        raise NotImplementedError
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        """Of a group: the values of `_fields`."""
+        lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+        if type(lr) is float and type(beta1) is float and type(beta2) is float and type(eps) is float:
+            return lr, beta1, beta2, eps, float(decay)
+        return (number(lr, g, "lr"), number(beta1, g, "betas[0]"), number(beta2, g, "betas[1]"), number(eps, g, "eps"),
+                number(decay, g, "weight_decay"))
+
+    def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
+        """dsopt_optimizer_desc, what it refers to, and whether steps call functions of Python."""
+        return abi.dsopt_optimizer_desc(flags=abi.DSOPT_OPTIMIZER_NO_MASTER), (), False
+
+    def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
+        return 0
+
+    # ---------------------------------------------------------------------------------------------------------- step
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """One step. Returns what `closure` returns, which is called first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self._plans is None or not self._is_current():
+            self._plan()
+        for i in range(len(self._plans)):  # type: ignore[arg-type]
+            try:
+                self._run(i, scale, found_inf)
+            except Stale:
+                self._plan()
+                self._run(i, scale, found_inf)
+
+    def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
+        plan = self._plans[i]  # type: ignore[index]
+        # Any bit of a float that is not 0 makes the engine skip.
+        plan.run(self, *(None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in (scale, found_inf)))
+
+    def _is_current(self) -> bool:
+        """Are groups, parameters and state tensors those that the plans were made for?"""
+        groups, seen = self.param_groups, self._seen
+        return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
+                all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
+                len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
+                all(map(is_, chain(chain.from_iterable(map(dict.values, seen.states)), (_END,)), seen.tensors)) and
+                all(p.grad is None for p in seen.idle))
+
+    def _plan(self) -> None:
+        """Make the plans, and state for parameters that have their first gradient."""
+        self._plans = None
+        entries, idle = self._entries()
+        devices = list(dict.fromkeys(entry.param.device for entry in entries))
+        if len(devices) > 1 and (self._at_once or self.state.get(WHOLE)):
+            raise unsupported("the parameters are on several devices (%s)" % ", ".join(map(str, devices)))
+        plans = [Plan(self, device, [entry for entry in entries if entry.param.device == device]) for device in devices]
+        self._seen = Seen(self, idle)
+        self._plans = plans
+
+    def _entries(self) -> Tuple[List[Entry], List[torch.Tensor]]:
+        """The parameters that have a gradient, or state from an earlier one; and all others."""
+        entries: List[Entry] = []
+        idle: List[torch.Tensor] = []
+        known: Dict[torch.Tensor, str] = {}
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        for g, group in enumerate(self.param_groups):
+            for option in REFUSED:
+                if group.get(option):
+                    raise unsupported("param_groups[%d]: %s=True" % (g, option))
+            for i, param in enumerate(group["params"]):
+                name = "param_groups[%d]['params'][%d]" % (g, i)
+                given = group["param_names"][i] if "param_names" in group else ""
+                if given and names.count(given) == 1 and len(given.encode()) <= 1000:
+                    name = given
+                if param in known:
+                    raise wrong("%s is also %s" % (name, known[param]), "OVERLAP")
+                known[param] = name
+                if self.state.get(param) or param.grad is not None or (self._at_once and param.requires_grad):
+                    entries.append(Entry(g, name, param))
+                else:
+                    idle.append(param)
+        return entries, idle
+
+    # --------------------------------------------------------------------------------------------- groups and state
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._plans = None
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """As torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its own."""
+        register = getattr(self, "register_load_state_dict_pre_hook", None)
+        last = register(_note) if register else None
+        self._loading = state_dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._loading = None
+            if last is not None:
+                last.remove()
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
+            self._restore(loaded)
+        self._plans = None
+
+    def _restore(self, loaded: Dict[str, Any]) -> None:
+        places = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        for place, param in zip(places, chain.from_iterable(group["params"] for group in self.param_groups)):
+            saved, state = loaded["state"].get(place), self.state.get(param)
+            if not isinstance(saved, dict) or not state:
+                continue
+            for name, value in saved.items():
+                if torch.is_tensor(value) and value.is_floating_point() and name != "step" and value.dtype != param.dtype:
+                    state[name] = value.detach().to(param.device, copy=True)
+
+
+def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
+    """The last of the hooks: what is really loaded."""
+    optimizer._loading = state_dict
+
+
+class Seen:
+    """What plans depend on, to notice a change."""
+
+    def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor]) -> None:
+        self.process = os.getpid()
+        self.sizes = [len(group["params"]) for group in owner.param_groups]
+        self.params = list(chain.from_iterable(map(_params_of, owner.param_groups)))
+        self.states = list(owner.state.values())
+        self.tensors = list(chain.from_iterable(map(dict.values, self.states))) + [_END]
+        self.idle = idle

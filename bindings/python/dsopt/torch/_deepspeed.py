@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FusedAdam and FusedLamb with the arguments of DeepSpeed."""
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from ._base import EngineOptimizer, number
+from ._tensors import unsupported, wrong
+
+
+class Named(EngineOptimizer):
+    """DeepSpeed's defaults and attributes. compat="deepspeed" also takes its quirks (docs/compat.md)."""
+
+    _fields = EngineOptimizer._fields + ("bias_correction",)
+    _kept: Tuple[str, ...] = ("_compat",)  # attributes that copies and pickles have
+    _compat: Optional[str] = None
+
+    def _start(self, params: Any, compat: Optional[str], amsgrad: bool, defaults: Dict[str, Any]) -> None:
+        if amsgrad:
+            raise unsupported("%s: amsgrad=True" % type(self).__name__)
+        if compat not in (None, "deepspeed"):
+            raise wrong("compat is %r, and must be None or 'deepspeed'" % (compat,))
+        self._compat = compat
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
+
+    def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
+        desc, needed, hooked = super()._engine_desc(context)
+        desc.compat = abi.DSOPT_COMPAT_DEEPSPEED if self._compat else abi.DSOPT_COMPAT_NONE
+        return desc, needed, hooked
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        return super()._hyper(group, g) + (float(bool(group["bias_correction"])),)
+
+    def _flags(self, group: Dict[str, Any]) -> int:
+        return 0 if group["bias_correction"] else int(abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
+
+
+class FusedAdam(Named):
+    """deepspeed.ops.adam.FusedAdam: AdamW, or with adam_w_mode=False Adam with L2 decay."""
+
+    _step_supports_amp_scaling = False  # as the original: GradScaler unscales the gradients itself
+    _kept = Named._kept + ("adam_w_mode", "set_grad_none")
+
+    def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
+                 set_grad_none: bool = True, *, compat: Optional[str] = None) -> None:
+        self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
+        self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+                                                  weight_decay=weight_decay))
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        return abi.DSOPT_ALGORITHM_ADAMW if self.adam_w_mode else abi.DSOPT_ALGORITHM_ADAM, self._flags(group), {}
+
+    def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None, output_params: Any = None, scale: Any = None,
+             grad_norms: Any = None, grad_scaler: Any = None) -> Any:
+        """One step. The arguments after `closure` are refused, as in the original; grad_scaler is ignored."""
+        for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms", grad_norms)):
+            if value is not None:
+                raise unsupported("FusedAdam.step: %s; use FP16_Optimizer" % name)
+        return super().step(closure)
+
+
+class FusedLamb(Named):
+    """deepspeed.ops.lamb.FusedLamb."""
+
+    _fields = Named._fields + ("max_norm", "min_trust", "max_trust")
+    _kept = Named._kept + ("eps_mode",)
+
+    def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0., max_grad_norm: float = 0.,
+                 max_coeff: float = 10., min_coeff: float = 0.01, amsgrad: bool = False, *, compat: Optional[str] = None) -> None:
+        self.eps_mode = 0 if eps_inside_sqrt else 1
+        self._start(params, compat, amsgrad, dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
+            max_coeff=max_coeff, min_coeff=min_coeff))
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        inside = 0 if self.eps_mode else int(abi.DSOPT_GROUP_EPS_INSIDE_SQRT)
+        return abi.DSOPT_ALGORITHM_LAMB, self._flags(group) | inside, {}
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("max_grad_norm", "min_coeff", "max_coeff"))
+
+    def get_lamb_coeffs(self) -> List[float]:
+        """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
+        return [ratio for plan in self._plans or () for ratio in plan.own["trust_ratio"].tolist()]
+
+    @property
+    def lamb_coeffs(self) -> List[torch.Tensor]:
+        return [ratio for plan in self._plans or () for ratio in plan.own["trust_ratio"].unbind()]

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP16_Optimizer and FP16_UnfusedOptimizer with the arguments of DeepSpeed: float32 masters, loss scale, clipping."""
+from __future__ import annotations
+
+import struct
+from ctypes import byref
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._errors import StateError
+from .._handles import Scaler
+from ._base import EngineOptimizer, number
+from ._plan import WHOLE, Plan
+from ._process_group import comm_of
+from ._tensors import unsupported, wrong
+
+
+class Wrapper:
+    """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters, in one
+    pass. Masters are in `state` of the optimizer, as "master".
+
+    low_precision_dtype   torch.float16, which has a loss scale, or torch.bfloat16
+    static_loss_scale     the scale, without dynamic_loss_scale
+    dynamic_loss_args     init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis
+    mpu                   gives the model-parallel process group by get_model_parallel_group()
+    clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time.
+
+    loss_scale_config is not taken; deepspeed, verbose, timers, fused_adam_legacy and fused_lamb_legacy have no effect.
+    """
+
+    _masters = 0
+    _profile = ""
+    _drops_grads = False
+
+    def __init__(self, init_optimizer: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype, static_loss_scale: float,
+                 dynamic_loss_scale: bool, initial_scale: float, dynamic_loss_args: Optional[Dict[str, Any]], mpu: Any,
+                 clip_grad: float) -> None:
+        if not isinstance(init_optimizer, EngineOptimizer):
+            raise wrong("init_optimizer is a %s, and must be an optimizer of dsopt.torch" % type(init_optimizer).__name__)
+        if init_optimizer._wrapper is not None:
+            raise wrong("init_optimizer is in another wrapper")
+        if loss_scale_config is not None:
+            raise unsupported("loss_scale_config; give static_loss_scale, dynamic_loss_scale and dynamic_loss_args")
+        if low_precision_dtype not in (torch.float16, torch.bfloat16):
+            raise wrong("low_precision_dtype is %s, and must be torch.float16 or torch.bfloat16" % low_precision_dtype, "DTYPE")
+        for g, group in enumerate(init_optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                if param.dtype != low_precision_dtype:
+                    raise wrong("param_groups[%d]['params'][%d] is %s, and low_precision_dtype %s" %
+                                (g, i, param.dtype, low_precision_dtype), "DTYPE")
+        self.optimizer, self.mpu, self.low_precision_dtype = init_optimizer, mpu, low_precision_dtype
+        self._clip_grad = float(clip_grad)
+        self.dynamic_loss_scale = bool(dynamic_loss_scale) and low_precision_dtype == torch.float16
+        self._scale_args = self._options(static_loss_scale, initial_scale, dynamic_loss_args)
+        init_optimizer._wrapper = self
+        init_optimizer._at_once = init_optimizer._reports = True
+        init_optimizer._plans = None
+        try:
+            self._plan()
+        except BaseException:
+            init_optimizer._wrapper = None
+            raise
+
+    def _options(self, static: float, initial: float, arguments: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
+        """Of dsopt.Scaler. None: no scale."""
+        if self.low_precision_dtype != torch.float16:
+            return None
+        if not self.dynamic_loss_scale:
+            return {"static": True, "init": static}
+        arguments = dict(arguments or {})
+        options = {"profile": self._profile, "init": arguments.pop("init_scale", initial), "factor": 2.0,
+                   "window": arguments.pop("scale_window", 1000), "min": arguments.pop("min_scale", 0)}
+        shift, refill = arguments.pop("delayed_shift", 1), arguments.pop("consecutive_hysteresis", False)
+        if shift != 1:  # the profiles of the original do not have it
+            options.update(profile="default", hysteresis=shift, refill=bool(refill),
+                           min=options["min"] or (1 if self._profile == "fused" else 0.25))
+        if arguments:
+            raise wrong("dynamic_loss_args: %s is unknown" % ", ".join(map(repr, arguments)))
+        return options
+
+    # ---------------------------------------------------------------------------------- what the engine must be told
+    def _extend(self, desc: Any, context: Any, device: torch.device, needed: Tuple[object, ...],
+                hooked: bool) -> Tuple[Tuple[object, ...], bool]:
+        desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER
+        desc.masters, desc.max_norm = self._masters, self._clip_grad
+        if self._scale_args is not None:
+            scaler = Scaler(context, **self._scale_args)
+            desc.scaler = scaler.handle
+            needed += (scaler,)
+        if self.mpu is not None:
+            comm = comm_of(self.mpu.get_model_parallel_group(), context, device)
+            if comm is not None:
+                desc.model = comm.handle
+                needed, hooked = needed + (comm,), True
+        return needed, hooked
+
+    def _param_flags(self, param: torch.Tensor) -> int:
+        sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+        return (abi.DSOPT_PARAM_MODEL_PARALLEL * bool(sharded and self.mpu is not None) |
+                abi.DSOPT_PARAM_REPLICATED * bool(getattr(param, "ds_pipe_replicated", False)))
+
+    def _plan(self) -> Plan:
+        """The plan; it is made if need be, and with it the masters."""
+        optimizer = self.optimizer
+        if optimizer._plans is None or not optimizer._is_current():
+            optimizer._plan()
+        if len(optimizer._plans) != 1:
+            raise unsupported("parameters on several devices, or none")
+        return optimizer._plans[0]  # type: ignore[no-any-return]
+
+    # ---------------------------------------------------------------------------------------------------------- step
+    def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
+        """Backward of the loss times the loss scale."""
+        if self._scale_args is not None:
+            self._plan()
+            scale = self.state[WHOLE]["loss_scale"]
+            loss = loss.float() * scale.reshape(()).to(loss.device)
+        loss.backward(create_graph=create_graph, retain_graph=retain_graph)
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
+        """One step, or none if a gradient is not finite. Returns `overflow`."""
+        if closure is not None:
+            raise unsupported("%s.step: closure" % type(self).__name__)
+        self.optimizer.step()
+        if self._drops_grads:
+            self.zero_grad()
+        return self.overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.detach_().zero_()
+
+    def _reported(self, place: int) -> float:
+        return float(self._plan().report[place])  # type: ignore[index]
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was skipped. Waits for the device, as all of these do."""
+        return bool(self._reported(abi.DSOPT_REPORT_SKIPPED))
+
+    @property
+    def _global_grad_norm(self) -> float:
+        """Of the last step, without the loss scale; NaN if nothing needed it."""
+        return self._reported(abi.DSOPT_REPORT_GRAD_NORM)
+
+    # ---------------------------------------------------------------------------------------------------- loss scale
+    def _words(self) -> torch.Tensor:
+        self._plan()
+        return self.state[WHOLE]["scaler"].cpu()  # type: ignore[no-any-return]
+
+    def _scaler(self) -> Any:
+        info = abi.dsopt_scaler_info()
+        words = self._words()
+        abi.check(abi.lib.dsopt_scaler_decode(words.data_ptr(), byref(info)))
+        return info
+
+    def _write_scaler(self, own: float, override: Optional[float], **counters: int) -> None:
+        """The words of the state tensor "scaler", as dsopt.h lists them."""
+        words = list(self._words().tolist())
+        words[0:2] = struct.unpack("<2i", struct.pack("<d", own))
+        words[2:4] = struct.unpack("<2i", struct.pack("<d", override or 0))
+        words[8] = override is not None
+        for place, name in ((4, "updates"), (5, "last_overflow")):
+            words[place] = counters.get(name, words[place])
+        self.state[WHOLE]["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
+        self.state[WHOLE]["loss_scale"].fill_(own if override is None else override)
+
+    def _scale_of(self, value: Any) -> float:
+        scale = number(value, 0, "loss_scale")
+        if not 0 < scale < 3.4e38:
+            raise wrong("the loss scale is %r, and must be positive and finite" % value)
+        if self._scale_args is None:
+            raise unsupported("a loss scale with %s" % self.low_precision_dtype)
+        return scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The scaler's own value."""
+        return float(self._scaler().dynamic) if self._scale_args is not None else 1.0
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        info = self._scaler() if self._scale_args is not None else None
+        scale = self._scale_of(value)
+        self._write_scaler(scale, info.scale if info.overridden else None)  # type: ignore[union-attr]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by."""
+        return float(self._scaler().scale) if self._scale_args is not None else 1.0
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.cur_scale = value
+
+    def override_loss_scale(self, loss_scale: Optional[float]) -> None:
+        """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's."""
+        self._write_scaler(self.cur_scale, None if loss_scale is None else self._scale_of(loss_scale))
+
+    @property
+    def custom_loss_scaler(self) -> bool:
+        return self._scale_args is not None and bool(self._scaler().overridden)
+
+    @property
+    def external_loss_scale(self) -> Optional[float]:
+        return self.loss_scale if self.custom_loss_scaler else None
+
+    @property
+    def cur_iter(self) -> int:
+        return int(self._scaler().updates) if self._scale_args is not None else 0
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return int(self._scaler().last_overflow) if self._scale_args is not None else -1
+
+    @property
+    def scale_factor(self) -> float:
+        return 2.0
+
+    @property
+    def scale_window(self) -> int:
+        return int((self._scale_args or {}).get("window", 1000))
+
+    # ----------------------------------------------------------------------------------------------- groups and state
+    @property
+    def clip_grad(self) -> float:
+        return self._clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        self._clip_grad = float(value)
+        self.optimizer._plans = None
+
+    @property
+    def param_groups(self) -> List[Dict[str, Any]]:
+        return self.optimizer.param_groups  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> Dict[Any, Any]:
+        return self.optimizer.state  # type: ignore[no-any-return]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        return self.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def masters(self) -> List[List[torch.Tensor]]:
+        """The float32 copies of the parameters, per group. They are the state, not copies of it."""
+        self._plan()
+        return [[self.state[param]["master"] for param in group["params"] if "master" in self.state.get(param, {})]
+                for group in self.param_groups]
+
+    def refresh_fp32_params(self) -> None:
+        """Masters from the parameters, after new weights were loaded without state."""
+        self._plan()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "master" in self.state.get(param, {}):
+                    self.state[param]["master"].copy_(param.detach())
+
+    def _pack(self, masters: List[torch.Tensor]) -> Any:
+        raise NotImplementedError
+
+    def _unpack(self, saved: Any, masters: List[torch.Tensor]) -> List[torch.Tensor]:
+        raise NotImplementedError
+
+    _masters_key = ""
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The original's keys. Masters are apart from the optimizer's state."""
+        masters = self.masters()
+        optimizer = self.optimizer.state_dict()
+        optimizer["state"] = {key: {name: value for name, value in state.items() if name != "master"}
+                              for key, state in optimizer["state"].items()}
+        return {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter,
+                "last_overflow_iter": self.last_overflow_iter, "scale_factor": self.scale_factor,
+                "scale_window": self.scale_window, "optimizer_state_dict": optimizer, "clip_grad": self.clip_grad,
+                self._masters_key: [self._pack(group) for group in masters]}
+
+    def load_state_dict(self, state_dict: Dict[str, Any], load_optimizer_states: bool = True) -> None:
+        """Without optimizer states the masters are loaded, and moments and counters stay."""
+        saved, masters = state_dict[self._masters_key], self.masters()
+        if len(saved) != len(masters):
+            raise wrong("%s has %d groups, and the optimizer %d" % (self._masters_key, len(saved), len(masters)), "SHAPE")
+        values = [self._unpack(new, old) for new, old in zip(saved, masters)]
+        for g, (new, old) in enumerate(zip(values, masters)):
+            if [x.shape for x in new] != [x.shape for x in old]:
+                raise wrong("%s[%d] is not of this optimizer's shapes" % (self._masters_key, g), "SHAPE")
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        masters = [[self.state[param].setdefault("master", old) for param, old in zip(self._with_master(group), olds)]
+                   for group, olds in zip(self.param_groups, masters)]
+        for new, old in zip(values, masters):
+            for source, target in zip(new, old):
+                target.copy_(source)
+        self.clip_grad = state_dict.get("clip_grad", self.clip_grad)
+        if self._scale_args is not None:
+            self._write_scaler(self._scale_of(state_dict["cur_scale"]), None, updates=state_dict["cur_iter"],
+                               last_overflow=state_dict.get("last_overflow_iter", -1))
+
+    def _with_master(self, group: Dict[str, Any]) -> List[torch.Tensor]:
+        return [param for param in group["params"] if param.requires_grad or self.state.get(param)]
+
+    def __reduce__(self) -> Any:
+        raise StateError("a %s cannot be pickled or copied; use state_dict (DSOPT_ERR_STATE)" % type(self).__name__,
+                         abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
+
+
+class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
+    __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__)
+    _masters, _profile, _drops_grads, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", True, "fp32_groups_flat"
+
+    def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
+                 low_precision_dtype: torch.dtype = torch.float16, static_loss_scale: float = 1.0,
+                 dynamic_loss_scale: bool = False, initial_dynamic_scale: float = 2.**32,
+                 dynamic_loss_args: Optional[Dict[str, Any]] = None, verbose: bool = True, mpu: Any = None,
+                 clip_grad: float = 0.0, fused_adam_legacy: bool = False, has_moe_layers: bool = False,
+                 timers: Any = None) -> None:
+        if has_moe_layers:
+            raise unsupported("FP16_Optimizer: has_moe_layers=True")
+        super().__init__(init_optimizer, loss_scale_config, low_precision_dtype, static_loss_scale, dynamic_loss_scale,
+                         initial_dynamic_scale, dynamic_loss_args, mpu, clip_grad)
+
+    def _pack(self, masters: List[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([master.reshape(-1) for master in masters]) if masters else torch.empty(0)
+
+    def _unpack(self, saved: Any, masters: List[torch.Tensor]) -> List[torch.Tensor]:
+        if saved.numel() != sum(master.numel() for master in masters):
+            raise wrong("fp32_groups_flat has %d elements in a group of %d" %
+                        (saved.numel(), sum(master.numel() for master in masters)), "SHAPE")
+        return [part.view(master.shape) for part, master in
+                zip(saved.split([master.numel() for master in masters]), masters)] if masters else []
+
+    @property
+    def fp32_groups_flat(self) -> List[torch.Tensor]:
+        """The masters of each group in one tensor: a copy."""
+        return [self._pack(group) for group in self.masters()]
+
+
+class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
+    __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(Wrapper.__doc__)
+    _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
+
+    def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
+                 low_precision_dtype: torch.dtype = torch.float16, static_loss_scale: float = 1.0,
+                 dynamic_loss_scale: bool = False, dynamic_loss_args: Optional[Dict[str, Any]] = None, verbose: bool = True,
+                 mpu: Any = None, clip_grad: float = 0.0, fused_lamb_legacy: bool = False) -> None:
+        super().__init__(init_optimizer, loss_scale_config, low_precision_dtype, static_loss_scale, dynamic_loss_scale,
+                         2.**16, dynamic_loss_args, mpu, clip_grad)
+
+    def _pack(self, masters: List[torch.Tensor]) -> List[torch.Tensor]:
+        return list(masters)
+
+    def _unpack(self, saved: Any, masters: List[torch.Tensor]) -> List[torch.Tensor]:
+        return list(saved)
+
+    @property
+    def fp32_groups(self) -> List[List[torch.Tensor]]:
+        return self.masters()

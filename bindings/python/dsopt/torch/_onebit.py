@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 1-bit family with the arguments of DeepSpeed. Ranks are those of a process group (docs/onebit.md)."""
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._errors import StateError
+from ._base import number
+from ._deepspeed import Named
+from ._plan import WHOLE
+from ._process_group import comm_of
+from ._tensors import unsupported
+
+REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
+              abi.DSOPT_REDUCTION_LOCAL: "local"}
+
+
+class Onebit(Named):
+    """group      the data-parallel ranks; None = torch.distributed's default group, or one rank without it
+    deepspeed  an engine that averages the gradients itself when its enable_backward_allreduce is set, which each step does;
+               without one the step averages them, and the caller never does
+
+    Gradients with Inf or NaN skip the step on all ranks. bias_correction, cuda_aware and comm_backend_name have no effect;
+    eps_inside_sqrt and max_grad_norm, which the originals ignore, are refused.
+    """
+
+    _fields = Named._fields[:-1]
+    _at_once = True
+    _group: Any = None
+    _engine: Any = None
+    _algorithm = 0
+
+    def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
+               weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
+               **more: Any) -> None:
+        for name, value in (("eps_inside_sqrt", eps_inside_sqrt), ("max_grad_norm", max_grad_norm)):
+            if value:
+                raise unsupported("%s: %s=%r" % (type(self).__name__, name, value))
+        self._group, self._engine = group, deepspeed
+        self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+                                                  weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        return super()._hyper(group, g)[:5]
+
+    def _schedule_fields(self) -> Dict[str, Any]:
+        raise NotImplementedError
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        flags = abi.DSOPT_GROUP_NON_FREEZE if group.get("non_freeze") else 0
+        return self._algorithm, flags, self._schedule_fields()
+
+    def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
+        masked = abi.DSOPT_PARAM_MASKED if group.get("exp_avg_mask") is not None else 0
+        return super()._param_flags(group, param) | masked
+
+    def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
+        desc, needed, hooked = super()._engine_desc(context)
+        desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family has none without
+        desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # what enters an exchange stays in its errors
+        comm = comm_of(self._group, context, torch.device(context.backend, context.device)
+                       if context.backend == "cuda" else torch.device("cpu"))
+        if comm is not None:
+            desc.data = comm.handle
+            if self._engine is None:
+                desc.flags |= abi.DSOPT_OPTIMIZER_AVERAGES
+        return desc, needed + (comm,), hooked or comm is not None
+
+    def _plan(self) -> None:
+        super()._plan()
+        for group in self.param_groups:
+            mask = group.get("exp_avg_mask")
+            for param in group["params"] if mask is not None else ():
+                if "mask" in self.state.get(param, {}):
+                    self.state[param]["mask"].copy_(mask)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:
+            raise StateError("the variance is frozen, and new parameters would have none (DSOPT_ERR_STATE)",
+                             abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
+        super().add_param_group(param_group)
+
+    def _advance(self) -> None:
+        super()._advance()
+        engine = self._engine
+        if engine is not None:
+            name = "enable_backward_allreduce"
+            name = "pipeline_" + name if hasattr(engine, "pipeline_" + name) else name
+            setattr(engine, name, self.next_reduction() == "full")
+
+    def _schedule(self) -> Any:
+        """dsopt_schedule_info. Waits for the device."""
+        if not self._plans:
+            self._plan()
+        info, words = abi.dsopt_schedule_info(), self.state[WHOLE]["schedule"].cpu()
+        abi.check(abi.lib.dsopt_schedule_decode(self._plans[0].handle, words.data_ptr(), byref(info)))  # type: ignore[index]
+        return info
+
+    def next_reduction(self) -> str:
+        """What the next step needs: "full": averaged gradients; "compressed" or "local": each rank's own. Where the step
+        averages itself (no `deepspeed`), the gradients are each rank's own in any case."""
+        return REDUCTIONS[self._schedule().reduction]
+
+    @property
+    def frozen(self) -> bool:
+        """The variance does not change any more."""
+        return bool(self._schedule().frozen)
+
+
+class OnebitAdam(Onebit):
+    __doc__ = "deepspeed.runtime.fp16.onebit.adam.OnebitAdam (Tang et al. 2021).\n\n    " + str(Onebit.__doc__)
+    _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
+    _kept = Onebit._kept + ("freeze_step",)
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, freeze_step: int = 100000, bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
+                 max_grad_norm: float = 0., amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl", *,
+                 group: Any = None, compat: Optional[str] = None) -> None:
+        self.freeze_step = freeze_step
+        self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
+                    max_grad_norm, amsgrad)
+
+    def _schedule_fields(self) -> Dict[str, Any]:
+        return {"freeze_step": self.freeze_step}
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        return self.frozen
+
+
+class ZeroOneAdam(Onebit):
+    __doc__ = "deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam (Lu et al. 2022).\n\n    " + str(Onebit.__doc__)
+    _algorithm = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
+    _kept = Onebit._kept + ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
+                 max_grad_norm: float = 0., var_freeze_step: int = 100000, var_update_scaler: int = 16,
+                 local_step_scaler: int = 32678, local_step_clipper: int = 16, amsgrad: bool = False, cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl", *, group: Any = None, compat: Optional[str] = None) -> None:
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
+                    max_grad_norm, amsgrad)
+
+    def _schedule_fields(self) -> Dict[str, Any]:
+        return {"freeze_step": self.var_freeze_step, "var_interval_steps": self.var_update_scaler,
+                "local_interval_steps": self.local_step_scaler, "max_local_interval": self.local_step_clipper}
+
+    @property
+    def freeze_key(self) -> bool:
+        return self.frozen
+
+
+class OnebitLamb(Onebit):
+    __doc__ = "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb (Li et al. 2021).\n\n    " + str(Onebit.__doc__)
+    _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
+    _fields = Onebit._fields + ("min_trust", "max_trust")
+    _kept = Onebit._kept + ("freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+
+    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, freeze_step: int = 100000, bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
+                 max_grad_norm: float = 0., max_coeff: float = 10., min_coeff: float = 0.01, amsgrad: bool = False,
+                 cuda_aware: bool = False, comm_backend_name: str = "nccl", coeff_beta: float = 0.9, factor_max: float = 4.,
+                 factor_min: float = 0.5, factor_threshold: float = 0.1, *, group: Any = None,
+                 compat: Optional[str] = None) -> None:
+        self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
+        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
+                    max_grad_norm, amsgrad, max_coeff=max_coeff, min_coeff=min_coeff)
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("min_coeff", "max_coeff"))
+
+    def _schedule_fields(self) -> Dict[str, Any]:
+        return {"freeze_step": self.freeze_step, "trust_beta": self.coeff_beta, "trust_threshold": self.factor_threshold,
+                "trust_min_change": self.factor_min, "trust_max_change": self.factor_max}
+
+    @property
+    def lamb_freeze_key(self) -> bool:
+        return self.frozen

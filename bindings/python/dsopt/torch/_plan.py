@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine is told about those parameters of an optimizer that are on one device.
+
+A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its functional
+form (dsopt_optimizer_apply). So a plan is dropped and made anew whenever something about its lists changes.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from ctypes import byref
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._handle import Handle
+from .._hooks import gate
+from ._tensors import STATES, context_of, dtype_of, is_dense, put, strides_of, unsupported, words_of, wrong
+
+if TYPE_CHECKING:
+    from ._base import EngineOptimizer
+
+WHOLE = "dsopt"  # key of optimizer.state for the state that belongs to no single parameter
+_data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
+_bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
+_somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
+_ungated = contextlib.nullcontext()
+
+
+class Stale(Exception):
+    """The plan no longer describes the parameters."""
+
+
+class Entry(NamedTuple):
+    group: int
+    name: str
+    param: torch.Tensor
+
+
+class Engine(Handle):
+    """A dsopt_optimizer."""
+
+    def __init__(self, context: Any, desc: Any, *needed: object) -> None:
+        handle = ctypes.c_void_p()
+        abi.check(abi.lib.dsopt_optimizer_create(context.handle, byref(desc), byref(handle)))
+        self._own(handle, abi.lib.dsopt_optimizer_destroy, context, *needed)
+
+
+class Plan:
+    def __init__(self, owner: EngineOptimizer, device: torch.device, entries: List[Entry]) -> None:
+        self.device, self.entries = device, entries
+        self.params = [entry.param for entry in entries]
+        self.context = context_of(device, entries[0].name if entries else "the optimizer")
+        desc, needed, hooked = owner._engine_desc(self.context)
+        if owner._wrapper is not None:
+            needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
+        self.engine = Engine(self.context, desc, *needed)
+        self.handle = self.engine.handle
+        self.gate = gate if hooked else _ungated
+        self.stream: Optional[int] = None
+        self.hyper: List[Tuple[float, ...]] = []
+        self._register(owner)
+        self._list_params()
+        self._list_state(owner)
+        self.report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device) if owner._reports else None
+        size = ctypes.c_size_t()
+        abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
+        self.workspace = torch.empty(size.value, dtype=torch.uint8, device=device)
+        self.call = abi.dsopt_step(
+            grads=ctypes.addressof(self.grad_list), params=ctypes.addressof(self.param_list), count=len(entries),
+            state=ctypes.addressof(self.state_list), state_count=len(self.state_list), workspace=self.workspace.data_ptr(),
+            workspace_bytes=size.value, report=self.report.data_ptr() if self.report is not None else None)
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+    def _register(self, owner: EngineOptimizer) -> None:
+        """Groups and parameters, without memory."""
+        for g, group in enumerate(owner.param_groups):
+            algorithm, flags, fields = owner._rule(group)
+            new = abi.dsopt_group()
+            abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
+            self.hyper.append(owner._hyper(group, g))
+            for field, value in chain(zip(owner._fields, self.hyper[-1]), fields.items()):
+                setattr(new, field, value)
+            new.flags |= flags
+            members = [entry for entry in self.entries if entry.group == g]
+            places, dims = (abi.dsopt_param * max(len(members), 1))(), []
+            for place, entry in zip(places, members):
+                dtype, factor = dtype_of(entry.param, entry.name)
+                shape = tuple(entry.param.shape) + (2,) * (factor == 2)
+                dims.append((ctypes.c_int64 * max(len(shape), 1))(*shape))
+                place.tensor.dtype, place.tensor.numel, place.name = dtype, entry.param.numel() * factor, entry.name.encode()
+                if len(shape) <= 8:
+                    place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
+                place.flags = owner._param_flags(group, entry.param)
+                if owner._wrapper is not None:
+                    place.flags |= owner._wrapper._param_flags(entry.param)
+            abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)), "param_groups[%d]: " % g)
+
+    def _list_params(self) -> None:
+        count = len(self.entries)
+        self.param_list, self.grad_list = [(abi.dsopt_tensor * max(count, 1))() for _ in range(2)]
+        self.param_words, self.grad_words = words_of(self.param_list), words_of(self.grad_list)
+        kinds = [dtype_of(entry.param, entry.name) for entry in self.entries]
+        self.numels = [p.numel() for p in self.params]
+        self.dtypes = [p.dtype for p in self.params]
+        self.grad_dtypes = list(self.dtypes)
+        for words in (self.param_words, self.grad_words):
+            put(words, 1, [n * factor for n, (_, factor) in zip(self.numels, kinds)])
+            put(words, 2, [dtype for dtype, _ in kinds])
+        self.param_at: Optional[List[int]] = None
+        self.grad_at: Optional[List[int]] = None
+        # The short way of _gather is for tensors whose elements lie in their order.
+        self.plain = all(map(_is_contiguous, self.params)) and not any(p.is_complex() for p in self.params)
+
+    def _list_state(self, owner: EngineOptimizer) -> None:
+        """Give the engine torch's state tensors, and make those that are missing."""
+        count = ctypes.c_int64()
+        abi.check(abi.lib.dsopt_optimizer_state_count(self.handle, byref(count)))
+        self.state_list = (abi.dsopt_tensor * count.value)()
+        self.state_of: List[List[Tuple[int, str]]] = [[] for _ in self.entries]  # per parameter: index and name of each entry
+        fresh = not any(owner.state.get(p) for p in self.params)
+        self._take_steps(owner)
+        self.of_param = [owner.state[p] for p in self.params]
+        self.own: Dict[str, torch.Tensor] = {}
+        for i, place in enumerate(self.state_list):
+            info = abi.dsopt_state_info()
+            abi.check(abi.lib.dsopt_optimizer_state(self.handle, i, byref(info)))
+            name = info.name.decode()
+            if info.param >= 0:
+                tensor = self._state_of_param(owner, info, name)
+                self.state_of[info.param].append((i, name))
+            elif name == "step":
+                tensor = self.steps
+            else:
+                tensor = self._state_of_whole(owner, info, name)
+            place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
+        if fresh and self.entries:
+            put(self.param_words, 0, list(map(_data_ptr, self.params)))
+            abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value, self._stream()))
+            self.steps_seen.copy_(self.steps)
+
+    def _take_steps(self, owner: EngineOptimizer) -> None:
+        """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one tensor, which
+        is copied from and to that list."""
+        count = len(self.entries)
+        old = [float(owner.state[p].get("step", 0)) for p in self.params]
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        self.steps_seen = torch.tensor(old, dtype=dtype, device=self.device)
+        self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
+        for p, step in zip(self.params, self.steps_seen.unbind()):
+            owner.state[p]["step"] = step
+
+    def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
+        entry = self.entries[info.param]
+        param, state = entry.param, owner.state[entry.param]
+        dtype = torch.complex64 if param.is_complex() else STATES[info.tensor.dtype]
+        tensor = state.get(name)
+        if tensor is None:
+            # In the order of the parameter's elements; else in that of its shape.
+            like = param.detach() if is_dense(param) else param.detach().contiguous()
+            from_param = info.flags & abi.DSOPT_STATE_FROM_PARAM
+            tensor = like.to(dtype, copy=True) if from_param else torch.zeros_like(like, dtype=dtype)
+        elif tensor.shape != param.shape:
+            raise wrong("state %r of %s has shape %s, and the parameter %s" %
+                        (name, entry.name, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
+        elif tensor.dtype != dtype or tensor.device != self.device:
+            tensor = tensor.to(dtype=dtype, device=self.device)
+        if not is_dense(tensor):
+            tensor = tensor.contiguous()
+        self.plain &= tensor.is_contiguous()
+        state[name] = tensor
+        return tensor
+
+    def _state_of_whole(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
+        """State of no single parameter. Ratios are only a report, so they are not kept with the state."""
+        kept = self.own if name == "trust_ratio" else owner.state[WHOLE]
+        numel, dtype = info.tensor.numel, STATES[info.tensor.dtype]
+        tensor, old = torch.zeros(numel, dtype=dtype, device=self.device), kept.get(name)
+        if old is not None:
+            if old.shape == tensor.shape and old.dtype == dtype and old.device == self.device and old.is_contiguous():
+                tensor = old
+            elif not info.flags & abi.DSOPT_STATE_RANK_LOCAL:  # else parameters came, and error feedback begins anew
+                both = min(numel, old.numel())
+                tensor[:both].copy_(old.reshape(-1)[:both])
+        kept[name] = tensor
+        return tensor
+
+    # --------------------------------------------------------------------------------------------------------- step
+    def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:
+        for g, group in enumerate(owner.param_groups):
+            now = owner._hyper(group, g)
+            if now != self.hyper[g]:
+                self._set(owner, g, now)
+        staged = self._gather()
+        call = self.call
+        call.stream = self._stream()
+        call.grad_scale = None if scale is None else scale.data_ptr()
+        call.skip = None if skip is None else skip.data_ptr()
+        self.steps.copy_(self.steps_seen)
+        with self.gate:
+            status = abi.lib.dsopt_optimizer_apply(self.handle, byref(call))
+        if status:
+            abi.check(status)
+        self.steps_seen.copy_(self.steps)
+        for param, copy in staged:
+            param.detach().copy_(copy)
+        if _bump is not None:
+            _bump(self.params)
+
+    def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
+        for field, old, new in zip(owner._fields, self.hyper[g], now):
+            if new != old:
+                key = getattr(abi, "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper())
+                abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key, new), "param_groups[%d]: " % g)
+        self.hyper[g] = now
+
+    def _stream(self) -> Optional[int]:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
+
+    def _gather(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """Put the addresses of parameters and gradients into the lists. Parameters are returned whose new values are in a
+        tensor beside them."""
+        params = self.params
+        grads = [p.grad for p in params]
+        if not self.plain:
+            return self._arrange(grads)
+        present = grads
+        try:
+            at = list(map(_data_ptr, grads))  # a third of the time of a step of small tensors is in this function
+        except (TypeError, RuntimeError):  # None; sparse
+            present = [p if g is None else g for p, g in zip(params, grads)]
+            if any(g.layout != torch.strided for g in present):
+                return self._arrange(grads)
+            at = [0 if g is None else g.data_ptr() for g in grads]
+        if not all(map(_is_contiguous, present)):
+            return self._arrange(grads)
+        if at != self.grad_at:
+            if [g.dtype for g in present] != self.grad_dtypes or list(map(_numel, present)) != self.numels or 0 in at:
+                for i, g in enumerate(grads):
+                    at[i] = self._examine(i, g)
+            put(self.grad_words, 0, at)
+            self.grad_at = at
+        here = list(map(_data_ptr, params))
+        if here != self.param_at:
+            self._follow(here)
+        return []
+
+    def _follow(self, here: List[int]) -> None:
+        """Parameters have other memory."""
+        if ([p.dtype for p in self.params] != self.dtypes or list(map(_numel, self.params)) != self.numels or
+                any(p.device != self.device for p in self.params) or not all(map(_is_contiguous, self.params))):
+            raise Stale
+        for entry, at, numel in zip(self.entries, here, self.numels):
+            if not at and numel:
+                raise wrong("%s has no memory" % entry.name)
+        put(self.param_words, 0, here)
+        self.param_at = here
+
+    def _examine(self, i: int, grad: Optional[torch.Tensor]) -> int:
+        """Address of a gradient, once it is found to be one of this parameter."""
+        entry = self.entries[i]
+        if grad is None:
+            return 0
+        what = "the gradient of " + entry.name
+        if grad.layout != torch.strided:
+            raise unsupported("%s is sparse" % what)
+        if grad.shape != entry.param.shape:
+            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(entry.param.shape)), "SHAPE")
+        if grad.device != self.device:
+            raise wrong("%s is on device %s, and the parameter on %s" % (what, grad.device, self.device), "DEVICE")
+        dtype, factor = dtype_of(grad, what)
+        if grad.is_complex() != entry.param.is_complex():
+            raise wrong("%s is %s, and the parameter %s" % (what, grad.dtype, entry.param.dtype), "DTYPE")
+        self.grad_list[i].dtype, self.grad_dtypes[i] = dtype, grad.dtype
+        if not self.numels[i]:
+            return ctypes.addressof(_somewhere)
+        if not grad.data_ptr():
+            raise wrong("%s has no memory" % what)
+        return grad.data_ptr()
+
+    def _arrange(self, grads: List[Optional[torch.Tensor]]) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """_gather for elements in any order: parameter, gradient and state must have the same one. A parameter whose order
+        the gradient does not have is stepped in a copy."""
+        staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        self.resolved: List[torch.Tensor] = []  # alive until the next step
+        self.grad_at = self.param_at = None
+        for i, (entry, grad) in enumerate(zip(self.entries, grads)):
+            param = entry.param
+            if param.dtype != self.dtypes[i] or param.numel() != self.numels[i] or param.device != self.device:
+                raise Stale
+            self.grad_list[i].data = self._examine(i, grad)
+            self.param_list[i].data = param.data_ptr()
+            if grad is None:
+                continue
+            if grad.is_conj() or grad.is_neg():
+                grad = grad.resolve_conj().resolve_neg()
+                self.resolved.append(grad)
+                self.grad_list[i].data = grad.data_ptr()
+            if strides_of(param) != strides_of(grad) or not is_dense(param):
+                if not grad.is_contiguous():
+                    raise wrong("the gradient of %s is not contiguous, and its strides %s are not the parameter's, %s" %
+                                (entry.name, tuple(grad.stride()), tuple(param.stride())))
+                staged.append((param, param.detach().clone(memory_format=torch.contiguous_format)))
+                self.param_list[i].data = staged[-1][1].data_ptr()
+            self._order_state(i, grad)
+        return staged
+
+    def _order_state(self, i: int, grad: torch.Tensor) -> None:
+        """Bring the state of a parameter into the order of its gradient."""
+        for index, name in self.state_of[i]:
+            tensor = self.of_param[i][name]
+            if strides_of(tensor) != strides_of(grad):
+                new = torch.empty_strided(grad.shape, grad.stride(), dtype=tensor.dtype, device=tensor.device)
+                self.of_param[i][name] = new.copy_(tensor)
+                self.state_list[index].data = new.data_ptr()

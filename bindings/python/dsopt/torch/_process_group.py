@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process group of torch.distributed as a comm."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from .. import _abi as abi
+from .._handles import Comm, Context
+from ._tensors import unsupported
+
+DTYPES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F64: torch.float64, abi.DSOPT_DTYPE_I32: torch.int32}
+SIZES = {torch.float32: 4, torch.float64: 8, torch.int32: 4, torch.uint8: 1}
+
+
+class _Memory:
+    """Device memory by its address, for torch.as_tensor."""
+
+    def __init__(self, address: int, count: int, kind: str) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": kind, "version": 3, "strides": None}
+
+
+class Collectives:
+    """The functions of a comm table by torch.distributed. They work in host memory, those of NCCL in device memory."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if "nccl" not in str(dist.get_backend(group)):
+            # gloo has no all-to-all in every version of torch; pairs of send and receive it always had.
+            self.all_to_all = self._by_pairs
+
+    def _tensor(self, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type == "cuda":
+            kind = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.uint8: "|u1"}[dtype]
+            return torch.as_tensor(_Memory(address, count, kind), device=self.device)
+        return torch.frombuffer((ctypes.c_char * (count * SIZES[dtype])).from_address(address), dtype=dtype)
+
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: Optional[int]) -> None:
+        if not count:
+            return
+        out = self._tensor(recv, count, DTYPES[dtype])
+        if send != recv:
+            out.copy_(self._tensor(send, count, DTYPES[dtype]))
+        dist.all_reduce(out, dist.ReduceOp.MAX if op == abi.DSOPT_OP_MAX else dist.ReduceOp.SUM, group=self.group)
+
+    def all_gather(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
+        if not size:
+            return
+        row = self._tensor(send, size, torch.uint8).clone()  # it may be a part of `recv`
+        dist.all_gather(list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)), row, group=self.group)
+
+    def all_to_all(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
+        if not size:
+            return
+        rows = self._tensor(send, size * self.ranks, torch.uint8).clone()
+        dist.all_to_all_single(self._tensor(recv, size * self.ranks, torch.uint8), rows, group=self.group)
+
+    def _by_pairs(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
+        if not size:
+            return
+        rows = self._tensor(send, size * self.ranks, torch.uint8).view(self.ranks, size).clone()
+        out = self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)
+        out[self.rank].copy_(rows[self.rank])
+        peers = [dist.distributed_c10d._get_global_rank(self.group, r) if self.group is not None else r for r in range(self.ranks)]
+        others = [r for r in range(self.ranks) if r != self.rank]
+        for work in ([dist.isend(rows[r], peers[r], group=self.group) for r in others] +
+                     [dist.irecv(out[r], peers[r], group=self.group) for r in others]):
+            work.wait()
+
+
+def comm_of(group: Any, context: Context, device: torch.device) -> Optional[Comm]:
+    """A comm over a process group; None: the default group, if there is one. One rank needs no comm."""
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise unsupported("group: torch.distributed is not initialized")
+        return None
+    if dist.get_world_size(group) == 1:
+        return None
+    backend = str(dist.get_backend(group))
+    own = device.type == "cuda" and "nccl" in backend
+    if "nccl" in backend and "gloo" not in backend and not own:
+        raise unsupported("group: its backend nccl has no collectives for parameters on %s" % device)
+    collectives = Collectives(group, device if own else torch.device("cpu"))
+    return Comm.table(context, collectives, collectives.rank, collectives.ranks, memory="backend" if own else "host")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's tensors as the engine's: dtypes, memory layouts, devices."""
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from typing import Any, Dict, List, Sequence, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._errors import ArgumentError, Error, UnsupportedError
+from .._handles import Context
+
+# dtype of the engine, and how many of its elements one of torch's is
+FLOATS: Dict[torch.dtype, Tuple[int, int]] = {
+    torch.float32: (abi.DSOPT_DTYPE_F32, 1), torch.float16: (abi.DSOPT_DTYPE_F16, 1),
+    torch.bfloat16: (abi.DSOPT_DTYPE_BF16, 1), torch.complex64: (abi.DSOPT_DTYPE_F32, 2)}
+STATES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F16: torch.float16, abi.DSOPT_DTYPE_BF16: torch.bfloat16,
+          abi.DSOPT_DTYPE_I32: torch.int32}
+
+
+def wrong(text: str, name: str = "ARGUMENT") -> ArgumentError:
+    status = "DSOPT_ERR_" + name
+    return ArgumentError("%s (%s)" % (text, status), getattr(abi, status), status)
+
+
+def unsupported(text: str) -> UnsupportedError:
+    return UnsupportedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
+
+
+def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
+    """As FLOATS has it. `what` names the tensor in the error."""
+    try:
+        return FLOATS[tensor.dtype]
+    except KeyError:
+        raise wrong("%s is %s; the engine has float32, float16, bfloat16 and complex64" %
+                    (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
+
+
+def strides_of(tensor: torch.Tensor) -> List[int]:
+    """Where the stride means something."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Are its elements all of a piece of memory, in any order?"""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def words_of(tensors: Any) -> memoryview:
+    """An array of dsopt_tensor as 64-bit words, three of each tensor: address, numel, dtype."""
+    return memoryview(tensors).cast("B").cast("Q")
+
+
+def put(words: memoryview, place: int, values: Sequence[int]) -> None:
+    if values:
+        words[place:3 * len(values):3] = array("Q", values)
+
+
+_contexts: Dict[Tuple[Any, ...], Context] = {}
+_lock = threading.Lock()
+
+
+def context_of(device: torch.device, what: str) -> Context:
+    """The context of a device, with as many threads as torch uses; one for all optimizers of this process."""
+    if device.type not in ("cpu", "cuda"):
+        raise wrong("%s is on device %s; the engine has cpu and cuda" % (what, device), "DEVICE")
+    key = os.getpid(), device.type, device.index, torch.get_num_threads()
+    with _lock:
+        if key not in _contexts:
+            try:
+                _contexts[key] = Context(device.type, device.index or 0, torch.get_num_threads())
+            except Error as problem:
+                problem.args = ("%s is on device %s: %s" % (what, device, problem.args[0]),) + problem.args[1:]
+                raise
+        return _contexts[key]

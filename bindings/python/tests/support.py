@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several test files need."""
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+
+import dsopt
+
+PACKAGE = pathlib.Path(dsopt.__file__).resolve().parent.parent
+
+
+def arrays(*shapes, seed=0, dtype=np.float32, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.standard_normal(shape)).astype(dtype) for shape in shapes]
+
+
+def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):
+    """One step of AdamW in float64, in place."""
+    m += (1 - betas[0]) * (g - m)
+    v += (1 - betas[1]) * (g * g - v)
+    p -= lr * (m / (1 - betas[0]**t) / (np.sqrt(v / (1 - betas[1]**t)) + eps) + wd * p)
+
+
+def python(program, *arguments, timeout=120):
+    """Run a program in an interpreter of its own. Returns exit status, standard output and standard error."""
+    environment = dict(os.environ, DSOPT_LIBRARY=dsopt._abi.path, PYTHONPATH=str(PACKAGE))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *arguments], env=environment, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, universal_newlines=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr

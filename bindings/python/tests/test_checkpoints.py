@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+import os
+import pathlib
+import tempfile
+import unittest
+
+import numpy as np
+
+import dsopt
+from support import arrays
+
+
+def optimizer(seed=0, **options):
+    return dsopt.Optimizer({"w": arrays((3, 4), seed=seed)[0]}, dsopt.AdamW(lr=0.1), **options)
+
+
+def trained(steps=3, **options):
+    opt = optimizer(**options)
+    for t in range(steps):
+        opt.step(arrays((3, 4), seed=t))
+    return opt
+
+
+class Checkpoints(unittest.TestCase):
+    def same(self, a, b):
+        for name in a.state:
+            np.testing.assert_array_equal(a.state[name], b.state[name])
+        np.testing.assert_array_equal(a.params["w"], b.params["w"])
+
+    def test_paths_and_files(self):
+        opt = trained()
+        with tempfile.TemporaryDirectory() as folder:
+            for path in (os.path.join(folder, "a"), pathlib.Path(folder) / "b", os.fsencode(folder) + b"/c"):
+                opt.save(path, params=True)
+                other = optimizer(seed=9)
+                other.load(path, params=True)
+                self.same(opt, other)
+            with open(os.path.join(folder, "d"), "wb") as file:
+                file.write(b"before")
+                opt.save(file, params=True)
+            with open(os.path.join(folder, "d"), "rb") as file:
+                file.seek(6)
+                other = optimizer(seed=9)
+                other.load(file, params=True)
+            self.same(opt, other)
+        memory = io.BytesIO()
+        opt.save(memory, params=True)
+        memory.seek(0)
+        other = optimizer(seed=9)
+        other.load(memory, params=True)
+        self.same(opt, other)
+        other.lr = 0.5
+        memory.seek(0)
+        other.load(memory, hyper=False)
+        self.assertEqual(other.lr, 0.5)
+
+    def test_failures(self):
+        opt = trained()
+        with self.assertRaises(OSError) as caught:
+            opt.save("/nonexistent/folder/file")
+        self.assertIsInstance(caught.exception, dsopt.FileError)
+        self.assertIn("/nonexistent", str(caught.exception))
+        with self.assertRaises(dsopt.CheckpointError):
+            opt.load(io.BytesIO(b"x" * 100))
+        for file in (3, object(), None):
+            with self.assertRaisesRegex(TypeError, "file"):
+                opt.save(file)
+        with self.assertRaisesRegex(TypeError, "read"):
+            opt.load(object())
+
+        class Full(io.RawIOBase):
+            def write(self, data):
+                raise OSError(28, "the disk is full")
+        with self.assertRaisesRegex(OSError, "the disk is full"):
+            opt.save(Full())
+
+        class Short(io.BytesIO):
+            def read(self, size=-1):
+                return b""
+        with self.assertRaisesRegex(EOFError, "early"):
+            opt.load(Short(b"x" * 1000))
+        memory = io.BytesIO()
+        trained(steps=5).save(memory)
+        memory.seek(0)
+        with self.assertRaisesRegex(dsopt.CheckpointError, "w"):
+            dsopt.Optimizer({"v": np.zeros((3, 4), np.float32)}, dsopt.AdamW()).load(memory)
+        self.assertEqual(opt.report().calls, 3)
+
+    def test_state_by_hand(self):
+        opt = trained()
+        with self.assertRaises(KeyError):
+            opt.state["w.momentum"]
+        copied = opt.state.copy("w.exp_avg")
+        opt.state["w.exp_avg"] = np.full((3, 4), 7, np.float32)
+        self.assertTrue((opt.state["w.exp_avg"] == 7).all())
+        self.assertFalse((copied == 7).any())
+        for value, text in ((np.zeros((3, 4), np.int32), "int32"), (np.zeros(5, np.float32), r"\(5,\)"), ([1], "no array")):
+            with self.assertRaisesRegex(dsopt.ArgumentError, r"state\['w.exp_avg'\].*" + text):
+                opt.state["w.exp_avg"] = value
+        opt.reset("moments", "counters")
+        self.assertFalse(opt.state["w.exp_avg"].any())
+        self.assertEqual(opt.calls, 0)
+        with self.assertRaisesRegex(dsopt.ArgumentError, "parts"):
+            opt.reset("everything")
+
+
+if __name__ == "__main__":
+    unittest.main()

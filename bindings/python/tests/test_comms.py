@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+import ctypes
+import gc
+import sys
+import threading
+import unittest
+from unittest import mock
+
+import numpy as np
+
+import dsopt
+from dsopt import _abi as abi
+from dsopt import _comm
+from support import arrays
+
+
+def ranks(count, work):
+    """Run work(rank) on a thread for each rank; what one raises is raised here."""
+    results, problems = [None] * count, []
+
+    def run(rank):
+        try:
+            results[rank] = work(rank)
+        except BaseException as problem:
+            problems.append(problem)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return results
+
+
+TYPES = {abi.DSOPT_DTYPE_F32: np.float32, abi.DSOPT_DTYPE_F64: np.float64, abi.DSOPT_DTYPE_I32: np.int32}
+
+
+class Meeting:
+    """Collectives between threads, in Python."""
+
+    def __init__(self, count):
+        self.rows, self.barrier = [None] * count, threading.Barrier(count, timeout=60)
+
+    def exchange(self, rank, row):
+        self.rows[rank] = row
+        self.barrier.wait()
+        rows = list(self.rows)
+        self.barrier.wait()
+        return rows
+
+
+class Rank:
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank, self.ended = meeting, rank, 0
+
+    def all_reduce(self, send, recv, count, dtype, op, stream):
+        kind = np.dtype(TYPES[dtype])
+        mine = np.frombuffer(ctypes.string_at(send, count * kind.itemsize), kind)
+        rows = np.stack(self.meeting.exchange(self.rank, mine))
+        result = rows.max(0) if op == abi.DSOPT_OP_MAX else rows.sum(0, dtype=kind)
+        ctypes.memmove(recv, result.tobytes(), result.nbytes)
+
+    def all_gather(self, send, recv, size, stream):
+        for i, row in enumerate(self.meeting.exchange(self.rank, ctypes.string_at(send, size))):
+            ctypes.memmove(recv + i * size, row, size)
+
+    def destroy(self):
+        self.ended += 1
+
+
+class Comms(unittest.TestCase):
+    def test_single(self):
+        comm = dsopt.Comm.single(dsopt.Context())
+        (x,) = arrays((5,))
+        before = x.copy()
+        comm.all_reduce([x], "mean")
+        np.testing.assert_array_equal(x, before)
+        self.assertEqual((comm.rank, comm.ranks, comm.query().status), (0, 1, 0))
+
+    def test_local_and_table(self):
+        def work(comm, rank):
+            x = arrays((5,), (0,), (300,), seed=rank)
+            comm.all_reduce([*x, None], "mean")
+            y = arrays((5,), seed=rank)
+            comm.all_reduce(y, "max")
+            opt = dsopt.Optimizer(arrays((130,), (7,)), dsopt.OnebitAdam(lr=0.1, freeze_step=2), data=comm, averages=True,
+                                  context=comm.context)
+            stages = []
+            for t in range(5):
+                stages.append(opt.next_reduction())
+                opt.step(arrays((130,), (7,), seed=10 * t + rank))
+            self.assertEqual(stages, ["full"] * 2 + ["compressed"] * 3)
+            self.assertGreater(comm.query().bytes_sent, 0)
+            return [*x, *y, *opt.params.values()]
+
+        id = dsopt.Comm.unique_id()
+        meeting = Meeting(2)
+        peers = [Rank(meeting, rank) for rank in range(2)]
+        local = ranks(2, lambda rank: work(dsopt.Comm.local(dsopt.Context(), id, rank, 2), rank))
+        table = ranks(2, lambda rank: work(dsopt.Comm.table(dsopt.Context(), peers[rank], rank, 2), rank))
+        for a, b, c in zip(local[0], local[1], table[0]):
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, c)
+        np.testing.assert_allclose(local[0][0], (arrays((5,), seed=0)[0] + arrays((5,), seed=1)[0]) / 2, rtol=1e-6)
+        gc.collect()
+        self.assertEqual([peer.ended for peer in peers], [1, 1])
+        self.assertFalse(_comm._tables)
+
+    def test_compressed_all_reduce(self):
+        id = dsopt.Comm.unique_id()
+
+        def work(rank):
+            comm = dsopt.Comm.local(dsopt.Context(), id, rank, 2)
+            x = arrays((100,), (3,), seed=rank)
+            exchange = dsopt.CompressedAllReduce(comm, x)
+            total = np.zeros(100, np.float32)
+            for _ in range(60):
+                x = arrays((100,), (3,), seed=rank)
+                exchange(x)
+                total += x[0]
+            self.assertTrue(exchange.worker_error.any())
+            with self.assertRaisesRegex(dsopt.ArgumentError, "sizes"):
+                exchange(x[:1])
+            return total / 60
+        one, two = ranks(2, work)
+        np.testing.assert_array_equal(one, two)
+        mean = (arrays((100,), seed=0)[0] + arrays((100,), seed=1)[0]) / 2
+        self.assertLess(abs(one - mean).mean(), 0.1 * abs(mean).mean())  # errors are fed back, so the mean is right in the end
+
+    def test_what_methods_raise(self):
+        class Broken(Rank):
+            def all_reduce(self, *arguments):
+                raise self.problem
+        for problem, status in ((ValueError("the cable is cut"), "DSOPT_ERR_COMM"), (KeyboardInterrupt(), "DSOPT_ERR_COMM"),
+                                (TimeoutError("too late"), "DSOPT_ERR_TIMEOUT")):
+            broken = Broken(None, 0)
+            broken.problem = problem
+            comm = dsopt.Comm.table(dsopt.Context(), broken, 0, 2)
+            with self.assertRaises(type(problem)) as caught:
+                comm.all_reduce(arrays((5,)))
+            self.assertIs(caught.exception, problem)
+            self.assertEqual(caught.exception.__cause__.name, status)
+            with self.assertRaises(ConnectionError) as caught:  # the comm is lost
+                comm.all_reduce(arrays((5,)))
+            self.assertEqual(caught.exception.name, status)
+            self.assertIsInstance(caught.exception, dsopt.Error)
+        number = Broken(None, 0)
+        number.all_reduce = lambda *arguments: 99
+        with self.assertRaisesRegex(dsopt.CommError, "99"):
+            dsopt.Comm.table(dsopt.Context(), number, 0, 2).all_reduce(arrays((5,)))
+
+    def test_destroy_that_raises(self):
+        class Rude(Rank):
+            def destroy(self):
+                raise ValueError("not now")
+        with mock.patch.object(sys, "unraisablehook") as hook:
+            dsopt.Comm.table(dsopt.Context(), Rude(None, 0), 0, 2).close()
+        self.assertEqual(str(hook.call_args[0][0].exc_value), "not now")
+
+    def test_abort_and_time_out(self):
+        id = dsopt.Comm.unique_id()
+
+        def work(rank):
+            comm = dsopt.Comm.local(dsopt.Context(), id, rank, 2, timeout_ms=300)
+            if rank:
+                return comm
+            with self.assertRaises(TimeoutError) as caught:
+                comm.all_reduce(arrays((5,)))
+            self.assertIsInstance(caught.exception, dsopt.TimeoutError)
+            return comm
+        comms = ranks(2, work)
+        comm = dsopt.Comm.single(comms[0].context)
+        comm.abort()
+        with self.assertRaisesRegex(dsopt.CommError, "ABORTED"):
+            comm.all_reduce(arrays((5,)))
+
+    def test_refusals(self):
+        context = dsopt.Context()
+        for make, text in ((lambda: dsopt.Comm.local(context, "id", 0, 2), "id"), (lambda: dsopt.Comm.local(context, b"short", 0, 2), "id"),
+                           (lambda: dsopt.Comm.local(context, dsopt.Comm.unique_id(), 2, 2), "rank"),
+                           (lambda: dsopt.Comm.unique_id("mpi"), "kind.*'local'"),
+                           (lambda: dsopt.Comm.native(context, "mpi", 1), "kind"),
+                           (lambda: dsopt.Comm.table(context, object(), 0, 2), "all_reduce"),
+                           (lambda: dsopt.Comm.table(context, Rank(None, 0), 5, 2), "rank"),
+                           (lambda: dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="disk"), "memory"),
+                           (lambda: dsopt.Comm.single(context).all_reduce([np.zeros(3)]), r"arrays\[0\].*float64"),
+                           (lambda: dsopt.Comm.single(context).all_reduce([], "product"), "op.*'mean'")):
+            with self.assertRaisesRegex(dsopt.ArgumentError, text):
+                make()
+        self.assertFalse(_comm._tables)
+        with self.assertRaises(dsopt.Error):  # no device, no library
+            dsopt.Comm.nccl(context, b"\0" * 128, 0, 1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+import concurrent.futures
+import gc
+import signal
+import unittest
+import weakref
+
+import numpy as np
+
+import dsopt
+from support import arrays
+
+
+def large(seed=0):
+    return arrays((200000,), seed=seed)
+
+
+def stepped(**options):
+    weights = large()
+    opt = dsopt.Optimizer(weights, dsopt.AdamW(lr=0.1), context=dsopt.Context(**options))
+    opt.step(large(1))
+    return weights[0]
+
+
+class ParallelFor(unittest.TestCase):
+    def test_same_bits_with_any_pool(self):
+        expected = stepped(threads=1)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            def run(n, body):
+                others = [pool.submit(body, i) for i in range(1, n)]
+                body(0)
+                for other in others:
+                    other.result()
+            np.testing.assert_array_equal(stepped(threads=4, parallel_for=run), expected)
+
+        def backwards(n, body):
+            for i in reversed(range(n)):
+                body(i)
+        np.testing.assert_array_equal(stepped(threads=4, parallel_for=backwards), expected)
+
+    def test_what_it_raises(self):
+        class Unusual(BaseException):
+            pass
+        for kind in (RuntimeError, KeyboardInterrupt, SystemExit, Unusual):
+            def run(n, body):
+                body(0)
+                raise kind("the pool is down")
+            opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
+            with self.assertRaisesRegex(kind, "the pool is down") as caught:
+                opt.step(large(1))
+            self.assertIsInstance(caught.exception.__cause__, dsopt.StateError)
+            self.assertEqual(caught.exception.__cause__.name, "DSOPT_ERR_HOOK")
+
+    def test_interrupt(self):
+        """Control-C while a piece runs, as the interpreter gives it: in the main thread, between two of its instructions."""
+        def run(n, body):
+            signal.raise_signal(signal.SIGINT)
+            for i in range(n):
+                body(i)
+        opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
+        with self.assertRaises(KeyboardInterrupt):
+            opt.step(large(1))
+
+    def test_wrong_pools(self):
+        kept = []
+
+        def late(n, body):
+            kept.append(body)
+
+        def beyond(n, body):
+            for i in range(n + 1):
+                body(i)
+
+        def twice(n, body):
+            for i in [0, *range(n)]:
+                body(i)
+        for pool, kind, text in ((late, dsopt.StateError, "HOOK"), (beyond, IndexError, "pieces"), (twice, dsopt.StateError, "HOOK")):
+            opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=pool))
+            with self.assertRaisesRegex(kind, text):
+                opt.step(large(1))
+        with self.assertRaisesRegex(dsopt.StateError, "after parallel_for had returned"):
+            kept[0](0)
+
+    def test_a_step_in_a_hook(self):
+        def run(n, body):
+            opt.step(grads)
+        grads = large(1)
+        opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
+        with self.assertRaisesRegex(dsopt.StateError, "hook"):
+            opt.step(grads)
+
+    def test_hooks_live_as_long_as_needed(self):
+        class Pool:
+            def __call__(self, n, body):
+                for i in range(n):
+                    body(i)
+        pool = Pool()
+        watch = weakref.ref(pool)
+        opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=pool))
+        del pool
+        opt.context.close()
+        gc.collect()
+        opt.step(large(1))
+        view = opt.state["p0.exp_avg"]
+        del opt
+        gc.collect()
+        self.assertTrue(view.any())
+        del view
+        gc.collect()
+        self.assertIsNone(watch())
+
+
+class Log(unittest.TestCase):
+    def test_log(self):
+        said = []
+        context = dsopt.Context(log=lambda level, text: said.append((level, text)), log_level=4)
+        opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=context, nonfinite="skip")
+        opt.step([np.full(200000, np.nan, np.float32)])
+        opt.report()
+        self.assertTrue(said)
+        self.assertTrue(all(level in (1, 2, 3, 4) and text for level, text in said), said)
+
+    def test_log_that_raises(self):
+        def write(level, text):
+            raise OSError("no space for logs")
+        with self.assertRaisesRegex(OSError, "no space for logs"):
+            dsopt.Context(log=write, log_level=4)
+
+
+if __name__ == "__main__":
+    unittest.main()

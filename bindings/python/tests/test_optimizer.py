@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import gc
+import pickle
+import threading
+import unittest
+import weakref
+
+import numpy as np
+
+import dsopt
+from support import adamw, arrays
+
+
+class Steps(unittest.TestCase):
+    def test_training_beside_float64(self):
+        """A small network, trained by the engine in float32 and by a loop of NumPy in float64."""
+        x, targets = arrays((64, 5), seed=1)[0], arrays((64, 3), seed=2)[0]
+        start = arrays((5, 16), (16,), (16, 3), (3,), seed=3, scale=0.3)
+        ours, theirs = [w.copy() for w in start], [w.astype(np.float64) for w in start]
+        opt = dsopt.Optimizer(ours, dsopt.AdamW(lr=0.01, weight_decay=0.1))
+        moments = [(np.zeros_like(w), np.zeros_like(w)) for w in theirs]
+
+        def gradients(w):
+            hidden = np.tanh(x @ w[0] + w[1])
+            error = 2 * (hidden @ w[2] + w[3] - targets) / targets.size
+            inner = error @ w[2].T * (1 - hidden**2)
+            return (error**2).sum(), [x.T @ inner, inner.sum(0), hidden.T @ error, error.sum(0)]
+
+        first, _ = gradients(theirs)
+        for t in range(1, 201):
+            loss, grads = gradients(ours)
+            opt.step(grads)
+            for p, g, (m, v) in zip(theirs, gradients(theirs)[1], moments):
+                adamw(p, g, m, v, t, lr=0.01, wd=0.1)
+        self.assertLess(loss, first / 2)
+        for p, q in zip(ours, theirs):
+            np.testing.assert_allclose(p, q, rtol=2e-3, atol=2e-4)
+
+    def test_names_and_missing_gradients(self):
+        w, b = arrays((4,), (2,))
+        before = w.copy(), b.copy()
+        opt = dsopt.Optimizer({"w": w, "b": b}, dsopt.AdamW(lr=0.1))
+        opt.step({"w": np.ones(4, np.float32)})
+        self.assertTrue((w != before[0]).all() and (b == before[1]).all())
+        opt.step([None, np.ones(2, np.float32)])
+        self.assertTrue((b != before[1]).all())
+        self.assertEqual(list(opt.state["optimizer.step"]), [1, 1])
+        for wrong, text in (({"x": w}, "'x'"), ({"w": w, "b": b, "c": b}, "'c'"), ([w], "1 arrays"), (3, "grads")):
+            with self.assertRaisesRegex(dsopt.ArgumentError, text):
+                opt.step(wrong)
+
+    def test_other_arrays_in_each_call(self):
+        """Addresses are right whether arrays are the same, others, views, read-only, of another dtype, or mixed."""
+        shapes = ((4,), (3, 2), (), (5,))
+        p, q = arrays(*shapes), arrays(*shapes)
+        opt, peer = dsopt.Optimizer(p, dsopt.AdamW(lr=0.1)), dsopt.Optimizer(q, dsopt.AdamW(lr=0.1))
+        for t in range(24):
+            grads = [np.asarray(g) for g in arrays(*shapes, seed=t // 2)]  # the same values twice
+            if t % 4 == 1:
+                grads = [g.copy() for g in grads]
+            if t % 6 == 2:
+                grads[1] = np.repeat(grads[1][None], 2, 0)[1]  # a view
+            if t % 6 == 3:
+                grads[0].flags.writeable = False
+            if t % 6 == 4:
+                grads[3] = None
+            if t % 6 == 5:
+                grads = {"p%d" % i: g for i, g in enumerate(grads)}
+            opt.step(grads)
+            opt.step(grads)
+            for _ in range(2):  # through one list that is rewritten
+                values = [None if g is None else np.array(g) for g in (grads.values() if isinstance(grads, dict) else grads)]
+                peer.step(values)
+        for a, b in zip(p, q):
+            np.testing.assert_array_equal(a, b)
+
+    def test_bound_gradients(self):
+        p, q, (g,) = arrays((6,)), arrays((6,)), arrays((6,), seed=1)
+        opt, peer = dsopt.Optimizer(p, dsopt.AdamW()), dsopt.Optimizer(q, dsopt.AdamW())
+        opt.bind(grads=[g])
+        for t in range(5):
+            g[:] = t
+            opt.step()
+            peer.step([g.copy()])
+        np.testing.assert_array_equal(p[0], q[0])
+        opt.step(zero_grads=True)
+        self.assertFalse(g.any())
+        g[:] = 1
+        opt.zero_grad()
+        self.assertFalse(g.any())
+        with self.assertRaisesRegex(dsopt.ArgumentError, "grads"):
+            peer.step()
+        readonly = np.ones(6, np.float32)
+        readonly.flags.writeable = False
+        opt.bind(grads=[readonly])
+        opt.step()
+        with self.assertRaisesRegex(dsopt.ArgumentError, "read-only"):
+            opt.step(zero_grads=True)
+        self.assertTrue(readonly.all())
+
+    def test_mixed_precision_and_scaler(self):
+        context = dsopt.Context()
+        scaler = dsopt.Scaler(context, init=1024, window=2)
+        (w,) = arrays((8,), dtype=np.float16)
+        opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.1), context=context, scaler=scaler, max_norm=1.0)
+        opt.step([np.full(8, 1024, np.float16)])
+        report = opt.report()
+        self.assertAlmostEqual(report.grad_norm, 8**0.5, places=4)
+        self.assertEqual((report.scale_used, report.last_skipped, report.first_bad), (1024, False, None))
+        before = w.copy()
+        opt.step([np.full(8, np.inf, np.float16)])
+        report = opt.report()
+        self.assertEqual((report.skipped, report.first_bad, report.kind), (1, "w", "inf"))
+        self.assertIn("gradients", report.reasons)
+        self.assertEqual(scaler.scale, 512)
+        np.testing.assert_array_equal(w, before)
+        scaler.scale = 64
+        self.assertEqual(scaler.query().dynamic, 64)
+        scaler.override(8)
+        self.assertEqual(scaler.scale, 8)
+        scaler.override(None)
+        self.assertEqual(scaler.scale, 64)
+        with self.assertRaises(dsopt.StateError):
+            dsopt.Optimizer([w], dsopt.AdamW(), context=context, scaler=scaler)
+        scaler.detach()
+        dsopt.Optimizer([w], dsopt.AdamW(), context=context, scaler=scaler)
+
+    def test_optional_arguments(self):
+        p, q = arrays((4,)), arrays((4,))
+        (g,) = arrays((4,), seed=1)
+        opt, peer = dsopt.Optimizer(p, dsopt.AdamW(lr=0.5)), dsopt.Optimizer(q, dsopt.AdamW(lr=0.25))
+        out, report = np.zeros(4, np.float16), np.zeros(16, np.float32)
+        opt.step([g * 8], lr=np.array([0.25], np.float32), grad_scale=8, out=[out], report=report, skip=0)
+        peer.step([g])
+        np.testing.assert_array_equal(p[0], q[0])
+        np.testing.assert_array_equal(out, p[0].astype(np.float16))
+        self.assertEqual((report[0], opt.lr), (0, 0.5))
+        opt.step([g], lr=0.125)
+        self.assertEqual(opt.lr, 0.125)
+        opt.step([g], skip=1)
+        self.assertEqual(opt.report().reasons, ("caller",))
+        before = p[0].copy()
+        wide = np.zeros(4, np.float32)
+        opt.step([g], out=[wide], delta=True)
+        np.testing.assert_array_equal(p[0], before)
+        self.assertTrue(wide.any())
+        with self.assertRaisesRegex(dsopt.ArgumentError, "report has 4 elements"):
+            opt.step([g], report=np.zeros(4, np.float32))
+        with self.assertRaisesRegex(dsopt.ArgumentError, "lr has 2 values"):
+            opt.step([g], lr=[1, 2])
+        with self.assertRaisesRegex(dsopt.ArgumentError, "skip has dtype float32"):
+            opt.step([g], skip=np.zeros(1, np.float32))
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"out\['p0'\].*read-only"):
+            out.flags.writeable = False
+            opt.step([g], out=[out])
+
+    def test_groups(self):
+        w, b = arrays((4,), (2,))
+        opt = dsopt.Optimizer({"w": w}, dsopt.Lamb(lr=0.5, weight_decay=0.1))
+        opt.add_group(dsopt.Adam(betas=(0.5, 0.75), bias_correction=False), {"b": b})
+        lamb, adam = opt.groups
+        self.assertEqual((lamb.lr, lamb.weight_decay, lamb.max_trust), (0.5, 0.1, 10))
+        self.assertEqual((adam.betas, adam.bias_correction), ((0.5, 0.75), False))
+        self.assertIn("Adam", repr(adam))
+        opt.lr = 0.25
+        self.assertEqual((lamb.lr, adam.lr), (0.25, 0.25))
+        lamb.lr, adam.betas, lamb.min_trust = 1.0, (0.1, 0.2), 0.5
+        self.assertEqual((opt.groups[0].lr, opt.groups[1].lr, adam.betas, lamb.min_trust), (1, 0.25, (0.1, 0.2), 0.5))
+        for change in (lambda: setattr(adam, "lr", -1), lambda: setattr(adam, "betas", (0.3, 2)), lambda: setattr(adam, "eps", np.nan)):
+            with self.assertRaises(ValueError):
+                change()
+        self.assertEqual((adam.lr, adam.betas), (0.25, (0.1, 0.2)))
+        with self.assertRaises(NotImplementedError):
+            adam.max_trust = 3
+        opt.max_norm = 2.0
+        self.assertEqual((opt.max_norm, opt.calls, list(opt.params)), (2, 0, ["w", "b"]))
+        opt.step([w.copy(), b.copy()])
+        (c,) = arrays((3,))
+        opt.add_params({"c": c}, 1)
+        opt.step({"w": w.copy(), "b": b.copy(), "c": c.copy()})
+        self.assertEqual(list(opt.state["optimizer.step"]), [2, 2, 1])
+
+    def test_every_algorithm_steps(self):
+        for group in (dsopt.Adam(), dsopt.AdamW(), dsopt.AdamLegacy(eps_inside_sqrt=True), dsopt.Lamb(), dsopt.OnebitAdam(freeze_step=2),
+                      dsopt.ZeroOneAdam(freeze_step=2), dsopt.OnebitLamb(freeze_step=2)):
+            with self.subTest(group=group):
+                (w,) = arrays((9,))
+                before = w.copy()
+                opt = dsopt.Optimizer([w], group)
+                for _ in range(4):
+                    opt.step(arrays((9,), seed=5))
+                self.assertTrue((w != before).all())
+                self.assertEqual(opt.groups[0].algorithm, group.algorithm)
+
+    def test_accumulate(self):
+        p, q = arrays((4,)), arrays((4,))
+        opt, peer = dsopt.Optimizer(p, dsopt.AdamW(), accumulate=True), dsopt.Optimizer(q, dsopt.AdamW())
+        parts = [arrays((4,), seed=s) for s in (1, 2)]
+        for part in parts:
+            opt.accumulate(part)
+        opt.step(accumulated=True, grad_scale=2)
+        peer.step([(parts[0][0] + parts[1][0]) / 2])
+        np.testing.assert_array_equal(p[0], q[0])
+
+    def test_refusals(self):
+        (w,) = arrays((4,))
+        group = dsopt.AdamW()
+        for make, text in (
+                (lambda: dsopt.Optimizer({"w": w}), "group"), (lambda: dsopt.Optimizer({"w": w}, 1e-3), "group"),
+                (lambda: dsopt.Optimizer({"w": np.zeros(4)}, group), r"params\['w'\].*float64"),
+                (lambda: dsopt.Optimizer({"w": w[::2]}, group), r"params\['w'\].*contiguous"),
+                (lambda: dsopt.Optimizer({"w": np.zeros(4, np.int32)}, group), r"params\['w'\].*int32"),
+                (lambda: dsopt.Optimizer({3: w}, group), "params"), (lambda: dsopt.Optimizer(w, group), "params"),
+                (lambda: dsopt.Optimizer({"w": "text"}, group), r"params\['w'\]"),
+                (lambda: dsopt.Optimizer({"a": w, "b": w}, group), "a.*b|b.*a"),
+                (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr=-1)), "lr"),
+                (lambda: dsopt.Optimizer([w], dsopt.AdamW(betas=0.9)), "betas"),
+                (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr="big")), "lr"),
+                (lambda: dsopt.Optimizer([w], group, compat="apex"), "compat.*'deepspeed'"),
+                (lambda: dsopt.Optimizer([w], group, max_norm=-1), "max_norm"),
+                (lambda: dsopt.Context("tpu"), "backend.*'cuda'"),
+                (lambda: dsopt.Context(chunk=5), "chunk"),
+                (lambda: dsopt.Context(parallel_for=3), "parallel_for"),
+                (lambda: dsopt.Scaler(dsopt.Context(), factor=0.5), "factor")):
+            with self.assertRaisesRegex(ValueError, text):
+                make()
+        frozen = w.copy()
+        frozen.flags.writeable = False
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"params\['w'\].*read-only"):
+            dsopt.Optimizer({"w": frozen}, group)
+        opt = dsopt.Optimizer({"w": w}, group)
+        for grads, text in (({"w": np.zeros(4)}, "float64"), ({"w": np.zeros(3, np.float32)}, "shape"),
+                            ({"w": np.zeros((2, 2), np.float32)}, "shape"), ({"w": np.zeros(8, np.float32)[::2]}, "contiguous"),
+                            ({"w": [0.0] * 4}, "no array")):
+            with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*" + text):
+                opt.step(grads)
+        self.assertEqual(opt.report().calls, 0)
+        opt.step({"w": np.zeros(4, np.float32)})  # and goes on
+
+    def test_misaligned_memory(self):
+        memory = np.zeros(18, np.uint8)
+        skewed = memory[1:17].view(np.float32) if memory.ctypes.data % 4 == 0 else memory[:16].view(np.float32)
+        with self.assertRaisesRegex(dsopt.ArgumentError, "align"):
+            dsopt.Optimizer({"w": skewed}, dsopt.AdamW())
+
+
+class Lifetimes(unittest.TestCase):
+    def test_arrays_are_kept(self):
+        (w,) = arrays((1000,))
+        watch = weakref.ref(w)
+        opt = dsopt.Optimizer({"w": w}, dsopt.AdamW())
+        del w
+        gc.collect()
+        self.assertIsNotNone(watch())
+        opt.step(arrays((1000,), seed=1))
+        del opt
+        gc.collect()
+        self.assertIsNone(watch())
+
+    def test_gradients_are_not_kept(self):
+        opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
+        grads = arrays((4,))
+        watch = weakref.ref(grads[0])
+        opt.step(grads)
+        opt.step(grads)
+        del grads
+        self.assertIsNone(watch())
+        opt.step(arrays((4,)))
+
+    def test_resized_arrays(self):
+        """The memory of an array whose address is in use cannot move; where it moved before, the new address counts."""
+        w, g = np.ones(4, np.float32), np.ones(4, np.float32)
+        opt = dsopt.Optimizer({"w": w}, dsopt.AdamW())
+        opt.bind(grads=[g])
+        for array in (w, g):
+            with self.assertRaises(ValueError):
+                array.resize(100000, refcheck=False)
+        owner = np.ones(8, np.float32)
+        opt.bind(grads=[owner[:4]])
+        with self.assertRaises(ValueError):
+            owner.resize(100000, refcheck=False)
+        resized = np.ones(4, np.float32)
+        resized.resize(6, refcheck=False)
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*shape"):
+            opt.step([resized])
+
+    def test_any_order(self):
+        import itertools
+        for order in itertools.permutations(range(4)):
+            context = dsopt.Context(parallel_for=lambda n, body: [body(i) for i in range(n)])
+            scaler, comm = dsopt.Scaler(context), dsopt.Comm.single(context)
+            opt = dsopt.Optimizer(arrays((5000,)), dsopt.AdamW(), context=context, scaler=scaler, data=comm)
+            opt.step(arrays((5000,)))
+            objects = [context, scaler, comm, opt]
+            del context, scaler, comm, opt
+            for i in order:
+                if i % 2:
+                    objects[i].close()
+                objects[i] = None
+                gc.collect()
+        context = dsopt.Context()
+        opt = dsopt.Optimizer(arrays((5,)), dsopt.AdamW(), context=context)
+        context.close()
+        opt.step(arrays((5,)))  # the library keeps what it needs
+
+    def test_closed(self):
+        opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
+        with opt:
+            pass
+        self.assertTrue(opt.closed)
+        opt.close()
+        for call in (lambda: opt.step(arrays((4,))), opt.report, lambda: opt.state, lambda: opt.lr):
+            with self.assertRaisesRegex(dsopt.StateError, "Optimizer is closed"):
+                call()
+
+    def test_state_outlives_the_optimizer(self):
+        opt = dsopt.Optimizer({"w": np.ones((2, 3), np.float32)}, dsopt.AdamW())
+        opt.step([np.ones((2, 3), np.float32)])
+        view = opt.state["w.exp_avg"]
+        self.assertEqual(view.shape, (2, 3))
+        expected = view.copy()
+        opt.close()
+        del opt
+        gc.collect()
+        np.testing.assert_array_equal(view, expected)
+        view[:] = 3
+
+    def test_pickle_and_copy_are_refused(self):
+        opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
+        for thing in (opt, opt.context, dsopt.Scaler(opt.context), dsopt.Comm.single(opt.context)):
+            for refuse in (pickle.dumps, copy.copy, copy.deepcopy):
+                with self.assertRaisesRegex(TypeError, "cannot be pickled"):
+                    refuse(thing)
+
+    def test_errors_can_be_pickled(self):
+        with self.assertRaises(dsopt.ArgumentError) as caught:
+            dsopt.Context(chunk=5)
+        again = pickle.loads(pickle.dumps(caught.exception))
+        self.assertEqual((type(again), str(again), again.status, again.name),
+                         (dsopt.ArgumentError, str(caught.exception), 10, "DSOPT_ERR_ARGUMENT"))
+
+    def test_one_thread_at_a_time(self):
+        inside, go_on = threading.Event(), threading.Event()
+
+        def slow(n, body):
+            inside.set()
+            go_on.wait(60)
+            for i in range(n):
+                body(i)
+        grads = arrays((100000,))
+        opt = dsopt.Optimizer(arrays((100000,)), dsopt.AdamW(), context=dsopt.Context(threads=2, parallel_for=slow))
+        thread = threading.Thread(target=lambda: opt.step(grads))
+        thread.start()
+        self.assertTrue(inside.wait(60))
+        try:
+            for call in (lambda: opt.step(grads), lambda: setattr(opt, "lr", 1), opt.report):
+                with self.assertRaises(dsopt.StateError):
+                    call()
+        finally:
+            go_on.set()
+            thread.join()
+        opt.step(grads)
+
+
+if __name__ == "__main__":
+    unittest.main()

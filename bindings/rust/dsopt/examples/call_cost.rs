@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//! call_cost [STEPS]: microseconds of a step of AdamW over 148 tensors of 4 elements, as bench/call_cost.c takes it. In
+//! turns: the function of C on parameters that are bound; this crate with lists made before; with lists made for each step.
+use dsopt::{sys, AdamW, Context, Dtype, Optimizer, Param, Result, TensorMut, TensorRef};
+use std::time::Instant;
+
+const TENSORS: usize = 148;
+const NUMEL: usize = 4;
+const WARM_UP: usize = 100;
+
+struct Model {
+    opt: Optimizer,
+    weights: Vec<Vec<f32>>,
+    grads: Vec<Vec<f32>>,
+}
+
+impl Model {
+    fn new(ctx: &Context) -> Result<Model> {
+        let mut opt = Optimizer::new(ctx)?;
+        let params: Vec<_> = (0..TENSORS).map(|index| Param::new(format!("p{index}"), Dtype::F32, NUMEL)).collect();
+        opt.add_group(&AdamW::default(), &params)?;
+        let grads = (0..TENSORS).map(|_| (1..=NUMEL).map(|k| 0.01 * k as f32).collect()).collect();
+        Ok(Model { opt, weights: vec![vec![0.0; NUMEL]; TENSORS], grads })
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn timed(times: &mut Vec<f64>, step: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    let begin = Instant::now();
+    step()?;
+    times.push(begin.elapsed().as_secs_f64() * 1e6);
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let steps: usize = std::env::args().nth(1).and_then(|word| word.parse().ok()).unwrap_or(2000);
+    let ctx = Context::cpu()?;
+    let (mut c, mut kept, mut fresh) = (Model::new(&ctx)?, Model::new(&ctx)?, Model::new(&ctx)?);
+
+    let raw = |data: &mut Vec<f32>| sys::dsopt_tensor {
+        data: data.as_mut_ptr().cast(),
+        numel: NUMEL as i64,
+        dtype: sys::DSOPT_DTYPE_F32,
+        reserved: 0,
+    };
+    let params: Vec<_> = c.weights.iter_mut().map(raw).collect();
+    let raw_grads: Vec<_> = c.grads.iter_mut().map(raw).collect();
+    // SAFETY: the vectors outlive the optimizer's last step, and are not used otherwise.
+    let bound =
+        unsafe { sys::dsopt_optimizer_bind(c.opt.as_ptr(), sys::DSOPT_BIND_PARAMS, params.as_ptr(), TENSORS as i64) };
+    assert_eq!(bound, sys::DSOPT_OK);
+    let mut args = sys::zeroed!(dsopt_step);
+    args.grads = raw_grads.as_ptr();
+    args.count = TENSORS as i64;
+    let mut step_c = || {
+        // SAFETY: as above.
+        assert_eq!(unsafe { sys::dsopt_optimizer_step(c.opt.as_ptr(), &args) }, sys::DSOPT_OK);
+        Ok(())
+    };
+
+    let mut list: Vec<TensorMut> = kept.weights.iter_mut().map(TensorMut::from).collect();
+    let grads: Vec<TensorRef> = kept.grads.iter().map(TensorRef::from).collect();
+    let mut step_kept = || kept.opt.step(&mut list, &grads);
+
+    let mut step_fresh = || {
+        let mut list: Vec<TensorMut> = fresh.weights.iter_mut().map(TensorMut::from).collect();
+        let grads: Vec<TensorRef> = fresh.grads.iter().map(TensorRef::from).collect();
+        fresh.opt.step(&mut list, &grads)
+    };
+
+    let mut times = [Vec::new(), Vec::new(), Vec::new()];
+    for _ in 0..WARM_UP + steps {
+        timed(&mut times[0], &mut step_c)?;
+        timed(&mut times[1], &mut step_kept)?;
+        timed(&mut times[2], &mut step_fresh)?;
+    }
+    let [c_call, kept_lists, fresh_lists] = times.map(|times| median(times[WARM_UP..].to_vec()));
+    println!("c_call {c_call:.2}");
+    println!("rust {kept_lists:.2} ratio {:.3}", kept_lists / c_call);
+    println!("rust_lists_each_step {fresh_lists:.2} ratio {:.3}", fresh_lists / c_call);
+    Ok(())
+}

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::error::owned;
+use crate::{panics, sys, Error, Result};
+use std::ffi::{c_void, CStr};
+use std::fmt;
+use std::os::raw::c_char;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+/// How a thread pool runs pieces: it calls the second argument once for every number below the first, on any threads, and
+/// returns when all of them are done.
+pub type ParallelFor = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Send + Sync;
+
+/// A pool for one call.
+pub(crate) type Pool<'a> = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Sync + 'a;
+
+type Log = dyn Fn(LogLevel, &str) + Send + Sync;
+
+/// Severity of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum LogLevel {
+    /// Something failed.
+    Error = 1,
+    /// Something is probably not as intended.
+    Warn = 2,
+    /// What happens rarely.
+    Info = 3,
+    /// Every call.
+    Trace = 4,
+}
+
+struct Hooks {
+    parallel_for: Option<Box<ParallelFor>>,
+    log: Option<Box<Log>>,
+}
+
+/// Backend, threads and hooks. A clone is another handle to the same context.
+///
+/// Any number of threads may use one context:
+///
+/// ```
+/// fn shared<T: Send + Sync>() {}
+/// shared::<dsopt::Context>();
+/// ```
+#[derive(Clone)]
+pub struct Context {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    handle: NonNull<sys::dsopt_context>,
+    cuda: bool,
+    /// From Box::into_raw. Everything that can call a hook holds this `Inner`.
+    hooks: *mut Hooks,
+}
+
+// SAFETY: the header allows calls with one context from any number of threads, and the hooks are Send and Sync.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: the handle is ours, and this is its last use. Then nobody is left who could call a hook, because each
+        // object that was made with this context destroys its own handle before it lets go of `Inner`.
+        unsafe {
+            sys::dsopt_context_destroy(self.handle.as_ptr());
+            panics::discard();
+            drop(Box::from_raw(self.hooks));
+        }
+    }
+}
+
+impl Context {
+    /// The CPU, with every default.
+    pub fn cpu() -> Result<Context> {
+        Context::builder().build()
+    }
+
+    /// A context with options.
+    pub fn builder() -> ContextBuilder {
+        let mut desc = sys::zeroed!(dsopt_context_desc);
+        desc.backend = sys::DSOPT_BACKEND_CPU;
+        ContextBuilder { desc, hooks: Hooks { parallel_for: None, log: None } }
+    }
+
+    /// The handle, for calls of `dsopt-sys`. It is valid as long as this context.
+    pub fn as_ptr(&self) -> *mut sys::dsopt_context {
+        self.inner.handle.as_ptr()
+    }
+
+    /// Whether tensors are memory of a CUDA device.
+    pub fn is_cuda(&self) -> bool {
+        self.inner.cuda
+    }
+
+    /// For functions whose arguments or results are values of the host, which the CPU backend takes as its own memory.
+    pub(crate) fn host_only(&self, what: &str) -> Result<()> {
+        if self.is_cuda() {
+            let text = format!("{what} is host memory, and this context is CUDA: use dsopt-sys with as_ptr()");
+            return Err(Error::new(sys::DSOPT_ERR_UNSUPPORTED, text));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Context").field("cuda", &self.inner.cuda).finish_non_exhaustive()
+    }
+}
+
+/// Options of a [`Context`].
+#[must_use = "build() makes the context"]
+pub struct ContextBuilder {
+    desc: sys::dsopt_context_desc,
+    hooks: Hooks,
+}
+
+impl fmt::Debug for ContextBuilder {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("ContextBuilder").field("desc", &self.desc).finish_non_exhaustive()
+    }
+}
+
+impl ContextBuilder {
+    /// Into how many pieces a step is cut, and how many workers run them. 0, the default: the number of cores.
+    pub fn threads(mut self, threads: i32) -> Self {
+        self.desc.threads = threads;
+        self
+    }
+
+    /// Smallest piece of work in elements, a multiple of 4096.
+    pub fn chunk(mut self, elements: i64) -> Self {
+        self.desc.chunk = elements;
+        self
+    }
+
+    /// A thread pool in place of OpenMP.
+    ///
+    /// The calling thread should run pieces too: a pool whose threads all wait inside dsopt would otherwise never finish.
+    /// If the pool leaves pieces out, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of the pool
+    /// goes on after the call; what the call had to change is then undefined in part.
+    ///
+    /// ```
+    /// // Two threads for each pass.
+    /// let ctx = dsopt::Context::builder()
+    ///     .threads(2)
+    ///     .parallel_for(|pieces, run| {
+    ///         std::thread::scope(|scope| {
+    ///             scope.spawn(|| (0..pieces / 2).for_each(run));
+    ///             (pieces / 2..pieces).for_each(run);
+    ///         })
+    ///     })
+    ///     .build()?;
+    /// # Ok::<(), dsopt::Error>(())
+    /// ```
+    pub fn parallel_for<F>(mut self, run: F) -> Self
+    where
+        F: Fn(usize, &(dyn Fn(usize) + Sync)) + Send + Sync + 'static,
+    {
+        self.hooks.parallel_for = Some(Box::new(run));
+        self
+    }
+
+    /// Receive log lines. Without this function nothing is ever printed.
+    pub fn log<F: Fn(LogLevel, &str) + Send + Sync + 'static>(mut self, log: F) -> Self {
+        self.hooks.log = Some(Box::new(log));
+        self
+    }
+
+    /// Highest level that is logged. The default is the environment's `DSOPT_LOG`, or warnings.
+    pub fn log_level(mut self, level: LogLevel) -> Self {
+        self.desc.log_level = level as i32;
+        self
+    }
+
+    /// The CUDA device of this number, in place of the CPU.
+    ///
+    /// # Safety
+    /// Every tensor and list that is given to an object of this context is memory of that device, made with
+    /// `from_raw_parts`, and stays valid and otherwise unused until the stream has passed the call.
+    pub unsafe fn cuda(mut self, device: i32) -> Self {
+        self.desc.backend = sys::DSOPT_BACKEND_CUDA;
+        self.desc.device = device;
+        self
+    }
+
+    /// Make the context.
+    pub fn build(mut self) -> Result<Context> {
+        sys::check_abi().map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))?;
+        if self.hooks.parallel_for.is_some() {
+            self.desc.parallel_for = Some(parallel_for);
+        }
+        if self.hooks.log.is_some() {
+            self.desc.log = Some(log);
+        }
+        let hooks = Box::into_raw(Box::new(self.hooks));
+        self.desc.user = hooks.cast();
+        let mut handle = ptr::null_mut();
+        // SAFETY: the desc and the place for the handle are valid, and the hooks live as long as `Inner`.
+        let status = unsafe { sys::dsopt_context_create(&self.desc, &mut handle) };
+        let cuda = self.desc.backend == sys::DSOPT_BACKEND_CUDA;
+        let made = NonNull::new(handle).map(|handle| Context { inner: Arc::new(Inner { handle, cuda, hooks }) });
+        if made.is_none() {
+            // SAFETY: from Box::into_raw above; there is no context that could call a hook.
+            drop(unsafe { Box::from_raw(hooks) });
+        }
+        owned(status, made)
+    }
+}
+
+pub(crate) type Body = Option<unsafe extern "C" fn(arg: *mut c_void, i: i64)>;
+
+/// A pointer that pieces on other threads use.
+#[derive(Clone, Copy)]
+struct Shared(*mut c_void);
+// SAFETY: the library passes it to every piece, on whatever thread that runs.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn get(self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// Run pieces of the library on a pool.
+pub(crate) fn run_pieces(pool: &Pool<'_>, n: i64, body: Body, arg: *mut c_void) {
+    let shared = Shared(arg);
+    if let Some(body) = body {
+        // The reference is good for this call only, so no piece can begin later.
+        pool(usize::try_from(n).unwrap_or(0), &|i| {
+            // SAFETY: the library's own function and argument. It refuses numbers that are no piece, and second runs.
+            unsafe { body(shared.get(), i64::try_from(i).unwrap_or(-1)) };
+            panics::resume(); // of a log hook on this thread
+        });
+    }
+}
+
+unsafe extern "C" fn parallel_for(user: *mut c_void, n: i64, body: Body, arg: *mut c_void) {
+    panics::catch((), || {
+        // SAFETY: `user` is the context's hooks, which outlive every call.
+        let hooks = unsafe { &*user.cast::<Hooks>() };
+        if let Some(pool) = &hooks.parallel_for {
+            run_pieces(pool, n, body, arg);
+        }
+    })
+}
+
+unsafe extern "C" fn log(user: *mut c_void, level: i32, text: *const c_char) {
+    panics::catch((), || {
+        // SAFETY: `user` is the context's hooks, and the text is a string that is valid during this call.
+        let (hooks, text) = unsafe { (&*user.cast::<Hooks>(), CStr::from_ptr(text)) };
+        let level = match level {
+            sys::DSOPT_LOG_ERROR => LogLevel::Error,
+            sys::DSOPT_LOG_WARN => LogLevel::Warn,
+            sys::DSOPT_LOG_INFO => LogLevel::Info,
+            _ => LogLevel::Trace,
+        };
+        if let Some(log) = &hooks.log {
+            log(level, &text.to_string_lossy());
+        }
+    })
+}

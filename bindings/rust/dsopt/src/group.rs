@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::error::check;
+use crate::{sys, Dtype, Error, Result};
+use std::ffi::CString;
+use std::mem::{size_of, MaybeUninit};
+use std::ptr;
+
+mod sealed {
+    pub trait Sealed {
+        fn raw(&self) -> crate::Result<crate::sys::dsopt_group>;
+    }
+}
+
+/// An algorithm and its hyper-parameters: [`AdamW`], [`Adam`], [`Lamb`] and the others. `dsopt.h` has the formulas.
+pub trait Group: sealed::Sealed {}
+
+pub(crate) fn raw(group: &dyn Group) -> Result<sys::dsopt_group> {
+    group.raw()
+}
+
+/// A group as the library fills it.
+fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
+    let mut group = MaybeUninit::<sys::dsopt_group>::zeroed();
+    // SAFETY: the place is as large as it says, and every byte of it is written on success.
+    unsafe {
+        check(sys::dsopt_group_init(group.as_mut_ptr(), size_of::<sys::dsopt_group>(), algorithm))?;
+        Ok(group.assume_init())
+    }
+}
+
+/// Fields with their defaults, which are those of `dsopt_group_init`; flags that are set or left out with a `bool`.
+macro_rules! groups {
+    ($(
+        $(#[$text:meta])*
+        $name:ident = $algorithm:ident {
+            $($(#[$field_text:meta])* $field:ident: $kind:ty = $default:expr,)*
+        }
+        set { $($(#[$set_text:meta])* $set:ident = $set_flag:ident,)* }
+        unset { $($(#[$unset_text:meta])* $unset:ident = $unset_flag:ident,)* }
+    )*) => {
+        $(
+            $(#[$text])*
+            #[derive(Clone, Copy, Debug, PartialEq)]
+            pub struct $name {
+                /// Learning rate: finite, not negative.
+                pub lr: f64,
+                /// Decay of the mean of gradients, in `[0, 1)`.
+                pub beta1: f64,
+                /// Decay of the mean of squares, in `[0, 1)`.
+                pub beta2: f64,
+                /// Added to the root of the mean of squares.
+                pub eps: f64,
+                /// Weight decay.
+                pub weight_decay: f64,
+                /// Clip by the L2 norm of this group's gradients alone. 0 is off.
+                pub max_norm: f64,
+                $($(#[$field_text])* pub $field: $kind,)*
+                $($(#[$set_text])* pub $set: bool,)*
+                $($(#[$unset_text])* pub $unset: bool,)*
+            }
+
+            impl Default for $name {
+                fn default() -> $name {
+                    $name {
+                        lr: 1e-3,
+                        beta1: 0.9,
+                        beta2: 0.999,
+                        eps: 1e-8,
+                        weight_decay: 0.0,
+                        max_norm: 0.0,
+                        $($field: $default,)*
+                        $($set: false,)*
+                        $($unset: true,)*
+                    }
+                }
+            }
+
+            impl sealed::Sealed for $name {
+                fn raw(&self) -> Result<sys::dsopt_group> {
+                    let mut group = defaults(sys::$algorithm)?;
+                    group.lr = self.lr;
+                    group.beta1 = self.beta1;
+                    group.beta2 = self.beta2;
+                    group.eps = self.eps;
+                    group.weight_decay = self.weight_decay;
+                    group.max_norm = self.max_norm;
+                    $(group.$field = self.$field;)*
+                    $(if self.$set {
+                        group.flags |= sys::$set_flag;
+                    })*
+                    $(if !self.$unset {
+                        group.flags |= sys::$unset_flag;
+                    })*
+                    Ok(group)
+                }
+            }
+
+            impl Group for $name {}
+        )*
+
+        #[cfg(test)]
+        mod tests {
+            use super::*;
+            use sealed::Sealed;
+
+            #[test]
+            fn defaults_are_those_of_the_library() {
+                $(
+                    let (own, library) = ($name::default().raw().unwrap(), defaults(sys::$algorithm).unwrap());
+                    assert_eq!(format!("{own:?}"), format!("{library:?}"), stringify!($name));
+                )*
+            }
+        }
+    };
+}
+
+groups! {
+    /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+    ///
+    /// ```
+    /// let group = dsopt::AdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
+    /// ```
+    AdamW = DSOPT_ALGORITHM_ADAMW {}
+    set {}
+    unset {
+        /// Divide the means by `1 - beta^t`.
+        bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
+    }
+
+    /// Adam with weight decay as L2 (Kingma and Ba 2015).
+    Adam = DSOPT_ALGORITHM_ADAM {}
+    set {}
+    unset {
+        /// Divide the means by `1 - beta^t`.
+        bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
+    }
+
+    /// The first fused Adam of apex: `eps` acts on the uncorrected mean of squares.
+    AdamLegacy = DSOPT_ALGORITHM_ADAM_LEGACY {}
+    set {
+        /// `sqrt(v + eps)` in place of `sqrt(v) + eps`.
+        eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
+    }
+    unset {
+        /// Divide the means by `1 - beta^t`.
+        bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
+    }
+
+    /// LAMB (You et al. 2020), as in DeepSpeed's FusedLamb.
+    Lamb = DSOPT_ALGORITHM_LAMB {
+        /// Lower bound of the trust ratio.
+        min_trust: f64 = 0.01,
+        /// Upper bound of the trust ratio.
+        max_trust: f64 = 10.0,
+    }
+    set {
+        /// `sqrt(v + eps)` in place of `sqrt(v) + eps`.
+        eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
+    }
+    unset {
+        /// Divide the means by `1 - beta^t`.
+        bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
+    }
+
+    /// 1-bit Adam (Tang et al. 2021).
+    OneBitAdam = DSOPT_ALGORITHM_ONEBIT_ADAM {
+        /// Number of the last step that changes the variance.
+        freeze_step: i64 = 100_000,
+    }
+    set {
+        /// Never compress this group, and never freeze its variance.
+        non_freeze = DSOPT_GROUP_NON_FREEZE,
+    }
+    unset {}
+
+    /// 0/1 Adam (Lu et al. 2022).
+    ZeroOneAdam = DSOPT_ALGORITHM_ZERO_ONE_ADAM {
+        /// Number of the last step that changes the variance.
+        freeze_step: i64 = 100_000,
+        /// After so many variance steps their interval doubles.
+        var_interval_steps: i64 = 16,
+        /// After so many steps the interval of exchanges doubles.
+        local_interval_steps: i64 = 32_678,
+        /// Longest interval of exchanges.
+        max_local_interval: i64 = 16,
+    }
+    set {}
+    unset {}
+
+    /// 1-bit LAMB (Li et al. 2021).
+    OneBitLamb = DSOPT_ALGORITHM_ONEBIT_LAMB {
+        /// Number of the last step that changes the variance.
+        freeze_step: i64 = 100_000,
+        /// Lower bound of the trust ratio.
+        min_trust: f64 = 0.01,
+        /// Upper bound of the trust ratio.
+        max_trust: f64 = 10.0,
+        /// Decay of the running mean of the trust ratio.
+        trust_beta: f64 = 0.9,
+        /// Largest relative change of the factor per step.
+        trust_threshold: f64 = 0.1,
+        /// Lower bound of the factor.
+        trust_min_change: f64 = 0.5,
+        /// Upper bound of the factor.
+        trust_max_change: f64 = 4.0,
+    }
+    set {}
+    unset {}
+}
+
+/// A parameter as it is registered: name, dtype and size. Its memory comes with each call.
+#[derive(Clone, Debug)]
+pub struct Param {
+    name: Vec<u8>,
+    dtype: Dtype,
+    numel: usize,
+    dims: Vec<i64>,
+    flags: i32,
+    offset: i64,
+    expert: i32,
+    group: i32,
+}
+
+impl Param {
+    /// A flat parameter. The name must be unique in its optimizer.
+    pub fn new(name: impl Into<String>, dtype: Dtype, numel: usize) -> Param {
+        let name = name.into().into_bytes();
+        Param { name, dtype, numel, dims: Vec::new(), flags: 0, offset: 0, expert: 0, group: 0 }
+    }
+
+    /// A parameter with a shape, for checkpoints.
+    pub fn shaped(name: impl Into<String>, dtype: Dtype, dims: &[usize]) -> Param {
+        // Saturated, so that a product that overflows is refused.
+        let numel = dims.iter().fold(1usize, |numel, &dim| numel.saturating_mul(dim));
+        let mut param = Param::new(name, dtype, numel);
+        param.dims = dims.iter().map(|&dim| i64::try_from(dim).unwrap_or(i64::MAX)).collect();
+        param
+    }
+
+    /// Which group it belongs to, for [`Optimizer::add_params`](crate::Optimizer::add_params).
+    pub fn group(mut self, index: i32) -> Param {
+        self.group = index;
+        self
+    }
+
+    /// This rank has one shard, and the ranks of the model comm have the others.
+    pub fn model_parallel(mut self) -> Param {
+        self.flags |= sys::DSOPT_PARAM_MODEL_PARALLEL;
+        self
+    }
+
+    /// Another pipeline stage has the same parameter, and counts it in norms.
+    pub fn replicated(mut self) -> Param {
+        self.flags |= sys::DSOPT_PARAM_REPLICATED;
+        self
+    }
+
+    /// The 1-bit family: the exchanged mean is multiplied with the state tensor "mask", which starts as zeros.
+    pub fn masked(mut self) -> Param {
+        self.flags |= sys::DSOPT_PARAM_MASKED;
+        self
+    }
+
+    /// The ranks of this expert comm, counted from 0, hold different experts.
+    pub fn expert(mut self, comm: usize) -> Param {
+        self.expert = i32::try_from(comm).map_or(i32::MAX, |comm| comm.saturating_add(1));
+        self
+    }
+
+    /// Where this piece begins if it is a slice of a tensor of that name. For stochastic rounding.
+    pub fn offset(mut self, elements: usize) -> Param {
+        self.offset = i64::try_from(elements).unwrap_or(i64::MAX);
+        self
+    }
+}
+
+/// Parameters as the library takes them, and what they point to.
+pub(crate) struct RawParams<'a> {
+    pub list: Vec<sys::dsopt_param>,
+    _names: Vec<CString>,
+    _dims: std::marker::PhantomData<&'a [Param]>,
+}
+
+impl<'a> RawParams<'a> {
+    pub fn new(params: &'a [Param]) -> Result<RawParams<'a>> {
+        let mut names = Vec::with_capacity(params.len());
+        let mut list = Vec::with_capacity(params.len());
+        for param in params {
+            let name = CString::new(param.name.as_slice())
+                .map_err(|_| Error::argument(format!("the name of parameter {} has a NUL in it", list.len())))?;
+            list.push(sys::dsopt_param {
+                tensor: sys::dsopt_tensor {
+                    data: ptr::null_mut(),
+                    numel: i64::try_from(param.numel).unwrap_or(i64::MAX),
+                    dtype: param.dtype as i32,
+                    reserved: 0,
+                },
+                name: name.as_ptr(), // the string's own memory, which does not move with it
+                dims: if param.dims.is_empty() { ptr::null() } else { param.dims.as_ptr() },
+                ndim: i32::try_from(param.dims.len()).unwrap_or(i32::MAX),
+                flags: param.flags,
+                offset: param.offset,
+                expert: param.expert,
+                group: param.group,
+            });
+            names.push(name);
+        }
+        Ok(RawParams { list, _names: names, _dims: std::marker::PhantomData })
+    }
+}

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#![doc = include_str!("../README.md")]
+#![warn(missing_docs)]
+#![deny(unsafe_op_in_unsafe_fn)]
+
+mod builder;
+mod checkpoint;
+mod comm;
+mod compressed;
+mod context;
+mod error;
+mod group;
+mod lists;
+mod lock;
+mod optimizer;
+mod panics;
+mod report;
+mod scaler;
+mod state;
+mod step;
+mod table;
+mod tensor;
+
+pub use builder::{Nonfinite, OptimizerBuilder};
+pub use checkpoint::LoadOptions;
+pub use comm::{Comm, CommHandle, CommId, CommInfo, CommKind, Op};
+pub use compressed::{Compressed, Errors};
+pub use context::{Context, ContextBuilder, LogLevel, ParallelFor};
+pub use error::{Error, ErrorKind, Result};
+pub use group::{Adam, AdamLegacy, AdamW, Group, Lamb, OneBitAdam, OneBitLamb, Param, ZeroOneAdam};
+pub use lists::{Norm, NormResult};
+pub use optimizer::{Applier, Key, Optimizer, Reduction, Reset};
+pub use report::{Report, SkipReasons, StepReport};
+pub use scaler::{Profile, Scaler, ScalerInfo, ScalerOptions};
+pub use state::{Schedule, StateInfo, View};
+pub use step::{Hyper, Step};
+pub use table::{Collectives, CommFailure, Reduce, Values};
+pub use tensor::{Array, Dtype, Element, TensorMut, TensorRef, BF16, F16};
+
+/// The C interface, for what this crate leaves out.
+pub use dsopt_sys as sys;
+
+use std::ffi::{CStr, OsStr};
+
+/// With the feature `dlopen`: load the library from this path, or by its soname. Comes before anything else; without it
+/// the first context loads the library by its soname. Without the feature it does nothing.
+pub fn load(path: Option<&OsStr>) -> Result<()> {
+    sys::load(path).map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))
+}
+
+/// What the loaded library is, as JSON: version, backends, instruction set and so on.
+pub fn build_info() -> Result<&'static str> {
+    sys::check_abi().map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))?;
+    // SAFETY: the function has no preconditions, and its text is static.
+    let text = unsafe { CStr::from_ptr::<'static>(sys::dsopt_build_info()) };
+    text.to_str().map_err(|_| Error::new(sys::DSOPT_ERR_INTERNAL, "dsopt_build_info is no UTF-8"))
+}

@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::builder::{Comms, OptimizerBuilder};
+use crate::error::{check, count, owned};
+use crate::group::{self, RawParams};
+use crate::lock::Guard;
+use crate::tensor::list;
+use crate::{panics, sys, Comm, Context, Error, Group, Op, Param, Report, Result, Scaler, TensorMut, TensorRef};
+use std::cell::Cell;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+/// One handle, destroyed when it is dropped, and what it needs.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    pointer: NonNull<sys::dsopt_optimizer>,
+    pub context: Context,
+    pub scaler: Option<Scaler>,
+}
+
+// SAFETY: a handle may be used and destroyed by any thread. Which calls may meet, Optimizer and Applier see to.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+impl Handle {
+    pub fn as_ptr(&self) -> *mut sys::dsopt_optimizer {
+        self.pointer.as_ptr()
+    }
+
+    /// One more handle to the same optimizer.
+    pub fn retain(&self) -> Result<Handle> {
+        let mut other = ptr::null_mut();
+        // SAFETY: the handle lives; any thread may retain it.
+        let status = unsafe { sys::dsopt_optimizer_retain(self.as_ptr(), &mut other) };
+        let (context, scaler) = (self.context.clone(), self.scaler.clone());
+        owned(status, NonNull::new(other).map(|pointer| Handle { pointer, context, scaler }))
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: the handle is ours, and this is its last use. Scaler and context are dropped after it.
+        unsafe { sys::dsopt_optimizer_destroy(self.as_ptr()) };
+        panics::discard();
+    }
+}
+
+/// Groups, parameters, and the state that belongs to them.
+///
+/// Parameters and gradients are lists of slices, one per parameter in the order of registration, and borrowed for each
+/// call: the optimizer keeps no pointer to them.
+///
+/// An optimizer can move to another thread. It cannot be shared; [`Optimizer::applier`] can.
+///
+/// ```
+/// use dsopt::{AdamW, Context, Dtype, Optimizer, Param};
+///
+/// let ctx = Context::cpu()?;
+/// let mut opt = Optimizer::new(&ctx)?;
+/// opt.add_group(&AdamW { lr: 0.1, ..Default::default() }, &[Param::new("w", Dtype::F32, 3)])?;
+/// let (mut w, g) = (vec![1.0f32; 3], vec![0.5f32, 0.0, -0.5]);
+/// opt.step(&mut [(&mut w).into()], &[(&g).into()])?;
+/// assert!(w[0] < 1.0 && w[1] == 1.0 && w[2] > 1.0);
+/// # Ok::<(), dsopt::Error>(())
+/// ```
+///
+/// What is borrowed otherwise cannot be stepped:
+///
+/// ```compile_fail,E0502
+/// # use dsopt::{AdamW, Context, Dtype, Optimizer, Param};
+/// # let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
+/// # let (mut w, mut g) = (vec![1.0f32; 3], vec![0.5f32; 3]);
+/// let backward = &mut g; // another borrow of the gradients that is still in use
+/// opt.step(&mut [(&mut w).into()], &[(&g).into()]);
+/// backward[0] = 0.0;
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use dsopt::{AdamW, Context, Dtype, Optimizer, Param};
+/// # let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
+/// # let mut w = vec![1.0f32; 3];
+/// opt.step(&mut [(&mut w).into()], &[(&w).into()]); // parameters are no gradients
+/// ```
+///
+/// Threads cannot share it:
+///
+/// ```compile_fail,E0277
+/// fn shared<T: Sync>() {}
+/// shared::<dsopt::Optimizer>();
+/// ```
+///
+/// ```
+/// fn moves<T: Send>() {}
+/// moves::<dsopt::Optimizer>();
+/// ```
+#[derive(Debug)]
+pub struct Optimizer {
+    pub(crate) handle: Handle,
+    /// Behind the handle, so that they are dropped after it.
+    comms: Comms,
+    /// While a call through `&self` uses the comms. It also makes the optimizer !Sync.
+    busy: Cell<bool>,
+    /// One owner, and one for each applier.
+    appliers: Arc<()>,
+}
+
+/// An optimizer as a constant, for any number of threads: [`Applier::apply`] changes only what it is given.
+///
+/// While a call of an applier runs, calls that change the optimizer itself fail with
+/// [`ErrorKind::Busy`](crate::ErrorKind::Busy), and the other way round. Parameters cannot be added before the last applier is
+/// dropped. It keeps the optimizer alive.
+///
+/// ```
+/// fn shared<T: Send + Sync + Clone>() {}
+/// shared::<dsopt::Applier>();
+/// ```
+#[derive(Clone, Debug)]
+pub struct Applier {
+    pub(crate) handle: Arc<Handle>,
+    _alive: Arc<()>,
+}
+
+/// A hyper-parameter that can be read and set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[allow(missing_docs)] // the fields of groups
+pub enum Key {
+    Lr = 1,
+    Beta1 = 2,
+    Beta2 = 3,
+    Eps = 4,
+    WeightDecay = 5,
+    GroupMaxNorm = 6,
+    MinTrust = 7,
+    MaxTrust = 8,
+    /// 0 or 1.
+    BiasCorrection = 9,
+    /// 0 or 1.
+    EpsInsideSqrt = 10,
+    /// Only for all groups at once.
+    FreezeStep = 12,
+    /// Of the optimizer.
+    MaxNorm = 32,
+    /// Of the optimizer: number of steps so far.
+    Calls = 33,
+    /// Of the optimizer.
+    MaxValue = 34,
+    /// Of the optimizer. Setting it forgives the skips so far.
+    SkipBudget = 35,
+}
+
+/// What happens to gradients before a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reduction {
+    /// They must be averaged over the data-parallel ranks.
+    Full,
+    /// Leave them local: the step exchanges one bit per element.
+    Compressed,
+    /// Leave them local: the step sends nothing.
+    Local,
+}
+
+impl Reduction {
+    pub(crate) fn of(reduction: i32) -> Result<Reduction> {
+        match reduction {
+            sys::DSOPT_REDUCTION_FULL => Ok(Reduction::Full),
+            sys::DSOPT_REDUCTION_COMPRESSED => Ok(Reduction::Compressed),
+            sys::DSOPT_REDUCTION_LOCAL => Ok(Reduction::Local),
+            other => Err(Error::new(sys::DSOPT_ERR_VERSION, format!("reduction {other} is unknown to this crate"))),
+        }
+    }
+}
+
+/// What [`Optimizer::reset`] gives its starting value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reset {
+    /// Masters, from the parameters.
+    Masters = 1,
+    /// Moments.
+    Moments = 2,
+    /// Counters.
+    Counters = 4,
+    /// Gradient accumulators.
+    Grads = 8,
+    /// Error feedback of the 1-bit family.
+    Errors = 16,
+}
+
+/// Number of groups and of parameters.
+pub(crate) fn counts(opt: *const sys::dsopt_optimizer) -> Result<(usize, usize)> {
+    let (mut groups, mut params) = (0, 0);
+    // SAFETY: the caller's handle lives.
+    check(unsafe { sys::dsopt_optimizer_count(opt, &mut groups, &mut params) })?;
+    Ok((usize::try_from(groups).unwrap_or(0), usize::try_from(params).unwrap_or(0)))
+}
+
+/// What a call through `&self` holds; see `Optimizer::busy`.
+pub(crate) struct Busy<'a>(Option<&'a Cell<bool>>);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        if let Some(busy) = self.0 {
+            busy.set(false);
+        }
+    }
+}
+
+impl Optimizer {
+    /// An optimizer with every default, without groups.
+    pub fn new(context: &Context) -> Result<Optimizer> {
+        Optimizer::builder(context).build()
+    }
+
+    /// An optimizer with options.
+    pub fn builder(context: &Context) -> OptimizerBuilder {
+        OptimizerBuilder::new(context)
+    }
+
+    pub(crate) fn own(
+        pointer: NonNull<sys::dsopt_optimizer>,
+        context: Context,
+        scaler: Option<Scaler>,
+        comms: Comms,
+    ) -> Optimizer {
+        Optimizer { handle: Handle { pointer, context, scaler }, comms, busy: Cell::new(false), appliers: Arc::new(()) }
+    }
+
+    /// The handle, for calls of `dsopt-sys`. It is valid as long as this optimizer.
+    pub fn as_ptr(&self) -> *mut sys::dsopt_optimizer {
+        self.handle.as_ptr()
+    }
+
+    /// The context that it was made with.
+    pub fn context(&self) -> &Context {
+        &self.handle.context
+    }
+
+    /// For calls that use the scaler: nobody else does meanwhile.
+    pub(crate) fn enter(&self) -> Result<Option<Guard<'_>>> {
+        self.handle.scaler.as_ref().map(Scaler::enter).transpose()
+    }
+
+    /// For calls through `&self` that use the comms: a hook cannot make another one from inside.
+    pub(crate) fn use_comms(&self) -> Result<Busy<'_>> {
+        if self.comms.is_empty() {
+            return Ok(Busy(None));
+        }
+        if self.busy.replace(true) {
+            return Err(Error::new(sys::DSOPT_ERR_BUSY, "the comms are in use by the call from which a hook calls"));
+        }
+        Ok(Busy(Some(&self.busy)))
+    }
+
+    /// A constant view for other threads. Not with comms, which one thread at a time may use.
+    pub fn applier(&self) -> Result<Applier> {
+        if !self.comms.is_empty() {
+            let text = "an applier of an optimizer with comms: several threads could be in one comm";
+            return Err(Error::new(sys::DSOPT_ERR_UNSUPPORTED, text));
+        }
+        Ok(Applier { handle: Arc::new(self.handle.retain()?), _alive: self.appliers.clone() })
+    }
+
+    /// Lists of an applier are checked by their length before its call, so that number must not grow meanwhile. Only
+    /// `&self` makes the first applier, so none can come up here.
+    fn no_applier(&self) -> Result<()> {
+        if Arc::strong_count(&self.appliers) > 1 {
+            let text = "parameters cannot be added while the optimizer has an applier: drop it before";
+            return Err(Error::new(sys::DSOPT_ERR_STATE, text));
+        }
+        Ok(())
+    }
+
+    /// Append a group and its parameters. May be called between steps; lists are longer from then on.
+    pub fn add_group(&mut self, group: &dyn Group, params: &[Param]) -> Result<()> {
+        self.no_applier()?;
+        let group = group::raw(group)?;
+        let params = RawParams::new(params)?;
+        let _inside = self.enter()?;
+        // SAFETY: group, list, names and dims outlive the call, and are copied by it.
+        let status = unsafe {
+            sys::dsopt_optimizer_add_group(self.as_ptr(), &group, params.list.as_ptr(), count(params.list.len()))
+        };
+        check(status)
+    }
+
+    /// Append parameters to the groups that [`Param::group`] names.
+    pub fn add_params(&mut self, params: &[Param]) -> Result<()> {
+        self.no_applier()?;
+        let params = RawParams::new(params)?;
+        let _inside = self.enter()?;
+        // SAFETY: list, names and dims outlive the call, and are copied by it.
+        let status =
+            unsafe { sys::dsopt_optimizer_add_params(self.as_ptr(), params.list.as_ptr(), count(params.list.len())) };
+        check(status)
+    }
+
+    /// Number of groups.
+    pub fn groups(&self) -> Result<usize> {
+        Ok(counts(self.as_ptr())?.0)
+    }
+
+    /// Number of parameters.
+    pub fn params(&self) -> Result<usize> {
+        Ok(counts(self.as_ptr())?.1)
+    }
+
+    /// Set a hyper-parameter of a group, or with `None` of every group or of the optimizer, from the next step on.
+    pub fn set(&mut self, group: Option<usize>, key: Key, value: f64) -> Result<()> {
+        let group = group_index(group);
+        let _inside = self.enter()?;
+        // SAFETY: the handle lives.
+        check(unsafe { sys::dsopt_optimizer_set(self.as_ptr(), group, key as i32, value) })
+    }
+
+    /// Set the learning rate of every group.
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.set(None, Key::Lr, lr)
+    }
+
+    /// Read a hyper-parameter. `None` reads group 0, or the optimizer's.
+    pub fn get(&self, group: Option<usize>, key: Key) -> Result<f64> {
+        let mut value = 0.0;
+        // SAFETY: the handle lives.
+        check(unsafe { sys::dsopt_optimizer_get(self.as_ptr(), group_index(group), key as i32, &mut value) })?;
+        Ok(value)
+    }
+
+    /// Add gradients to the accumulators, for a later [`Step::accumulated`](crate::Step::accumulated).
+    pub fn accumulate(&mut self, grads: &[TensorRef<'_>]) -> Result<()> {
+        let _inside = self.enter()?;
+        // SAFETY: the list is borrowed for the call, and only read.
+        let status =
+            unsafe { sys::dsopt_optimizer_accumulate(self.as_ptr(), list(grads), count(grads.len()), ptr::null_mut()) };
+        check(status)
+    }
+
+    /// What to do with the gradients of the next step, before the backward pass.
+    pub fn next_reduction(&mut self) -> Result<Reduction> {
+        self.reduction_of_call(0)
+    }
+
+    /// The same of step number `call`, counted from 1.
+    pub fn reduction_at(&self, call: u32) -> Result<Reduction> {
+        self.reduction_of_call(i64::from(call.max(1)))
+    }
+
+    fn reduction_of_call(&self, call: i64) -> Result<Reduction> {
+        let mut reduction = 0;
+        // SAFETY: the handle lives.
+        check(unsafe { sys::dsopt_optimizer_next_reduction(self.as_ptr(), call, &mut reduction) })?;
+        Reduction::of(reduction)
+    }
+
+    /// All-reduce a list, such as the gradients, over the data-parallel ranks.
+    pub fn all_reduce(&mut self, tensors: &mut [TensorMut<'_>], op: Op) -> Result<()> {
+        match &mut self.comms.data {
+            Some(comm) => comm.all_reduce(tensors, op),
+            None => Err(Error::new(sys::DSOPT_ERR_STATE, "all_reduce: the optimizer was built without a data comm")),
+        }
+    }
+
+    /// The data-parallel comm's handle, to ask or abort it.
+    pub fn data_comm(&self) -> Option<crate::CommHandle> {
+        self.comms.data.as_ref().map(Comm::handle)
+    }
+
+    /// What happened so far. On CUDA it waits for the last step.
+    pub fn report(&mut self) -> Result<Report> {
+        let _inside = self.enter()?;
+        let mut report = sys::zeroed!(dsopt_report);
+        // SAFETY: the handle lives, and the struct's size is set.
+        check(unsafe { sys::dsopt_optimizer_report(self.as_ptr(), &mut report) })?;
+        // SAFETY: the name is NULL, or owned by the optimizer, which is borrowed.
+        Ok(unsafe { Report::new(&report) })
+    }
+
+    /// Give parts of the state their starting values. `params` is needed for masters, and may be empty without them.
+    pub fn reset(&mut self, what: &[Reset], params: &[TensorRef<'_>]) -> Result<()> {
+        let bits = what.iter().fold(0, |bits, &part| bits | part as i32);
+        self.with_params(params, |opt| {
+            // SAFETY: the handle lives, and the parameters that it is bound to are borrowed.
+            check(unsafe { sys::dsopt_optimizer_reset(opt, bits, ptr::null_mut()) })
+        })
+    }
+
+    /// Make the state before the first step, masters from `params`. For [`Optimizer::import`] and views of the state.
+    pub fn init(&mut self, params: &[TensorRef<'_>]) -> Result<()> {
+        let index = match self.state()?.iter().position(|entry| entry.numel > 0 && !entry.of_scaler()) {
+            Some(index) => index,
+            None => return Ok(()),
+        };
+        let size = self.state()?[index].bytes();
+        let mut unused = vec![0u8; size];
+        self.with_params(params, |opt| {
+            // SAFETY: as many bytes as the entry has. The parameters are borrowed.
+            check(unsafe { sys::dsopt_optimizer_export(opt, count(index), unused.as_mut_ptr().cast(), size) })
+        })
+    }
+
+    /// Run a call with the parameters bound, and let go of them after it, however it ends. Without parameters: just run it.
+    pub(crate) fn with_params<R>(
+        &mut self,
+        params: &[TensorRef<'_>],
+        call: impl FnOnce(*mut sys::dsopt_optimizer) -> Result<R>,
+    ) -> Result<R> {
+        /// Unbinds, also when the call panics.
+        struct Bound(*mut sys::dsopt_optimizer, Vec<sys::dsopt_tensor>);
+        impl Drop for Bound {
+            fn drop(&mut self) {
+                let list = self.1.as_ptr();
+                // A pointer that stayed could be used when the memory is gone. The only obstacle that can end is an
+                // applier's call; in a child of fork() nothing can be called any more that would use it.
+                // SAFETY: the handle lives, and NULL is legal for every parameter.
+                while unsafe { sys::dsopt_optimizer_bind(self.0, sys::DSOPT_BIND_PARAMS, list, count(self.1.len())) }
+                    == sys::DSOPT_ERR_BUSY
+                {
+                    std::thread::yield_now();
+                }
+                panics::discard();
+            }
+        }
+        let _inside = self.enter()?;
+        let opt = self.as_ptr();
+        if params.is_empty() {
+            return call(opt);
+        }
+        // SAFETY: the list is borrowed for longer than it is bound.
+        check(unsafe { sys::dsopt_optimizer_bind(opt, sys::DSOPT_BIND_PARAMS, list(params), count(params.len())) })?;
+        // SAFETY: a tensor in Rust is the struct of C.
+        let raw = unsafe { std::slice::from_raw_parts(list(params), params.len()) };
+        let nowhere = raw.iter().map(|tensor| sys::dsopt_tensor { data: ptr::null_mut(), ..*tensor });
+        let _bound = Bound(opt, nowhere.collect());
+        call(opt)
+    }
+}
+
+fn group_index(group: Option<usize>) -> i32 {
+    group.map_or(sys::DSOPT_ALL_GROUPS, |index| i32::try_from(index).unwrap_or(i32::MAX))
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::sys;
+use std::ffi::CStr;
+
+/// Why a step was skipped. Several reasons can come together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct SkipReasons(i32);
+
+impl SkipReasons {
+    /// Not at all.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Inf or NaN in a gradient.
+    pub fn gradients(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_GRADIENTS != 0
+    }
+
+    /// A norm is not finite.
+    pub fn norm(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_NORM != 0
+    }
+
+    /// The loss scale or `grad_scale` cannot be divided by.
+    pub fn scale(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_SCALE != 0
+    }
+
+    /// A hyper-parameter of the step is one that could not be set.
+    pub fn hyper(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_HYPER != 0
+    }
+
+    /// The caller asked for it.
+    pub fn caller(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_CALLER != 0
+    }
+
+    /// Another rank had a reason.
+    pub fn peer(self) -> bool {
+        self.0 & sys::DSOPT_SKIP_PEER != 0
+    }
+}
+
+/// What one step did, written by the step itself. Norms are of unscaled gradients before clipping.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepReport {
+    pub(crate) places: [f32; sys::DSOPT_REPORT_FLOATS as usize],
+}
+
+impl StepReport {
+    fn place(&self, place: i32) -> f32 {
+        self.places[place as usize]
+    }
+
+    fn known(&self, place: i32) -> Option<f32> {
+        Some(self.place(place)).filter(|value| !value.is_nan())
+    }
+
+    /// Whether the step was skipped.
+    pub fn skipped(&self) -> bool {
+        self.place(sys::DSOPT_REPORT_SKIPPED) != 0.0
+    }
+
+    /// Why.
+    pub fn reasons(&self) -> SkipReasons {
+        SkipReasons(self.place(sys::DSOPT_REPORT_REASONS) as i32)
+    }
+
+    /// If it was computed: with clipping or loss scaling.
+    pub fn grad_norm(&self) -> Option<f32> {
+        self.known(sys::DSOPT_REPORT_GRAD_NORM)
+    }
+
+    /// Norm of the weights before the step, of an optimizer that reports norms.
+    pub fn weight_norm(&self) -> Option<f32> {
+        self.known(sys::DSOPT_REPORT_WEIGHT_NORM)
+    }
+
+    /// Norm of the change, of an optimizer that reports norms.
+    pub fn update_norm(&self) -> Option<f32> {
+        self.known(sys::DSOPT_REPORT_UPDATE_NORM)
+    }
+
+    /// The experts' part of the gradient norm.
+    pub fn expert_norm(&self) -> Option<f32> {
+        self.known(sys::DSOPT_REPORT_EXPERT_NORM)
+    }
+
+    /// Number of Inf and NaN found on this rank; 0 if nobody looked.
+    pub fn nonfinite(&self) -> u64 {
+        self.place(sys::DSOPT_REPORT_NONFINITE) as u64
+    }
+
+    /// The first parameter with one.
+    pub fn first_bad(&self) -> Option<usize> {
+        Some(self.place(sys::DSOPT_REPORT_FIRST_BAD)).filter(|&index| index >= 0.0).map(|index| index as usize)
+    }
+
+    /// What gradients were divided by; 0 if the step was skipped.
+    pub fn divisor(&self) -> f32 {
+        self.place(sys::DSOPT_REPORT_DIVISOR)
+    }
+
+    /// Loss scale that the gradients carried.
+    pub fn scale_used(&self) -> f32 {
+        self.place(sys::DSOPT_REPORT_SCALE_USED)
+    }
+
+    /// Loss scale for the next backward pass.
+    pub fn scale_next(&self) -> f32 {
+        self.place(sys::DSOPT_REPORT_SCALE_NEXT)
+    }
+}
+
+/// What happened so far: [`Optimizer::report`](crate::Optimizer::report).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Steps so far, skipped ones included.
+    pub calls: i64,
+    /// Skipped steps.
+    pub skipped: i64,
+    /// Steps skipped in a row up to now.
+    pub skipped_in_row: i64,
+    /// Inf and NaN found in the last step on this rank.
+    pub nonfinite: i64,
+    /// Index and name of the first parameter with one in the last step.
+    pub first_bad: Option<(usize, String)>,
+    /// Whether the last step was skipped.
+    pub last_skipped: bool,
+    /// Why it was.
+    pub reasons: SkipReasons,
+    /// For the next backward pass; 1 without a scaler.
+    pub loss_scale: f64,
+    /// That the gradients of the last step carried.
+    pub scale_used: f64,
+    /// Of the last step; NaN if not computed.
+    pub grad_norm: f64,
+    /// Of the last step; NaN if not computed.
+    pub weight_norm: f64,
+    /// Of the last step; NaN if not computed.
+    pub update_norm: f64,
+    /// Part of `grad_norm`.
+    pub dense_norm: f64,
+    /// Part of `grad_norm`.
+    pub expert_norm: f64,
+    /// What gradients of the last step were divided by.
+    pub divisor: f64,
+    /// Milliseconds of the last step's phases, `enum dsopt_phase`, of an optimizer with timing.
+    pub ms: [f64; 8],
+    /// Memory of the state.
+    pub state_bytes: i64,
+    /// Memory of the workspace.
+    pub workspace_bytes: i64,
+    /// How many ranks saved what was last loaded, if it was another number than now; else 0.
+    pub resharded_from: i32,
+}
+
+impl Report {
+    /// # Safety
+    /// The name is NULL or a string.
+    pub(crate) unsafe fn new(raw: &sys::dsopt_report) -> Report {
+        let name = || {
+            if raw.first_bad_name.is_null() {
+                return String::new();
+            }
+            // SAFETY: promised by the caller.
+            unsafe { CStr::from_ptr(raw.first_bad_name) }.to_string_lossy().into_owned()
+        };
+        Report {
+            calls: raw.calls,
+            skipped: raw.skipped,
+            skipped_in_row: raw.skipped_in_row,
+            nonfinite: raw.nonfinite,
+            first_bad: usize::try_from(raw.first_bad).ok().map(|index| (index, name())),
+            last_skipped: raw.last_skipped != 0,
+            reasons: SkipReasons(raw.reasons),
+            loss_scale: raw.loss_scale,
+            scale_used: raw.scale_used,
+            grad_norm: raw.grad_norm,
+            weight_norm: raw.weight_norm,
+            update_norm: raw.update_norm,
+            dense_norm: raw.dense_norm,
+            expert_norm: raw.expert_norm,
+            divisor: raw.divisor,
+            ms: raw.ms,
+            state_bytes: raw.state_bytes,
+            workspace_bytes: raw.workspace_bytes,
+            resharded_from: raw.resharded_from,
+        }
+    }
+}

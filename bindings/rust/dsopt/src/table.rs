@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::{panics, sys, Comm, Context, Error, Result};
+use std::ffi::{c_void, CString};
+use std::os::raw::{c_char, c_int};
+use std::{ptr, slice};
+
+/// Values of an all-reduce: this rank's before, those of all ranks together after.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Values<'a> {
+    /// `f32`
+    F32(&'a mut [f32]),
+    /// `f64`
+    F64(&'a mut [f64]),
+    /// `i32`
+    I32(&'a mut [i32]),
+}
+
+/// What an all-reduce of [`Collectives`] does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reduce {
+    /// The sum.
+    Sum,
+    /// The largest.
+    Max,
+}
+
+/// Why a collective failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CommFailure {
+    /// It failed.
+    Failed,
+    /// A peer did not come in time.
+    Timeout,
+    /// Somebody aborted it.
+    Aborted,
+}
+
+/// Collectives of the program, such as Gloo or MPI, in host memory.
+///
+/// The functions block until they are done. The engine calls the collectives one at a time; `error` and `abort` can come
+/// from any thread at any time. A panic counts as a failure and goes on after the call of dsopt that it happened in.
+pub trait Collectives: Send + Sync + 'static {
+    /// Whether there is [`Collectives::all_to_all`]. The engine can make it from all_gather, at a price in bytes.
+    const ALL_TO_ALL: bool = false;
+    /// Whether there is [`Collectives::all_gather`]. The engine can make it from all_reduce, at a price in bytes.
+    const ALL_GATHER: bool = false;
+
+    /// Every rank must get the same bits.
+    fn all_reduce(&self, values: Values<'_>, op: Reduce) -> std::result::Result<(), CommFailure>;
+
+    /// Both have `ranks` rows: row d of `send` goes to rank d, row s of `receive` comes from rank s.
+    fn all_to_all(&self, send: &[u8], receive: &mut [u8]) -> std::result::Result<(), CommFailure> {
+        let _ = (send, receive);
+        Err(CommFailure::Failed)
+    }
+
+    /// `receive` has `ranks` rows: row s is what rank s sends.
+    fn all_gather(&self, send: &[u8], receive: &mut [u8]) -> std::result::Result<(), CommFailure> {
+        let _ = (send, receive);
+        Err(CommFailure::Failed)
+    }
+
+    /// What is wrong with the communicator, if anything.
+    fn error(&self) -> Option<String> {
+        None
+    }
+
+    /// Make blocked calls return.
+    fn abort(&self) {}
+}
+
+/// What `self` of the table points to.
+struct Owned<T> {
+    collectives: T,
+    ranks: usize,
+}
+
+impl Comm {
+    /// A comm of the program's own collectives, which are moved in and dropped with the comm's last user.
+    pub fn table<T: Collectives>(context: &Context, rank: usize, ranks: usize, collectives: T) -> Result<Comm> {
+        let number = |name, value| {
+            i32::try_from(value).map_err(|_| Error::argument(format!("{name} is {value}, which is too large")))
+        };
+        let mut table = sys::zeroed!(dsopt_comm_table);
+        table.rank = number("rank", rank)?;
+        table.ranks = number("ranks", ranks)?;
+        table.all_reduce = Some(all_reduce::<T>);
+        if T::ALL_TO_ALL {
+            table.all_to_all = Some(all_to_all::<T>);
+        }
+        if T::ALL_GATHER {
+            table.all_gather = Some(all_gather::<T>);
+        }
+        table.error = Some(error::<T>);
+        table.abort = Some(abort::<T>);
+        table.destroy = Some(destroy::<T>);
+        table.memory = sys::DSOPT_MEMORY_HOST;
+        let owned = Box::into_raw(Box::new(Owned { collectives, ranks }));
+        table.self_ = owned.cast();
+        let mut desc = sys::zeroed!(dsopt_comm_desc);
+        desc.kind = sys::DSOPT_COMM_KIND_TABLE;
+        desc.table = &table;
+        // SAFETY: the table is copied; its functions take the pointer that `destroy` frees.
+        let made = unsafe { Comm::from_desc(context, &desc) };
+        if made.is_err() {
+            // SAFETY: on failure the caller keeps the table, so `destroy` has not been called and will not be.
+            drop(unsafe { Box::from_raw(owned) });
+        }
+        made
+    }
+}
+
+/// A slice of C: any pointer will do for one of no length.
+unsafe fn read<'a, T>(data: *const c_void, length: usize) -> &'a [T] {
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: the caller promises this memory.
+    unsafe { slice::from_raw_parts(data.cast(), length) }
+}
+
+unsafe fn write<'a, T>(data: *mut c_void, length: usize) -> &'a mut [T] {
+    if length == 0 {
+        return &mut [];
+    }
+    // SAFETY: the caller promises this memory.
+    unsafe { slice::from_raw_parts_mut(data.cast(), length) }
+}
+
+fn code(result: std::result::Result<(), CommFailure>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(CommFailure::Failed) => -sys::DSOPT_ERR_COMM,
+        Err(CommFailure::Timeout) => -sys::DSOPT_ERR_TIMEOUT,
+        Err(CommFailure::Aborted) => -sys::DSOPT_ERR_ABORTED,
+    }
+}
+
+/// Call a function of the table. A panic is a failure.
+unsafe fn guarded<T: Collectives>(
+    own: *mut c_void,
+    call: impl FnOnce(&Owned<T>) -> std::result::Result<(), CommFailure>,
+) -> c_int {
+    panics::catch(-sys::DSOPT_ERR_COMM, || {
+        // SAFETY: the pointer of the table, before `destroy`.
+        code(call(unsafe { &*own.cast::<Owned<T>>() }))
+    })
+}
+
+unsafe extern "C" fn all_reduce<T: Collectives>(
+    own: *mut c_void,
+    send: *const c_void,
+    receive: *mut c_void,
+    count: i64,
+    dtype: i32,
+    op: i32,
+    _stream: *mut c_void,
+) -> c_int {
+    let call = |own: &Owned<T>| {
+        let op = match op {
+            sys::DSOPT_OP_SUM => Reduce::Sum,
+            sys::DSOPT_OP_MAX => Reduce::Max,
+            _ => return Err(CommFailure::Failed),
+        };
+        let count = usize::try_from(count).map_err(|_| CommFailure::Failed)?;
+        let size = match dtype {
+            sys::DSOPT_DTYPE_F32 | sys::DSOPT_DTYPE_I32 => 4,
+            sys::DSOPT_DTYPE_F64 => 8,
+            _ => return Err(CommFailure::Failed),
+        };
+        // SAFETY: both hold `count` elements of this dtype, may be the same, and are nobody else's during the call.
+        unsafe {
+            if count != 0 {
+                ptr::copy(send.cast::<u8>(), receive.cast::<u8>(), count * size);
+            }
+            let values = match dtype {
+                sys::DSOPT_DTYPE_F32 => Values::F32(write(receive, count)),
+                sys::DSOPT_DTYPE_F64 => Values::F64(write(receive, count)),
+                _ => Values::I32(write(receive, count)),
+            };
+            own.collectives.all_reduce(values, op)
+        }
+    };
+    // SAFETY: `own` is the pointer of the table.
+    unsafe { guarded::<T>(own, call) }
+}
+
+/// Call `move_rows` with slices of these bytes. `receive` holds zeros first, because nobody has written to that memory yet;
+/// `send` is copied if the two overlap.
+unsafe fn with_rows(
+    send: *const c_void,
+    sent: usize,
+    receive: *mut c_void,
+    received: usize,
+    move_rows: impl FnOnce(&[u8], &mut [u8]) -> std::result::Result<(), CommFailure>,
+) -> std::result::Result<(), CommFailure> {
+    let (from, to) = (send as usize, receive as usize);
+    let copy = if sent != 0 && received != 0 && from < to + received && to < from + sent {
+        // SAFETY: the caller promises this memory.
+        Some(unsafe { read::<u8>(send, sent) }.to_vec())
+    } else {
+        None
+    };
+    if received != 0 {
+        // SAFETY: the caller promises this memory.
+        unsafe { ptr::write_bytes(receive.cast::<u8>(), 0, received) };
+    }
+    match copy {
+        // SAFETY: the caller promises this memory.
+        Some(copy) => move_rows(&copy, unsafe { write(receive, received) }),
+        // SAFETY: as above, and the two do not overlap.
+        None => unsafe { move_rows(read(send, sent), write(receive, received)) },
+    }
+}
+
+unsafe extern "C" fn all_to_all<T: Collectives>(
+    own: *mut c_void,
+    send: *const c_void,
+    receive: *mut c_void,
+    bytes_per_rank: i64,
+    _stream: *mut c_void,
+) -> c_int {
+    let call = |own: &Owned<T>| {
+        let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)? * own.ranks;
+        // SAFETY: a row for each rank in both.
+        unsafe { with_rows(send, bytes, receive, bytes, |from, to| own.collectives.all_to_all(from, to)) }
+    };
+    // SAFETY: `own` is the pointer of the table.
+    unsafe { guarded::<T>(own, call) }
+}
+
+unsafe extern "C" fn all_gather<T: Collectives>(
+    own: *mut c_void,
+    send: *const c_void,
+    receive: *mut c_void,
+    bytes_per_rank: i64,
+    _stream: *mut c_void,
+) -> c_int {
+    let call = |own: &Owned<T>| {
+        let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)?;
+        let all = bytes * own.ranks;
+        // SAFETY: one row to send, and a row for each rank to receive.
+        unsafe { with_rows(send, bytes, receive, all, |from, to| own.collectives.all_gather(from, to)) }
+    };
+    // SAFETY: `own` is the pointer of the table.
+    unsafe { guarded::<T>(own, call) }
+}
+
+unsafe extern "C" fn error<T: Collectives>(own: *mut c_void, text: *mut c_char, capacity: usize) -> c_int {
+    panics::catch(1, || {
+        // SAFETY: the pointer of the table, before `destroy`.
+        let own = unsafe { &*own.cast::<Owned<T>>() };
+        let reason = match own.collectives.error() {
+            Some(reason) => CString::new(reason.replace('\0', " ")).unwrap_or_default(),
+            None => return 0,
+        };
+        let bytes = reason.as_bytes();
+        if !text.is_null() && capacity > 0 {
+            let length = bytes.len().min(capacity - 1);
+            // SAFETY: `capacity` bytes.
+            unsafe {
+                ptr::copy_nonoverlapping(bytes.as_ptr().cast(), text, length);
+                *text.add(length) = 0;
+            }
+        }
+        1
+    })
+}
+
+unsafe extern "C" fn abort<T: Collectives>(own: *mut c_void) {
+    // SAFETY: the pointer of the table, before `destroy`.
+    panics::catch((), || unsafe { &*own.cast::<Owned<T>>() }.collectives.abort())
+}
+
+unsafe extern "C" fn destroy<T: Collectives>(own: *mut c_void) {
+    // SAFETY: from Box::into_raw, and the last call of the table.
+    panics::catch((), || drop(unsafe { Box::from_raw(own.cast::<Owned<T>>()) }))
+}

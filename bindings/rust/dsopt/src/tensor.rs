@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+use crate::sys;
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ptr;
+
+/// Type of the elements of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Dtype {
+    /// `f32`
+    F32 = 1,
+    /// [`struct@F16`]
+    F16 = 2,
+    /// [`struct@BF16`]
+    BF16 = 3,
+    /// `i32`: state tensors that count.
+    I32 = 4,
+}
+
+impl Dtype {
+    pub(crate) fn of(dtype: i32) -> Option<Dtype> {
+        Some(match dtype {
+            sys::DSOPT_DTYPE_F32 => Dtype::F32,
+            sys::DSOPT_DTYPE_F16 => Dtype::F16,
+            sys::DSOPT_DTYPE_BF16 => Dtype::BF16,
+            sys::DSOPT_DTYPE_I32 => Dtype::I32,
+            _ => return None,
+        })
+    }
+}
+
+/// The bits of a number in IEEE half precision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct F16(pub u16);
+
+/// The bits of a bfloat16: the upper half of an `f32`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct BF16(pub u16);
+
+impl BF16 {
+    /// Rounded to nearest, ties to even.
+    pub fn from_f32(value: f32) -> BF16 {
+        let bits = value.to_bits();
+        if value.is_nan() {
+            return BF16((bits >> 16) as u16 | 0x40); // quiet, or the lower half could have been all of it
+        }
+        BF16(((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16)
+    }
+
+    /// Exact.
+    pub fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+}
+
+impl F16 {
+    /// Rounded to nearest, ties to even; beyond 65504 to infinity.
+    pub fn from_f32(value: f32) -> F16 {
+        let sign = (value.to_bits() >> 16 & 0x8000) as u16;
+        let magnitude = value.abs();
+        let bits = magnitude.to_bits();
+        F16(sign
+            | if value.is_nan() {
+                0x7e00 | (bits >> 13 & 0x3ff) as u16
+            } else if magnitude >= 65520.0 {
+                0x7c00
+            } else if magnitude < 6.103_515_6e-5 {
+                // Subnormal: the addition rounds to multiples of 2^-24, the unit of these numbers.
+                ((magnitude + 0.5).to_bits() - 0.5f32.to_bits()) as u16
+            } else {
+                ((bits + 0xfff + (bits >> 13 & 1) - (112 << 23)) >> 13) as u16
+            })
+    }
+
+    /// Exact.
+    pub fn to_f32(self) -> f32 {
+        let (exponent, fraction) = (self.0 >> 10 & 31, u32::from(self.0 & 0x3ff));
+        let magnitude = match exponent {
+            0 => fraction as f32 * 2f32.powi(-24),
+            31 => f32::from_bits(0x7f80_0000 | fraction << 13),
+            _ => f32::from_bits((u32::from(exponent) + 112) << 23 | fraction << 13),
+        };
+        f32::from_bits(magnitude.to_bits() | u32::from(self.0 & 0x8000) << 16)
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// What tensors are made of: `f32`, [`struct@F16`], [`struct@BF16`] and `i32`.
+pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
+    /// The dtype of tensors of this element.
+    const DTYPE: Dtype;
+}
+
+/// A tensor that is only read: a slice without its type.
+///
+/// Made with `from` or `into` of slices, arrays and vectors.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct TensorRef<'a> {
+    raw: sys::dsopt_tensor,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// A tensor that is written to: a mutable slice without its type.
+///
+/// Made with `from` or `into` of slices, arrays and vectors.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct TensorMut<'a> {
+    raw: sys::dsopt_tensor,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a shared slice of plain numbers.
+unsafe impl Send for TensorRef<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for TensorRef<'_> {}
+// SAFETY: a mutable slice of plain numbers.
+unsafe impl Send for TensorMut<'_> {}
+// SAFETY: nothing can be done with `&TensorMut` except reading.
+unsafe impl Sync for TensorMut<'_> {}
+
+impl<'a> TensorRef<'a> {
+    /// In a list of gradients: no gradient this time. The parameter and its step count are left alone.
+    pub fn absent() -> TensorRef<'a> {
+        let raw = sys::dsopt_tensor { data: ptr::null_mut(), numel: 0, dtype: sys::DSOPT_DTYPE_F32, reserved: 0 };
+        TensorRef { raw, memory: PhantomData }
+    }
+
+    /// A tensor anywhere, such as on a device.
+    ///
+    /// # Safety
+    /// `data` points to `numel` elements of this dtype in memory of the context that the tensor is used with. They are
+    /// valid and nobody writes to them during `'a`, and on CUDA until the stream has passed the call.
+    pub unsafe fn from_raw_parts(data: *const c_void, numel: usize, dtype: Dtype) -> TensorRef<'a> {
+        let raw =
+            sys::dsopt_tensor { data: data as *mut c_void, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
+        TensorRef { raw, memory: PhantomData }
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.raw.numel as usize
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// A tensor anywhere, such as on a device.
+    ///
+    /// # Safety
+    /// `data` points to `numel` elements of this dtype in memory of the context that the tensor is used with. They are
+    /// valid and nobody else uses them during `'a`, and on CUDA until the stream has passed the call.
+    pub unsafe fn from_raw_parts(data: *mut c_void, numel: usize, dtype: Dtype) -> TensorMut<'a> {
+        let raw = sys::dsopt_tensor { data, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
+        TensorMut { raw, memory: PhantomData }
+    }
+
+    /// The same tensor, only read.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        TensorRef { raw: self.raw, memory: PhantomData }
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.raw.numel as usize
+    }
+}
+
+/// The list as the library takes it. A tensor in Rust is the struct of C and nothing else.
+pub(crate) fn list(tensors: &[TensorRef<'_>]) -> *const sys::dsopt_tensor {
+    tensors.as_ptr().cast()
+}
+
+/// As [`list`], of tensors that the call writes to.
+pub(crate) fn list_mut(tensors: &mut [TensorMut<'_>]) -> *mut sys::dsopt_tensor {
+    tensors.as_mut_ptr().cast()
+}
+
+impl<'a, T: Element> From<&'a [T]> for TensorRef<'a> {
+    fn from(slice: &'a [T]) -> TensorRef<'a> {
+        // SAFETY: the slice is these elements, borrowed for 'a.
+        unsafe { TensorRef::from_raw_parts(slice.as_ptr().cast(), slice.len(), T::DTYPE) }
+    }
+}
+
+impl<'a, T: Element> From<&'a mut [T]> for TensorMut<'a> {
+    fn from(slice: &'a mut [T]) -> TensorMut<'a> {
+        // SAFETY: the slice is these elements, borrowed mutably for 'a.
+        unsafe { TensorMut::from_raw_parts(slice.as_mut_ptr().cast(), slice.len(), T::DTYPE) }
+    }
+}
+
+impl<'a, T: Element> From<&'a Vec<T>> for TensorRef<'a> {
+    fn from(vector: &'a Vec<T>) -> TensorRef<'a> {
+        vector.as_slice().into()
+    }
+}
+
+impl<'a, T: Element> From<&'a mut Vec<T>> for TensorMut<'a> {
+    fn from(vector: &'a mut Vec<T>) -> TensorMut<'a> {
+        vector.as_mut_slice().into()
+    }
+}
+
+impl<'a, T: Element, const N: usize> From<&'a [T; N]> for TensorRef<'a> {
+    fn from(array: &'a [T; N]) -> TensorRef<'a> {
+        array.as_slice().into()
+    }
+}
+
+impl<'a, T: Element, const N: usize> From<&'a mut [T; N]> for TensorMut<'a> {
+    fn from(array: &'a mut [T; N]) -> TensorMut<'a> {
+        array.as_mut_slice().into()
+    }
+}
+
+macro_rules! elements {
+    ($($element:ty = $dtype:ident,)*) => {
+        $(
+            impl sealed::Sealed for $element {}
+            impl Element for $element {
+                const DTYPE: Dtype = Dtype::$dtype;
+            }
+        )*
+    };
+}
+elements! { f32 = F32, F16 = F16, BF16 = BF16, i32 = I32, }
+
+/// A tensor that owns its memory, such as an entry of [`Optimizer::new_state`](crate::Optimizer::new_state).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Array {
+    /// Of `f32`.
+    F32(Vec<f32>),
+    /// Of [`struct@F16`].
+    F16(Vec<F16>),
+    /// Of [`struct@BF16`].
+    BF16(Vec<BF16>),
+    /// Of `i32`.
+    I32(Vec<i32>),
+}
+
+impl Array {
+    /// Zeros.
+    pub fn zeros(dtype: Dtype, numel: usize) -> Array {
+        match dtype {
+            Dtype::F32 => Array::F32(vec![0.0; numel]),
+            Dtype::F16 => Array::F16(vec![F16(0); numel]),
+            Dtype::BF16 => Array::BF16(vec![BF16(0); numel]),
+            Dtype::I32 => Array::I32(vec![0; numel]),
+        }
+    }
+
+    /// To pass it on.
+    pub fn as_tensor(&self) -> TensorRef<'_> {
+        match self {
+            Array::F32(values) => values.into(),
+            Array::F16(values) => values.into(),
+            Array::BF16(values) => values.into(),
+            Array::I32(values) => values.into(),
+        }
+    }
+
+    /// To have it written to.
+    pub fn as_tensor_mut(&mut self) -> TensorMut<'_> {
+        match self {
+            Array::F32(values) => values.into(),
+            Array::F16(values) => values.into(),
+            Array::BF16(values) => values.into(),
+            Array::I32(values) => values.into(),
+        }
+    }
+}

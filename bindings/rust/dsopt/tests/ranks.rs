@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Ranks on threads: 1-bit Adam, checkpoints of other numbers of ranks, collectives of the program, failures.
+mod support;
+use dsopt::{
+    AdamW, Collectives, Comm, CommFailure, CommId, CommKind, Compressed, Context, Dtype, ErrorKind, LoadOptions, Norm,
+    OneBitAdam, Op, Optimizer, Param, Reduce, Reduction, TensorMut, TensorRef, Values,
+};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+use support::{Folder, Random};
+
+const SIZES: [usize; 2] = [5, 130];
+
+fn ranks<R: Send>(count: usize, run: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn context() -> Context {
+    Context::builder().threads(1).build().unwrap()
+}
+
+fn onebit(comm: Comm, ctx: &Context) -> Optimizer {
+    let mut opt = Optimizer::builder(ctx).data(comm).build().unwrap();
+    let group = OneBitAdam { lr: 0.01, freeze_step: 5, ..Default::default() };
+    opt.add_group(&group, &support::f32_params(&SIZES)).unwrap();
+    opt
+}
+
+fn start() -> Vec<Vec<f32>> {
+    let mut random = Random(54321);
+    SIZES.iter().map(|&size| random.vec(size)).collect()
+}
+
+/// Steps on gradients that follow from step and rank alone, averaged by the caller while they must be.
+fn train(opt: &mut Optimizer, p: &mut [Vec<f32>], rank: usize, steps: std::ops::Range<u32>) -> Vec<Reduction> {
+    let mut seen = Vec::new();
+    for step in steps {
+        let mut random = Random(step * 100 + rank as u32);
+        let mut grads: Vec<Vec<f32>> = SIZES.iter().map(|&size| random.vec(size)).collect();
+        let reduction = opt.next_reduction().unwrap();
+        assert_eq!(reduction, opt.reduction_at(step + 1).unwrap());
+        if reduction == Reduction::Full {
+            let mut list: Vec<TensorMut<'_>> = grads.iter_mut().map(TensorMut::from).collect();
+            opt.all_reduce(&mut list, Op::Mean).unwrap();
+        }
+        let grads: Vec<TensorRef<'_>> = grads.iter().map(TensorRef::from).collect();
+        opt.step(&mut p.iter_mut().map(TensorMut::from).collect::<Vec<_>>(), &grads).unwrap();
+        seen.push(reduction);
+    }
+    seen
+}
+
+#[test]
+fn onebit_adam_saves_resumes_and_reshards() {
+    let folder = Folder::new("reshard");
+    let file = |rank: usize| folder.file(&format!("rank{rank}.safetensors"));
+    let id = CommId::new(CommKind::Local).unwrap();
+    let uninterrupted = ranks(2, |rank| {
+        let ctx = context();
+        let comm = Comm::connect(&ctx, &id, rank, 2).unwrap();
+        let handle = comm.handle();
+        let mut opt = onebit(comm, &ctx);
+        let mut p = start();
+        let seen = train(&mut opt, &mut p, rank, 0..8);
+        assert_eq!(seen[..5], [Reduction::Full; 5]);
+        assert_eq!(seen[5..], [Reduction::Compressed; 3]);
+        let list: Vec<TensorRef<'_>> = p.iter().map(TensorRef::from).collect();
+        opt.save_params(file(rank), &list).unwrap();
+        let words: [i32; 8] = {
+            let index = opt.find_state("schedule", None).unwrap().unwrap();
+            opt.view(index).unwrap().unwrap().as_i32().unwrap().try_into().unwrap()
+        };
+        let schedule = opt.decode_schedule(&words).unwrap();
+        assert_eq!((schedule.step, schedule.frozen), (8, true));
+        train(&mut opt, &mut p, rank, 8..12);
+        let info = handle.query().unwrap();
+        assert!(info.ranks == 2 && info.rank == rank && info.status == 0 && info.bytes_sent > 0);
+        p
+    });
+    assert_eq!(uninterrupted[0], uninterrupted[1], "replicas");
+
+    // The same number of ranks goes on with the same bits.
+    let id = CommId::from_bytes(CommKind::Local, CommId::new(CommKind::Local).unwrap().as_bytes());
+    let resumed = ranks(2, |rank| {
+        let ctx = context();
+        let mut opt = onebit(Comm::connect(&ctx, &id, rank, 2).unwrap(), &ctx);
+        let mut p: Vec<Vec<f32>> = SIZES.iter().map(|&size| vec![0.0; size]).collect();
+        let mut list: Vec<TensorMut<'_>> = p.iter_mut().map(TensorMut::from).collect();
+        opt.load_files(&[file(rank)], LoadOptions::default(), &mut list).unwrap();
+        drop(list);
+        train(&mut opt, &mut p, rank, 8..12);
+        p
+    });
+    assert_eq!(resumed, uninterrupted);
+
+    // One rank and three ranks load the files of both, from paths or from memory.
+    for count in [1, 3] {
+        let id = CommId::new(CommKind::Local).unwrap();
+        let resharded = ranks(count, |rank| {
+            let ctx = context();
+            let mut opt = onebit(Comm::connect(&ctx, &id, rank, count).unwrap(), &ctx);
+            let mut p: Vec<Vec<f32>> = SIZES.iter().map(|&size| vec![0.0; size]).collect();
+            let mut list: Vec<TensorMut<'_>> = p.iter_mut().map(TensorMut::from).collect();
+            if count == 1 {
+                opt.load_files(&[file(0), file(1)], LoadOptions::default(), &mut list).unwrap();
+            } else {
+                let mut streams = [1, 0].map(|rank| std::io::Cursor::new(std::fs::read(file(rank)).unwrap()));
+                opt.load_from(&mut streams, LoadOptions::default(), &mut list).unwrap();
+            }
+            drop(list);
+            assert_eq!(opt.report().unwrap().resharded_from, 2);
+            train(&mut opt, &mut p, rank, 8..12);
+            p
+        });
+        assert!(resharded.iter().all(|p| *p == resharded[0]), "replicas");
+    }
+}
+
+/// All-reduce by a shared sum: collectives as a program would bring them.
+struct Shared {
+    state: Mutex<(usize, usize, Vec<f64>, Vec<f64>)>, // arrived, round, sum so far, last result
+    changed: Condvar,
+    ranks: usize,
+}
+
+struct Member {
+    shared: Arc<Shared>,
+    dropped: Arc<Mutex<usize>>,
+    panics: bool,
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        *self.dropped.lock().unwrap() += 1;
+    }
+}
+
+impl Collectives for Member {
+    fn all_reduce(&self, values: Values<'_>, op: Reduce) -> Result<(), CommFailure> {
+        assert!(!self.panics, "the network is down");
+        let mine: Vec<f64> = match &values {
+            Values::F32(values) => values.iter().map(|&value| f64::from(value)).collect(),
+            Values::F64(values) => values.to_vec(),
+            Values::I32(values) => values.iter().map(|&value| f64::from(value)).collect(),
+            _ => return Err(CommFailure::Failed),
+        };
+        let mut state = self.shared.state.lock().unwrap();
+        if state.0 == 0 {
+            state.2 = mine;
+        } else {
+            for (sum, mine) in state.2.iter_mut().zip(mine) {
+                *sum = if op == Reduce::Sum { *sum + mine } else { sum.max(mine) };
+            }
+        }
+        state.0 += 1;
+        let round = state.1;
+        if state.0 == self.shared.ranks {
+            *state = (0, round + 1, Vec::new(), std::mem::take(&mut state.2));
+            self.shared.changed.notify_all();
+        } else {
+            while state.1 == round {
+                state = self.shared.changed.wait(state).unwrap();
+            }
+        }
+        match values {
+            Values::F32(values) => values.iter_mut().zip(&state.3).for_each(|(to, &from)| *to = from as f32),
+            Values::F64(values) => values.copy_from_slice(&state.3),
+            Values::I32(values) => values.iter_mut().zip(&state.3).for_each(|(to, &from)| *to = from as i32),
+            _ => return Err(CommFailure::Failed),
+        }
+        Ok(())
+    }
+
+    fn error(&self) -> Option<String> {
+        self.panics.then(|| "cable".to_string())
+    }
+}
+
+fn members(count: usize, panics: bool) -> (Vec<Mutex<Option<Member>>>, Arc<Mutex<usize>>) {
+    let state = Mutex::new((0, 0, Vec::new(), Vec::new()));
+    let shared = Arc::new(Shared { state, changed: Condvar::new(), ranks: count });
+    let dropped = Arc::new(Mutex::new(0));
+    let member = |_| Mutex::new(Some(Member { shared: shared.clone(), dropped: dropped.clone(), panics }));
+    ((0..count).map(member).collect(), dropped)
+}
+
+#[test]
+fn collectives_of_the_program_give_the_bits_of_local_ones() {
+    let id = CommId::new(CommKind::Local).unwrap();
+    let (own, dropped) = members(2, false);
+    let run = |table: bool| {
+        ranks(2, |rank| {
+            let ctx = context();
+            let comm = if table {
+                Comm::table(&ctx, rank, 2, own[rank].lock().unwrap().take().unwrap()).unwrap()
+            } else {
+                Comm::connect(&ctx, &id, rank, 2).unwrap()
+            };
+            let mut opt = onebit(comm, &ctx);
+            let mut p = start();
+            train(&mut opt, &mut p, rank, 0..9);
+            p
+        })
+    };
+    assert_eq!(run(false), run(true));
+    assert_eq!(*dropped.lock().unwrap(), 2, "collectives are dropped with their comm, once");
+}
+
+#[test]
+fn a_panic_in_a_collective_goes_on_after_the_call() {
+    let (own, dropped) = members(2, true);
+    let ctx = context();
+    let mut comm = Comm::table(&ctx, 0, 2, own[0].lock().unwrap().take().unwrap()).unwrap();
+    let mut x = vec![1.0f32; 3];
+    let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
+    assert_eq!(*panic.downcast::<&str>().unwrap(), "the network is down");
+    // The comm is lost, and says so in words and without a panic.
+    let error = comm.all_reduce(&mut [(&mut x).into()], Op::Sum).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Comm, "{error}");
+    let handle = comm.handle();
+    drop(comm);
+    assert_eq!(*dropped.lock().unwrap(), 0, "a handle keeps it");
+    assert_eq!(handle.query().unwrap().status, error.status());
+    drop(handle);
+    assert_eq!(*dropped.lock().unwrap(), 1);
+
+    let error = Comm::table(&ctx, 2, 2, own[1].lock().unwrap().take().unwrap()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Argument, "{error}");
+    assert_eq!(*dropped.lock().unwrap(), 2, "what is refused is dropped");
+}
+
+#[test]
+fn a_blocked_rank_can_be_aborted_and_times_out() {
+    let id = CommId::new(CommKind::Local).unwrap();
+    let ctx = context();
+    let error = Comm::connect_within(&ctx, &id, 0, 2, Duration::from_millis(20)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+
+    let id = CommId::new(CommKind::Local).unwrap();
+    let handles = Mutex::new(Vec::new());
+    let errors = ranks(2, |rank| {
+        let ctx = context();
+        let mut comm = Comm::connect(&ctx, &id, rank, 2).unwrap();
+        if rank == 1 {
+            // Abort by a third thread, from a handle; this rank never comes to the collective.
+            let handle = comm.handle();
+            thread::spawn(move || handle.abort()).join().unwrap();
+            handles.lock().unwrap().push(comm); // not dropped before the other rank is done
+            return None;
+        }
+        Some(comm.all_reduce(&mut [(&mut vec![1.0f32]).into()], Op::Sum).unwrap_err().kind())
+    });
+    assert_eq!(errors, [Some(ErrorKind::Aborted), None]);
+}
+
+#[test]
+fn norms_and_compressed_means_over_ranks() {
+    let id = CommId::new(CommKind::Local).unwrap();
+    let results = ranks(2, |rank| {
+        let ctx = context();
+        let mut comm = Comm::connect(&ctx, &id, rank, 2).unwrap();
+        let x = vec![3.0f32 + rank as f32];
+        let norm = ctx.norm(&[(&x).into()], Norm::L2, 1.0, Some(&mut comm)).unwrap();
+        assert_eq!((norm.norm, norm.nonfinite, norm.first_bad), (5.0, 0, None));
+
+        let mut exchange = Compressed::new();
+        let mut sums = vec![0.0f32; 40];
+        for step in 0..200 {
+            let mut x: Vec<f32> = (0..40).map(|i| (i % 7) as f32 - 3.0 + rank as f32).collect();
+            exchange.all_reduce(&mut comm, None, &mut [(&mut x).into()]).unwrap();
+            sums.iter_mut().zip(&x).for_each(|(sum, x)| *sum += x);
+            if step == 0 {
+                let errors = exchange.errors(&mut comm, None, &mut [(&mut x).into()]).unwrap();
+                assert!(errors.worker.len() >= 40 && errors.server.len() * 2 == errors.worker.len());
+                assert!(errors.worker.iter().any(|&owed| owed != 0.0));
+            }
+        }
+        // What is owed is paid later: the mean of the means is the mean.
+        for (i, sum) in sums.iter().enumerate() {
+            assert!((sum / 200.0 - ((i % 7) as f32 - 2.5)).abs() < 0.2, "{i}: {}", sum / 200.0);
+        }
+        let error = exchange.all_reduce(&mut comm, None, &mut [(&mut vec![0.0f32; 300]).into()]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Shape, "{error}");
+        sums
+    });
+    assert_eq!(results[0], results[1]);
+}
+
+#[test]
+fn apply_and_appliers_with_comms() {
+    let ctx = context();
+    let mut opt = Optimizer::builder(&ctx).data(Comm::single(&ctx).unwrap()).build().unwrap();
+    opt.add_group(&AdamW::default(), &[Param::new("w", Dtype::F32, 2)]).unwrap();
+    assert_eq!(opt.applier().unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(opt.data_comm().unwrap().query().unwrap().ranks, 1);
+    let mut w = vec![1.0f32; 2];
+    let mut state = opt.new_state(&mut [(&mut w).into()]).unwrap();
+    let mut state: Vec<TensorMut<'_>> = state.iter_mut().map(dsopt::Array::as_tensor_mut).collect();
+    let (mut list, g) = ([TensorMut::from(&mut w)], vec![1.0f32; 2]);
+    opt.apply(dsopt::Step::new(&mut list, &[(&g).into()]), &mut state, &mut Vec::new()).unwrap();
+    assert!(w[0] < 1.0);
+}

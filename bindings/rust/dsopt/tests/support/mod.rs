@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#![allow(dead_code)] // each test uses a part
+use dsopt::{Dtype, Param};
+use std::path::PathBuf;
+
+/// The numbers of the conformance programs: exact in fp32, in [-0.5, 0.5).
+pub struct Random(pub u32);
+
+impl Random {
+    pub fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (self.0 >> 8) as f32 / 16_777_216.0 - 0.5
+    }
+
+    pub fn vec(&mut self, length: usize) -> Vec<f32> {
+        (0..length).map(|_| self.next()).collect()
+    }
+}
+
+pub fn f32_params(sizes: &[usize]) -> Vec<Param> {
+    sizes.iter().enumerate().map(|(index, &size)| Param::new(format!("p{index}"), Dtype::F32, size)).collect()
+}
+
+/// A path in a folder of its own, which is removed in the end.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    pub fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("dsopt-rust-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

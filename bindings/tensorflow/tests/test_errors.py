@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused, and how: by name, before anything changes."""
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+import tensorflow as tf
+
+import dsopt
+import dsopt.tf
+from dsopt.tf import _build
+from tests.support import fit, gradients, make_model, same, variables, weights
+
+
+class Optimizer(unittest.TestCase):
+    def refused(self, kind, *words):
+        return self.assertRaisesRegex(kind, "(?s)" + ".*".join(words))
+
+    def test_arguments(self):
+        with self.refused(dsopt.UnsupportedError, "amsgrad"):
+            dsopt.tf.AdamW(amsgrad=True)
+        with self.refused(ValueError, "weight_decay"):
+            dsopt.tf.AdamW(weight_decay=None)
+        with self.refused(ValueError, "momentum"):
+            dsopt.tf.Adam(momentum=0.9)
+        with self.refused(ValueError, "clipnorm", "global_clipnorm"):
+            dsopt.tf.Adam(clipnorm=1.0, global_clipnorm=1.0)
+
+    def test_hyper_parameters_out_of_range(self):
+        for name, word, value in (("beta_1", "beta1", 1.0), ("beta_1", "beta1", float("nan")),
+                                  ("beta_2", "beta2", -0.1), ("epsilon", "eps", -1.0),
+                                  ("weight_decay", "weight_decay", -0.5)):
+            for graph in (False, True):
+                with self.subTest(name=name, graph=graph):
+                    params, optimizer = variables((5,)), dsopt.tf.AdamW(**{name: value})
+                    before = weights(params)
+                    optimizer.build(params)
+                    step = (tf.function if graph else lambda f: f)(lambda g: optimizer.apply(g, params))
+                    with self.refused(tf.errors.InvalidArgumentError, word + " is"):
+                        step(gradients(params, 0))
+                    self.assertTrue(same(weights(params), before))
+
+    def test_learning_rates_out_of_range(self):
+        for value in (-0.1, float("nan"), float("inf")):
+            params, optimizer = variables((5,)), dsopt.tf.AdamW(value)
+            before = weights(params)
+            with self.refused(tf.errors.InvalidArgumentError, "learning_rate is"):
+                optimizer.apply(gradients(params, 0), params)
+            self.assertTrue(same(weights(params), before))
+
+    def test_variables(self):
+        with self.refused(dsopt.ArgumentError, "'w0", "float64"):
+            dsopt.tf.Adam().build(variables((5,), dtype="float64"))
+        params, optimizer = variables((5,), (6,)), dsopt.tf.Adam()
+        grads = gradients(params, 0)
+        with self.refused(dsopt.ArgumentError, "'w1:0'", "twice"):
+            optimizer.apply_gradients([(grads[0], params[0]), (grads[1], params[1]), (grads[1], params[1])])
+        optimizer.build(params)
+        with self.refused(dsopt.ArgumentError, "'w0:0'", "twice"):
+            optimizer.apply_gradients([(grads[0], params[0]), (grads[0], params[0])])
+        with self.refused(ValueError, "Unknown variable"):
+            optimizer.apply_gradients(zip(grads, variables((5,), (6,))))
+
+    def test_gradients(self):
+        params, optimizer = variables((5,), (6,)), dsopt.tf.Adam()
+        optimizer.build(params)
+        before = weights(params)
+        with self.refused(tf.errors.InvalidArgumentError, "gradient of 'w1:0'", r"\[7\]", r"\[6\]"):
+            optimizer.apply([tf.ones(5), tf.ones(7)])
+        with self.refused(tf.errors.InvalidArgumentError, "gradient of 'w0:0'"):
+            optimizer.apply([tf.ones((5, 1)), tf.ones(6)])
+        with self.refused(dsopt.ArgumentError, "'w0:0'", "int32"):
+            optimizer.apply([tf.ones(5, tf.int32), tf.ones(6)])
+        with self.refused(ValueError, "No gradients"):
+            optimizer.apply([None, None])
+        self.assertTrue(same(weights(params), before))
+        optimizer.apply([tf.ones(5), tf.ones(6)])  # it still works
+        self.assertEqual(int(optimizer.iterations), 1)
+
+    def test_names_that_are_not_unique(self):
+        params = [tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3))]
+        optimizer = dsopt.tf.Adam()
+        optimizer.build(params)
+        with self.refused(tf.errors.InvalidArgumentError, r"'Variable:0 \(number 1\)'"):
+            optimizer.apply([tf.ones(3), tf.ones(4)])
+
+    def test_moments_of_another_shape_or_dtype(self):
+        params, optimizer = variables((5,)), dsopt.tf.Adam()
+        optimizer.build(params)
+        plan = optimizer._plan(params)
+        other = tf.Variable(tf.ones(4))
+        for slot, word in (("momentums", "momentum of 'w0:0'"), ("velocities", "velocity of 'w0:0'")):
+            kept = getattr(plan, slot)
+            setattr(plan, slot, [other])
+            with self.refused(tf.errors.InvalidArgumentError, word, r"\[4\]"):
+                optimizer.apply([tf.ones(5)])
+            setattr(plan, slot, [tf.Variable(tf.ones(5, tf.bfloat16))])
+            with self.refused(tf.errors.InvalidArgumentError, word, "bfloat16", "float"):
+                optimizer.apply([tf.ones(5)])
+            setattr(plan, slot, params)
+            with self.refused(tf.errors.InvalidArgumentError, "twice"):
+                optimizer.apply([tf.ones(5)])
+            setattr(plan, slot, kept)
+
+    def test_xla(self):
+        params, optimizer = variables((5,)), dsopt.tf.Adam()
+        optimizer.build(params)
+        with self.refused(dsopt.UnsupportedError, "jit_compile=False"):
+            tf.function(lambda: optimizer.apply([tf.ones(5)]), jit_compile=True)()
+        with self.refused(dsopt.UnsupportedError, "jit_compile=False"):
+            tf.function(lambda: tf.function(lambda: optimizer.apply([tf.ones(5)]))(), jit_compile=True)()
+        with self.refused(dsopt.UnsupportedError, "jit_compile=False"):
+            fit(make_model(dsopt.tf.Adam(), jit_compile=True), 1)
+
+    def test_strategies(self):
+        strategy = tf.distribute.MirroredStrategy(["cpu:0"])
+        with strategy.scope():
+            model = make_model(dsopt.tf.Adam())
+        with self.refused(dsopt.UnsupportedError, "tf.distribute"):
+            fit(model, 1)
+
+
+class Op(unittest.TestCase):
+    """The op by itself, for those who write graphs by hand."""
+
+    def call(self, variables_of_op=None, **changed):
+        params, momentums, velocities = variables_of_op or (variables((5,))[0] for _ in range(3))
+        arguments = dict(
+            params=[params.handle], momentums=[momentums.handle], velocities=[velocities.handle], grads=[tf.ones(5)],
+            steps=tf.zeros([1], tf.int32), lr=tf.fill([2], 0.1), grad_scale=[], names=["w"], dtypes=[tf.float32],
+            shapes=[[5]], decays=[False], beta_1="0.9", beta_2="0.999", epsilon="1e-7", weight_decay="0", clipvalue="0")
+        return _build.ops().dsopt_adam(**{**arguments, **changed})
+
+    def test_attributes_and_inputs(self):
+        self.call()
+        for name, value, words in (("beta_1", "often", "beta_1 is 'often'"), ("names", ["a", "b"], "n elements"),
+                                   ("decays", [], "n elements"), ("shapes", [[6]], "variable 'w'"),
+                                   ("dtypes", [tf.float16], "variable 'w' has dtype float, must be half"),
+                                   ("shapes", [None], "w"), ("names", [""], "name"), ("clipvalue", "-1", "max_value"),
+                                   ("steps", tf.zeros([2], tf.int32), "steps"), ("lr", tf.fill([1], 0.1), "lr"),
+                                   ("grads", [tf.ones(5), tf.ones(5)], "n elements")):
+            with self.subTest(name=name, value=value), self.assertRaisesRegex(tf.errors.InvalidArgumentError, words):
+                self.call(**{name: value})
+
+    def test_variables_that_are_not_initialized(self):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            self.call([tf.compat.v1.get_variable(name, [5], use_resource=True) for name in "abc"], name="step")
+            with self.assertRaisesRegex(tf.errors.FailedPreconditionError, "variable 'w' is not initialized"):
+                session.run("step")
+
+
+class Building(unittest.TestCase):
+    def run_program(self, text, **environment):
+        code = "import os; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'\n" + textwrap.dedent(text)
+        return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, text=True, check=False,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600).stdout
+
+    USE = """
+        import dsopt.tf, tensorflow as tf
+        try:
+            dsopt.tf.Adam().build([tf.Variable(1.0)])
+        except Exception as problem:
+            print("%s: %s" % (type(problem).__name__, problem))
+        else:
+            print("built")
+    """
+
+    def test_problems_are_said(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "file")
+            with open(file, "w", encoding="utf-8") as wrong:
+                wrong.write("no library")
+            for environment, words in (({"CXX": "/no/such/compiler"}, ("could not run", "/no/such/compiler")),
+                                       ({"CXX": "false"}, ("could not compile", tf.__version__, "false")),
+                                       ({"CXX": "", "PATH": folder}, ("no C++ compiler", "CXX", "DSOPT_TF_OP")),
+                                       ({"DSOPT_CACHE": os.path.join(file, "x")}, ("DSOPT_CACHE", "x")),
+                                       ({"DSOPT_TF_OP": file}, ("no op of dsopt.tf", file))):
+                said = self.run_program(self.USE, **{"DSOPT_CACHE": os.path.join(folder, "cache"), **environment})
+                for word in ("MissingError",) + words:
+                    self.assertIn(word, said)
+            self.assertEqual([name for _, _, names in os.walk(os.path.join(folder, "cache")) for name in names], [])
+
+    def test_other_backends_of_keras(self):
+        said = self.run_program("""
+            import sys, types
+            import keras
+            keras.backend.backend = lambda: "jax"
+            try:
+                import dsopt.tf
+            except ImportError as problem:
+                print(problem)
+        """)
+        self.assertIn("KERAS_BACKEND", said)
+
+    def test_a_process_that_forks(self):
+        """The child may not step with what the parent made, and says so."""
+        said = self.run_program("""
+            import dsopt.tf, tensorflow as tf, os, sys
+            w = tf.Variable([1.0]); optimizer = dsopt.tf.Adam(); optimizer.apply([tf.ones(1)], [w])
+            child = os.fork()
+            if child == 0:
+                try:
+                    optimizer.apply([tf.ones(1)], [w])
+                except Exception as problem:
+                    print(type(problem).__name__, problem, flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            optimizer.apply([tf.ones(1)], [w]); print("parent", int(optimizer.iterations))
+        """)
+        self.assertIn("parent 2", said)
+        self.assertIn("DSOPT_ERR_FORKED", said)
+
+    def test_the_interpreter_ends_while_a_step_runs(self):
+        said = self.run_program("""
+            import dsopt.tf, tensorflow as tf, threading
+            w = tf.Variable(tf.ones(1 << 20)); optimizer = dsopt.tf.Adam(); optimizer.build([w])
+            begun = threading.Event()
+            def work():
+                while True:
+                    optimizer.apply([w.read_value()]); begun.set()
+            threading.Thread(target=work, daemon=True).start()
+            begun.wait(); print("end", flush=True)
+        """)
+        self.assertEqual(said.strip().splitlines()[-1], "end")
+
+
+if __name__ == "__main__":
+    unittest.main()

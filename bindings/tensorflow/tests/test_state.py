@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved and continued: tf.train.Checkpoint, Keras' files, configurations, and Keras' own optimizer in between."""
+import os
+import tempfile
+import unittest
+
+import keras
+import tensorflow as tf
+
+import dsopt.tf
+from tests.support import distance, fit, gradients, make_model, same, variables, weights
+
+
+def everything(model):
+    return weights(model) + weights(model.optimizer.variables)
+
+
+class Resume(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "run")
+        self.whole = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0))
+        fit(self.whole, 2)
+        self.first = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0))
+        fit(self.first, 1)
+
+    def go_on(self, model):
+        self.assertTrue(same(everything(model), everything(self.first)))
+        fit(model, 1)
+        self.assertTrue(same(everything(model), everything(self.whole)))
+
+    def test_checkpoint(self):
+        path = tf.train.Checkpoint(model=self.first, optimizer=self.first.optimizer).save(self.path)
+        other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
+        other.optimizer.build(other.trainable_variables)
+        tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_consumed()
+        self.go_on(other)
+
+    def test_checkpoint_before_the_variables_are_made(self):
+        path = tf.train.Checkpoint(model=self.first, optimizer=self.first.optimizer).save(self.path)
+        other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
+        status = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
+        other.optimizer.build(other.trainable_variables)
+        status.assert_existing_objects_matched()
+        self.go_on(other)
+
+    def test_model_file(self):
+        self.first.save(self.path + ".keras")
+        self.go_on(keras.models.load_model(self.path + ".keras"))
+
+    def test_weights_of_the_optimizer(self):
+        other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
+        other.optimizer.build(other.trainable_variables)
+        other.set_weights(self.first.get_weights())
+        other.optimizer.set_weights(weights(self.first.optimizer.variables))
+        self.go_on(other)
+
+
+class WithKeras(unittest.TestCase):
+    def test_checkpoints_go_both_ways(self):
+        makers = (keras.optimizers.AdamW, dsopt.tf.AdamW)
+        with tempfile.TemporaryDirectory() as folder:
+            for saver, loader in (makers, makers[::-1]):
+                first, second = variables((30, 4), (9,)), variables((30, 4), (9,), seed=6)
+                a, b = saver(0.01), loader(0.02)
+                for step in range(3):
+                    a.apply_gradients(zip(gradients(first, step), first))
+                path = tf.train.Checkpoint(optimizer=a, first=first).save(os.path.join(folder, saver.__module__))
+                b.build(second)
+                tf.train.Checkpoint(optimizer=b, first=second).restore(path).assert_consumed()
+                self.assertTrue(same(weights(second) + weights(b.variables), weights(first) + weights(a.variables)))
+                for step in range(3, 6):
+                    a.apply_gradients(zip(gradients(first, step), first))
+                    b.apply_gradients(zip(gradients(second, step), second))
+                self.assertLess(distance(weights(second), weights(first)), 1e-5)
+
+
+class Configuration(unittest.TestCase):
+    def test_comes_back(self):
+        options = {"weight_decay": 0.3, "beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-5, "clipvalue": 2.0,
+                   "name": "mine"}
+        for kind in (dsopt.tf.Adam, dsopt.tf.AdamW):
+            optimizer = kind(0.25, **options)
+            other = kind.from_config(optimizer.get_config())
+            self.assertEqual(other.get_config(), optimizer.get_config())
+            for name, value in options.items():
+                self.assertEqual(getattr(other, name), value)
+            again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+            self.assertIs(type(again), kind)
+            self.assertEqual(again.get_config(), optimizer.get_config())
+
+    def test_arguments_and_defaults_are_those_of_keras(self):
+        for name in ("Adam", "AdamW"):
+            theirs = getattr(keras.optimizers, name)().get_config()
+            ours = getattr(dsopt.tf, name)().get_config()
+            for config in (theirs, ours):
+                del config["name"]
+            self.assertEqual(ours, theirs)
+
+    def test_a_schedule_comes_back(self):
+        optimizer = dsopt.tf.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 100))
+        other = dsopt.tf.AdamW.from_config(optimizer.get_config())
+        self.assertEqual(other._learning_rate.get_config(), optimizer._learning_rate.get_config())
+
+
+if __name__ == "__main__":
+    unittest.main()

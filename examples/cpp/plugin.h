@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the plugin exports: one function in C. Fits w to target by gradient descent with AdamW; 0 on success, else the text of
+// the failure is in `error`.
+#pragma once
+#include <stddef.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+typedef int fit_function(float *w, const float *target, size_t count, int steps, char *error, size_t capacity);
+__attribute__((visibility("default"))) fit_function fit;
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,45 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c against
+# them, runs dsopt-info and reads manual pages, and removes the packages again. Nothing of them must be left.
+set -eu
+cd "$1"
+export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
+fail() { echo "test_debs: $*"; exit 1; }
+quietly() { "$@" >log 2>&1 || { cat log; fail "$*"; }; }
+# What the packages may touch. Caches of the linker and of man come and go by triggers of others.
+files() { find /usr /etc /var/lib -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/lib/apt/*' ! -path '/var/lib/systemd/*' ! -name ld.so.cache | sort; }
+
+# Manual pages too, which minimal systems leave out.
+rm -f /etc/dpkg/dpkg.cfg.d/*
+files >before
+# The library first and alone: it must not need the development package.
+quietly apt-get install -y --no-install-recommends ./libdsopt1_*.deb
+[ -e /usr/lib/*/libdsopt.so.1 ] || fail "no libdsopt.so.1"
+[ ! -e /usr/include/dsopt.h ] || fail "libdsopt1 has the header"
+quietly apt-get install -y --no-install-recommends ./*.deb
+
+strict="-std=c99 -pedantic -Wall -Wextra -Werror"
+gcc $strict caller_c.c -o shared $(pkg-config --cflags --libs dsopt)
+gcc $strict caller_c.c -o archive $(pkg-config --static --cflags --libs dsopt | sed 's/-ldsopt/-l:libdsopt.a/')
+gcc $strict caller_c.c -o static -static $(pkg-config --static --cflags --libs dsopt)
+ldd shared | grep -q 'libdsopt.so.1 => /' || fail "shared: not linked to libdsopt.so.1"
+! ldd archive | grep libdsopt || fail "archive: linked to the shared library"
+for program in shared archive static; do sh ./caller.sh ./$program || fail "$program"; done
+grep -q '"abi_version"' "$(pkg-config --variable=abi_json dsopt)" || fail "no dsopt.json"
+
+version=$(pkg-config --modversion dsopt)
+[ "$(dsopt-info --version)" = "dsopt $version" ] || fail "dsopt-info is not of $version"
+dsopt-info | grep -q '^device cpu:0 *usable$' || fail "dsopt-info finds no CPU"
+for page in dsopt-info.1 dsopt.3 dsopt_optimizer_step.3 dsopt_step.3 dsopt_status_code.3; do
+    man "$page" >page 2>&1 && [ "$(wc -l <page)" -gt 15 ] || { cat page; fail "man $page"; }
+done
+man -f dsopt_optimizer_step | grep -q 'Update every parameter' || fail "whatis does not know dsopt_optimizer_step"
+
+quietly apt-get purge -y libdsopt1 libdsopt-dev dsopt-tools
+files >after
+! grep . log | grep -i 'warning' || fail "removing warned"
+# What apt itself brought for the packages stays, their own must be gone.
+left=$(comm -13 before after | grep dsopt || :)
+[ -z "$left" ] || fail "left behind: $left"
+echo "test_debs: installed, built against, run, and removed"

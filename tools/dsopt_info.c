@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// dsopt-info: what the installed library is, and what of it this machine can use. Everything comes through dsopt.h, except
+// what the processor is, which the ABI has no word for.
+#include <dsopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { FITS = 0, UNFIT = 1, USAGE = 2 };
+
+static const char usage[] = "usage: dsopt-info [--json | --version | --help]\n"
+                            "\n"
+                            "Prints what the installed dsopt library is and what of it this machine can use.\n"
+                            "\n"
+                            "  --json     what the library says of itself (dsopt_build_info), as JSON\n"
+                            "  --version  the version of the library\n"
+                            "  --help     this text\n"
+                            "\n"
+                            "Exit status: 0 if the library works, 1 if it does not fit this program, cannot make a\n"
+                            "context on the CPU, or nothing can be written, 2 for a wrong argument.\n";
+
+static void line(const char *name, const char *value) { printf("%-16s %s\n", name, value); }
+
+/// The value of a member of a flat JSON object as plain text, with no quotes, and blanks between the entries of a list. The
+/// library's texts have no escapes.
+static const char *member(const char *json, const char *key) {
+    static char text[256];
+    char quoted[32];
+    size_t length = 0;
+    snprintf(quoted, sizeof quoted, "\"%s\": ", key);
+    const char *at = strstr(json, quoted);
+    if (at == NULL) return "unknown";
+    int in_list = 0, in_string = 0;
+    for (at += strlen(quoted); *at != 0 && length + 1 < sizeof text; ++at) {
+        if (*at == '"')
+            in_string = !in_string;
+        else if (in_string)
+            text[length++] = *at;
+        else if (*at == '[')
+            in_list = 1;
+        else if (*at == '}' || *at == ']' || (*at == ',' && !in_list))
+            break;
+        else if (*at != ',')
+            text[length++] = *at;
+    }
+    text[length] = 0;
+    return text;
+}
+
+/// The instruction sets that the library has kernels for, as far as this processor has them.
+static void instruction_sets(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    const int avx2 = __builtin_cpu_supports("avx2");
+    const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    line("processor has", avx512 ? "generic avx2 avx512" : avx2 ? "generic avx2" : "generic");
+#else
+    line("processor has", "generic");
+#endif
+    const char *wanted = getenv("DSOPT_ISA");
+    if (wanted != NULL) line("DSOPT_ISA", wanted);
+}
+
+/// One device of a backend: whether a context can be made on it. @return the status of that.
+static dsopt_status device(const char *name, int32_t backend, int32_t ordinal) {
+    DSOPT_NEW(dsopt_context_desc, desc);
+    dsopt_context *ctx = NULL;
+    char label[32];
+    desc.backend = backend;
+    desc.device = ordinal;
+    const dsopt_status status = dsopt_context_create(&desc, &ctx);
+    snprintf(label, sizeof label, "device %s:%d", name, (int)ordinal);
+    if (status == DSOPT_OK)
+        line(label, "usable");
+    else if (ordinal == 0 || status != DSOPT_ERR_ARGUMENT) // an ordinal behind the last device is no news
+        line(label, dsopt_last_error());
+    dsopt_context_destroy(ctx);
+    return status;
+}
+
+/// A collective library, by what the library says of it. If that is no reason against it, making bootstrap bytes loads it
+/// or tells one.
+static void collectives(const char *name, int32_t kind, const char *state) {
+    size_t bytes = 0;
+    if (strncmp(state, "loaded", 6) != 0 && strncmp(state, "looked for", 10) != 0) {
+        line(name, state);
+        return;
+    }
+    dsopt_status status = dsopt_comm_unique_id(kind, NULL, &bytes);
+    void *id = status == DSOPT_OK ? malloc(bytes) : NULL;
+    if (id != NULL) status = dsopt_comm_unique_id(kind, id, &bytes);
+    if (status != DSOPT_OK)
+        line(name, dsopt_last_error());
+    else
+        line(name, id != NULL ? "usable" : "out of memory");
+    free(id);
+}
+
+static int report(void) {
+    const char *const info = dsopt_build_info();
+    char number[32];
+    line("version", member(info, "version"));
+    line("ABI", member(info, "abi"));
+    line("compiler", member(info, "compiler"));
+    line("checkpoint", member(info, "checkpoint_format"));
+    line("backends", member(info, "backends"));
+    line("CUDA", member(info, "cuda"));
+    line("in use", member(info, "isa"));
+    instruction_sets();
+    line("threads", member(info, "threads"));
+    snprintf(number, sizeof number, "%ld", sysconf(_SC_NPROCESSORS_ONLN));
+    line("processors", number);
+    const dsopt_status cpu = device("cpu", DSOPT_BACKEND_CPU, 0);
+    for (int32_t i = 0; device("cuda", DSOPT_BACKEND_CUDA, i) == DSOPT_OK;) ++i;
+    line("comms", member(info, "comms"));
+    collectives("NCCL", DSOPT_COMM_KIND_NCCL, member(info, "nccl"));
+    collectives("HCCL", DSOPT_COMM_KIND_HCCL, member(info, "hccl"));
+    line("MPI", "by dsopt_mpi.h, in the program that includes it");
+    return cpu == DSOPT_OK ? FITS : UNFIT;
+}
+
+int main(int argc, char **argv) {
+    int result = FITS;
+    if (argc > 2) {
+        fputs(usage, stderr);
+        return USAGE;
+    }
+    const char *const option = argc == 2 ? argv[1] : "";
+    if (strcmp(option, "--help") == 0) {
+        fputs(usage, stdout);
+    } else if (dsopt_abi_version() != DSOPT_ABI_VERSION) {
+        fprintf(stderr, "dsopt-info: the library has ABI %d, this program was compiled for %d\n",
+                (int)dsopt_abi_version(), DSOPT_ABI_VERSION);
+        return UNFIT;
+    } else if (strcmp(option, "--version") == 0) {
+        const int version = (int)dsopt_version();
+        printf("dsopt %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+    } else if (strcmp(option, "--json") == 0) {
+        puts(dsopt_build_info());
+    } else if (argc == 1) {
+        result = report();
+    } else {
+        fprintf(stderr, "dsopt-info: unknown argument %s\n%s", option, usage);
+        return USAGE;
+    }
+    if (fflush(stdout) != 0 || ferror(stdout)) {
+        perror("dsopt-info: standard output");
+        return UNFIT;
+    }
+    return result;
+}
