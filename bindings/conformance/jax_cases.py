@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance cases by dsopt.jax: prints `jax DIGEST`. The 1-bit case is two devices of this process."""
+
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
@@ -61,7 +62,9 @@ def onebit():
     def one(params, grads, state):
         return opt.step(params, jax.tree.map(lambda g: g[0], grads), state)[:2]
 
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(), P("dp"), specs), out_specs=(P(), specs), check_vma=False))
+    step = jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=(P(), P("dp"), specs), out_specs=(P(), specs), check_vma=False)
+    )
     for _ in range(6):
         grads = jax.tree.map(lambda *g: jnp.stack(g), *[generator.tree(sizes) for generator in gradients])
         params, state = step(params, grads, state)

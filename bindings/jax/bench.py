@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step inside jax.jit beside optax.adamw: medians of rounds that take turns, in one process.
 
-    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds N]
+    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds
+    N]
 
 A row is `name, milliseconds per step, optax / name`. Donated: parameters and state are given up to the step.
 """
+
 import argparse
 import csv
 import os
@@ -31,25 +33,31 @@ def read_shapes(path):
 
 def by_transformation(tx):
     """Step and state of an optax transformation."""
+
     def step(params, grads, state):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
+
     return step, tx.init
 
 
 def by_fused(optimizer):
     """Step and state of a FusedStep."""
+
     def step(params, grads, state):
         params, state, _ = optimizer.step(params, grads, state)
         return params, state
+
     return step, optimizer.init
 
 
 def contestants():
     """Optax first: the others are compared with it."""
-    return {"optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
-            "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
-            "dsopt.jax.adamw": by_transformation(dsopt.jax.adamw(1e-3, **SETTINGS))}
+    return {
+        "optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
+        "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
+        "dsopt.jax.adamw": by_transformation(dsopt.jax.adamw(1e-3, **SETTINGS)),
+    }
 
 
 class Runner:
@@ -65,7 +73,9 @@ class Runner:
         self.params = {"p%03d" % i: jnp.full(shape, 0.02) for i, shape in enumerate(shapes)}
         self.grads = jax.tree.map(lambda p: p * 0.01, self.params)
         self.state = jax.jit(init)(self.params)
-        self.run = jax.jit(run, donate_argnums=(0, 2) if donate else ()).lower(self.params, self.grads, self.state).compile()
+        self.run = (
+            jax.jit(run, donate_argnums=(0, 2) if donate else ()).lower(self.params, self.grads, self.state).compile()
+        )
         self.once()
 
     def once(self):
@@ -81,12 +91,18 @@ def compare(title, shapes, rounds, donate, loops=1):
     for _ in range(rounds):
         for name, runner in runners.items():
             times[name].append(runner.once())
-    print("%s: %d tensors, %d elements" % (title, len(shapes), sum(p.size for p in runners["optax.adamw"].params.values())))
+    print(
+        "%s: %d tensors, %d elements"
+        % (title, len(shapes), sum(p.size for p in runners["optax.adamw"].params.values()))
+    )
     base = statistics.median(times["optax.adamw"])
     for name, values in times.items():
         copies = runners[name].run.as_text().count(" copy(")
-        print("  %-20s %10.3f ms  %5.2f  %d copies" % (name, statistics.median(values) * 1e3, base / statistics.median(values), copies),
-              flush=True)
+        print(
+            "  %-20s %10.3f ms  %5.2f  %d copies"
+            % (name, statistics.median(values) * 1e3, base / statistics.median(values), copies),
+            flush=True,
+        )
 
 
 def main():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four devices on the CPU, a small model, and the engine by ctypes to compare with. Import it before jax."""
+
 import ctypes
 import os
 
@@ -13,8 +14,12 @@ import numpy as np
 
 from dsopt import _abi as abi
 
-DTYPES = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16,
-          "int32": abi.DSOPT_DTYPE_I32}
+DTYPES = {
+    "float32": abi.DSOPT_DTYPE_F32,
+    "float16": abi.DSOPT_DTYPE_F16,
+    "bfloat16": abi.DSOPT_DTYPE_BF16,
+    "int32": abi.DSOPT_DTYPE_I32,
+}
 
 
 def copy(tree):
@@ -30,8 +35,10 @@ def bits(tree):
 def model(seed=0):
     """A multilayer perceptron: parameters, and its loss on a batch."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    params = {"first": {"kernel": jax.random.normal(keys[0], (8, 32)) * 0.3, "bias": jnp.zeros(32)},
-              "second": {"kernel": jax.random.normal(keys[1], (32, 1)) * 0.2, "bias": jnp.zeros(1)}}
+    params = {
+        "first": {"kernel": jax.random.normal(keys[0], (8, 32)) * 0.3, "bias": jnp.zeros(32)},
+        "second": {"kernel": jax.random.normal(keys[1], (32, 1)) * 0.2, "bias": jnp.zeros(1)},
+    }
     x = jax.random.normal(keys[2], (128, 8))
     y = x[:, :1] * x[:, 1:2] + jnp.sin(x[:, 2:3])
 
@@ -92,8 +99,14 @@ def local_comms(ranks, timeout_ms=60000):
     def create(rank):
         context, comm = ctypes.c_void_p(), ctypes.c_void_p()
         abi.check(abi.lib.dsopt_context_create(None, ctypes.byref(context)))
-        desc = abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_LOCAL, rank=rank, ranks=ranks, timeout_ms=timeout_ms,
-                                   id=ctypes.addressof(ident), id_bytes=16)
+        desc = abi.dsopt_comm_desc(
+            kind=abi.DSOPT_COMM_KIND_LOCAL,
+            rank=rank,
+            ranks=ranks,
+            timeout_ms=timeout_ms,
+            id=ctypes.addressof(ident),
+            id_bytes=16,
+        )
         abi.check(abi.lib.dsopt_comm_create(context, ctypes.byref(desc), ctypes.byref(comm)))
         return comm
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases that every language computes."""
+
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ class Conformance(unittest.TestCase):
     def test_digest(self):
         with open(os.path.join(CASES, "expected"), encoding="utf-8") as file:
             expected = file.read().split()[-1]
-        done = subprocess.run([sys.executable, os.path.join(CASES, "jax_cases.py")], text=True, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(
+            [sys.executable, os.path.join(CASES, "jax_cases.py")], text=True, stdout=subprocess.PIPE, check=True
+        )
         self.assertEqual(done.stdout, "jax %s\n" % expected)
 
 

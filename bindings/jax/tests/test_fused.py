@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in place."""
+
 import os
 import subprocess
 import sys
@@ -28,11 +29,20 @@ class Bits(unittest.TestCase):
     def test_same_as_the_engine(self):
         """The leaves of a dict are sorted by key: so are the engine's parameters here."""
         leaves = jax.tree.leaves(PARAMS)
-        for name, fields in (("adam", {}), ("adamw", {"weight_decay": 0.125}), ("lamb", {"weight_decay": 0.125}),
-                             ("adam_legacy", {})):
+        for name, fields in (
+            ("adam", {}),
+            ("adamw", {"weight_decay": 0.125}),
+            ("lamb", {"weight_decay": 0.125}),
+            ("adam_legacy", {}),
+        ):
             with self.subTest(name):
-                engine = Engine(leaves, abi.description["constants"]["DSOPT_ALGORITHM_" + name.upper()], max_norm=1.0, lr=1e-2,
-                                **fields)
+                engine = Engine(
+                    leaves,
+                    abi.description["constants"]["DSOPT_ALGORITHM_" + name.upper()],
+                    max_norm=1.0,
+                    lr=1e-2,
+                    **fields,
+                )
                 opt = FusedStep(name, 1e-2, max_norm=1.0, **fields)
                 step = jax.jit(opt.step, donate_argnums=(0, 2))
                 params, state = copy(PARAMS), opt.init(PARAMS)
@@ -173,8 +183,15 @@ class Sharded(unittest.TestCase):
         opt = FusedStep("adamw", 1e-2)
         state_spec = opt.specs(params, spec)
         self.assertEqual(state_spec["exp_avg"]["w"], PartitionSpec("x"))
-        sharded = jax.jit(jax.shard_map(lambda p, g, s: opt.step(p, g, s)[:2], mesh=mesh, in_specs=(spec, spec, state_spec),
-                                        out_specs=(spec, state_spec), check_vma=False))
+        sharded = jax.jit(
+            jax.shard_map(
+                lambda p, g, s: opt.step(p, g, s)[:2],
+                mesh=mesh,
+                in_specs=(spec, spec, state_spec),
+                out_specs=(spec, state_spec),
+                check_vma=False,
+            )
+        )
         grads = grads_at(params, 1)
         whole = opt.step(params, grads, opt.init(params))
         parts = sharded(params, grads, opt.init(params))
@@ -212,8 +229,12 @@ class Refusals(unittest.TestCase):
                 self.OPT.step(params, grads, given)
 
     def test_bad_options(self):
-        for options, text in (({"algorithm": "nothing"}, "no algorithm 'nothing'"), ({"nonfinite": "maybe"}, "nonfinite"),
-                              ({"axis_name": "x"}, "1-bit family"), ({"algorithm": "onebit_adam"}, "needs axis_name")):
+        for options, text in (
+            ({"algorithm": "nothing"}, "no algorithm 'nothing'"),
+            ({"nonfinite": "maybe"}, "nonfinite"),
+            ({"axis_name": "x"}, "1-bit family"),
+            ({"algorithm": "onebit_adam"}, "needs axis_name"),
+        ):
             with self.subTest(text), self.assertRaisesRegex(dsopt.ArgumentError, text):
                 FusedStep(**options)
         with self.assertRaisesRegex(TypeError, "betas"):
@@ -228,18 +249,25 @@ class Exported(unittest.TestCase):
     def test_goes_through_another_process(self):
         opt = FusedStep("adamw", 1e-2, max_norm=1.0)
         state, grads = opt.init(PARAMS), grads_at(PARAMS, 0)
-        program = jax.export.export(jax.jit(lambda p, g, s: opt.step(p, g, s)[:2]), disabled_checks=[
-            jax.export.DisabledSafetyCheck.custom_call("dsopt_step")])(PARAMS, grads, state)
-        script = ("import sys, jax, dsopt.jax, numpy as np, jax.numpy as jnp\n"
-                  "dsopt.jax.register()\n"
-                  "data = np.load(sys.argv[1], allow_pickle=True)\n"
-                  "args = data['args'].item()\n"
-                  "done = jax.export.deserialize(bytearray(data['program'].tobytes())).call(*args)\n"
-                  "print(b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(done)).hex())\n")
+        program = jax.export.export(
+            jax.jit(lambda p, g, s: opt.step(p, g, s)[:2]),
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("dsopt_step")],
+        )(PARAMS, grads, state)
+        script = (
+            "import sys, jax, dsopt.jax, numpy as np, jax.numpy as jnp\n"
+            "dsopt.jax.register()\n"
+            "data = np.load(sys.argv[1], allow_pickle=True)\n"
+            "args = data['args'].item()\n"
+            "done = jax.export.deserialize(bytearray(data['program'].tobytes())).call(*args)\n"
+            "print(b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(done)).hex())\n"
+        )
         path = os.path.join(os.environ.get("TMPDIR", "/tmp"), "dsopt-export-%d.npz" % os.getpid())
         self.addCleanup(os.remove, path)
-        np.savez(path, program=np.frombuffer(program.serialize(), np.uint8),
-                 args=_boxed(jax.tree.map(np.asarray, (PARAMS, grads, state))))
+        np.savez(
+            path,
+            program=np.frombuffer(program.serialize(), np.uint8),
+            args=_boxed(jax.tree.map(np.asarray, (PARAMS, grads, state))),
+        )
         result = subprocess.run([sys.executable, "-c", script, path], stdout=subprocess.PIPE, check=True, text=True)
         self.assertEqual(result.stdout.strip(), b"".join(bits(opt.step(PARAMS, grads, state)[:2])).hex())
 

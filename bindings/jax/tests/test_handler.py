@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the handler library is found and compiled."""
+
 import os
 import subprocess
 import sys
@@ -14,8 +15,14 @@ ASK = "import dsopt.jax; print(dsopt.jax.handler_path()); dsopt.jax.register()"
 
 class Handler(unittest.TestCase):
     def ask(self, **environment):
-        return subprocess.run([sys.executable, "-c", ASK], env={**os.environ, **environment}, text=True, check=False,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.run(
+            [sys.executable, "-c", ASK],
+            env={**os.environ, **environment},
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def test_is_compiled_once(self):
         path = dsopt.jax.handler_path()
@@ -27,8 +34,15 @@ class Handler(unittest.TestCase):
 
     def test_processes_compile_at_the_same_time(self):
         with tempfile.TemporaryDirectory() as cache:
-            both = [subprocess.Popen([sys.executable, "-c", ASK], env={**os.environ, "DSOPT_CACHE": cache}, text=True,
-                                     stdout=subprocess.PIPE) for _ in range(2)]
+            both = [
+                subprocess.Popen(
+                    [sys.executable, "-c", ASK],
+                    env={**os.environ, "DSOPT_CACHE": cache},
+                    text=True,
+                    stdout=subprocess.PIPE,
+                )
+                for _ in range(2)
+            ]
             paths = [process.communicate()[0].strip() for process in both]
             self.assertEqual([process.returncode for process in both], [0, 0])
             self.assertEqual(paths[0], paths[1])

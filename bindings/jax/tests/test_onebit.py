@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 1-bit family over devices of this process, beside threads that use the engine by ctypes."""
+
 import threading
 import unittest
 
@@ -16,8 +17,11 @@ from dsopt import _abi as abi
 
 PARAMS = {"u": jnp.linspace(-1, 1, 5), "v": jnp.linspace(-2, 1, 130).reshape(10, 13)}
 STEPS = 7
-CASES = {"onebit_adam": {"freeze_step": 3}, "zero_one_adam": {"freeze_step": 3, "local_interval_steps": 2},
-         "onebit_lamb": {"freeze_step": 3}}
+CASES = {
+    "onebit_adam": {"freeze_step": 3},
+    "zero_one_adam": {"freeze_step": 3, "local_interval_steps": 2},
+    "onebit_lamb": {"freeze_step": 3},
+}
 
 
 def grads_at(i, rank):
@@ -26,8 +30,10 @@ def grads_at(i, rank):
 
 def all_grads(ranks):
     """Of every step and rank, made in one place: each form of a program may round a cosine in its own way."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *[jax.tree.map(lambda *x: jnp.stack(x), *[grads_at(i, r) for r in range(ranks)])
-                                                   for i in range(STEPS)])
+    return jax.tree.map(
+        lambda *x: jnp.stack(x),
+        *[jax.tree.map(lambda *x: jnp.stack(x), *[grads_at(i, r) for r in range(ranks)]) for i in range(STEPS)],
+    )
 
 
 def by_threads(name, ranks, grads):
@@ -36,8 +42,14 @@ def by_threads(name, ranks, grads):
 
     def work(rank):
         try:
-            engine = Engine(jax.tree.leaves(PARAMS), abi.description["constants"]["DSOPT_ALGORITHM_" + name.upper()],
-                            create(rank), abi.DSOPT_OPTIMIZER_AVERAGES, lr=1e-2, **CASES[name])
+            engine = Engine(
+                jax.tree.leaves(PARAMS),
+                abi.description["constants"]["DSOPT_ALGORITHM_" + name.upper()],
+                create(rank),
+                abi.DSOPT_OPTIMIZER_AVERAGES,
+                lr=1e-2,
+                **CASES[name],
+            )
             for i in range(STEPS):
                 engine.step([g[i, rank] for g in grads])
             results[rank] = [p.tobytes() for p in engine.params]
@@ -80,15 +92,25 @@ class Family(unittest.TestCase):
                         params, state, report = opt.step(params, jax.tree.map(lambda g: g[0], grads), state)
                         return params, state, jax.tree.map(lambda x: x[None], report)
 
-                    step = jax.jit(jax.shard_map(body, mesh=mesh_of(ranks), in_specs=(P(), P("dp"), specs),
-                                                 out_specs=(P(), specs, P("dp")), check_vma=False), donate_argnums=(2,))
+                    step = jax.jit(
+                        jax.shard_map(
+                            body,
+                            mesh=mesh_of(ranks),
+                            in_specs=(P(), P("dp"), specs),
+                            out_specs=(P(), specs, P("dp")),
+                            check_vma=False,
+                        ),
+                        donate_argnums=(2,),
+                    )
                     params = PARAMS
                     for i in range(STEPS):
                         params, state, report = step(params, jax.tree.map(lambda g, i=i: g[i], grads), state)
                     self.assertFalse(np.asarray(report.skipped).any())
                     expected = by_threads(name, ranks, [np.asarray(g) for g in jax.tree.leaves(grads)])
                     for rank in range(ranks):
-                        mine = [np.asarray(leaf.addressable_shards[rank].data).tobytes() for leaf in jax.tree.leaves(params)]
+                        mine = [
+                            np.asarray(leaf.addressable_shards[rank].data).tobytes() for leaf in jax.tree.leaves(params)
+                        ]
                         self.assertEqual(mine, expected[rank])
 
     def test_two_in_one_program_are_ordered(self):
@@ -102,8 +124,15 @@ class Family(unittest.TestCase):
             p, s, _ = opts[0].step(p, g, s)
             return p, q, s, t
 
-        f = jax.jit(jax.shard_map(body, mesh=mesh_of(2), in_specs=(P(), P(), specs, specs), out_specs=(P(), P(), specs, specs),
-                                  check_vma=False))
+        f = jax.jit(
+            jax.shard_map(
+                body,
+                mesh=mesh_of(2),
+                in_specs=(P(), P(), specs, specs),
+                out_specs=(P(), P(), specs, specs),
+                check_vma=False,
+            )
+        )
         p, q, s, t = PARAMS, PARAMS, state, state
         for _ in range(4):
             p, q, s, t = f(p, q, s, t)
@@ -129,7 +158,9 @@ class Family(unittest.TestCase):
             p, s = step(p, s, x, y)
         for leaf in jax.tree.leaves(p):
             np.testing.assert_array_equal(leaf[0], leaf[1])
-        self.assertLess(float(loss(jax.tree.map(lambda a: a[0], p), x.reshape(128, 8), y.reshape(128, 1))), 0.5 * before)
+        self.assertLess(
+            float(loss(jax.tree.map(lambda a: a[0], p), x.reshape(128, 8), y.reshape(128, 1))), 0.5 * before
+        )
 
 
 class Refusals(unittest.TestCase):
@@ -154,13 +185,21 @@ class Refusals(unittest.TestCase):
             dsopt.jax.register_comm("mine", rank, comm.value)
         opt = dsopt.jax.onebit_adam(1e-2, axis_name="dp", comm="mine", freeze_step=1)
         state, specs = start(opt, 2)
-        step = jax.jit(jax.shard_map(lambda p, s: opt.step(p, p, s)[:2], mesh=mesh_of(2), in_specs=(P(), specs),
-                                     out_specs=(P(), specs), check_vma=False))
+        step = jax.jit(
+            jax.shard_map(
+                lambda p, s: opt.step(p, p, s)[:2],
+                mesh=mesh_of(2),
+                in_specs=(P(), specs),
+                out_specs=(P(), specs),
+                check_vma=False,
+            )
+        )
         params = PARAMS
         for _ in range(3):
             params, state = step(params, state)
         info = abi.dsopt_comm_info()
         import ctypes  # pylint: disable=import-outside-toplevel
+
         abi.check(abi.lib.dsopt_comm_query(comms[0], ctypes.byref(info)))
         self.assertGreater(info.calls, 0)
         for rank in range(2):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformations beside optax's own."""
+
 import unittest
 
 from support import model
@@ -28,18 +29,29 @@ def run(tx, params, steps=20, jit=True):
 
 
 def worst(a, b):
-    return max(float(jnp.max(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)), initial=0.0))
-               for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+    return max(
+        float(jnp.max(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)), initial=0.0))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
+    )
 
 
 class BesideOptax(unittest.TestCase):
-    PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.zeros(4)}, "scale": jnp.float32(2.0),
-              "none": jnp.zeros((0, 3))}
-    CASES = [("adam", {}), ("adamw", {"weight_decay": 0.1}), ("lamb", {}), ("lamb", {"weight_decay": 0.1}),
-             ("adamw", {"weight_decay": lambda count: 0.1 / (1 + count)}),
-             ("adamw", {"weight_decay": 0.1, "mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)}),
-             ("lamb", {"weight_decay": 0.1, "mask": {"dense": True, "scale": False, "none": False}}),
-             ("adam", {"b1": 0.5, "b2": 0.9, "eps": 1e-3}), ("adamw", {"mu_dtype": jnp.bfloat16})]
+    PARAMS = {
+        "dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.zeros(4)},
+        "scale": jnp.float32(2.0),
+        "none": jnp.zeros((0, 3)),
+    }
+    CASES = [
+        ("adam", {}),
+        ("adamw", {"weight_decay": 0.1}),
+        ("lamb", {}),
+        ("lamb", {"weight_decay": 0.1}),
+        ("adamw", {"weight_decay": lambda count: 0.1 / (1 + count)}),
+        ("adamw", {"weight_decay": 0.1, "mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)}),
+        ("lamb", {"weight_decay": 0.1, "mask": {"dense": True, "scale": False, "none": False}}),
+        ("adam", {"b1": 0.5, "b2": 0.9, "eps": 1e-3}),
+        ("adamw", {"mu_dtype": jnp.bfloat16}),
+    ]
 
     def test_agrees(self):
         decreasing, array = optax.exponential_decay(1e-2, 5, 0.5), jnp.float32(1e-2)
@@ -51,8 +63,10 @@ class BesideOptax(unittest.TestCase):
                     ours = run(getattr(dsopt.jax, name)(rate, **options), self.PARAMS, 6)
                     theirs = run(getattr(optax, name)(rate, **options), self.PARAMS, 6)
                     self.assertLess(worst(ours[0], theirs[0]), limit)
-                    self.assertEqual(jax.tree.map(lambda x: (x.shape, x.dtype), ours[1]),
-                                     jax.tree.map(lambda x: (x.shape, x.dtype), theirs[1]))
+                    self.assertEqual(
+                        jax.tree.map(lambda x: (x.shape, x.dtype), ours[1]),
+                        jax.tree.map(lambda x: (x.shape, x.dtype), theirs[1]),
+                    )
                     self.assertLess(worst(optax.tree.get(ours[1], "nu"), optax.tree.get(theirs[1], "nu")), 1e-5)
 
     def test_without_jit(self):
@@ -77,14 +91,18 @@ class BesideOptax(unittest.TestCase):
                     self.assertEqual(optax.tree.get(state, "mu")["w"].dtype, dtype)
                     like = getattr(optax, name)(1e-2)
                     expected, _ = like.update(params, like.init(params), params)
-                    np.testing.assert_allclose(np.asarray(updates["w"], np.complex64), np.asarray(expected["w"], np.complex64),
-                                               rtol=2e-2)
+                    np.testing.assert_allclose(
+                        np.asarray(updates["w"], np.complex64), np.asarray(expected["w"], np.complex64), rtol=2e-2
+                    )
 
     def test_double_is_left_to_optax(self):
         with jax.enable_x64(True):
             params = {"w": jnp.linspace(0, 1, 6, dtype=jnp.float64), "f": jnp.ones(3, jnp.float32)}
             ours, theirs = dsopt.jax.adamw(1e-2), optax.adamw(1e-2)
-            a, b = ours.update(params, ours.init(params), params)[0], theirs.update(params, theirs.init(params), params)[0]
+            a, b = (
+                ours.update(params, ours.init(params), params)[0],
+                theirs.update(params, theirs.init(params), params)[0],
+            )
             self.assertEqual(a["w"].dtype, jnp.float64)
             np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
             np.testing.assert_allclose(a["f"], b["f"], rtol=1e-4)
@@ -96,8 +114,9 @@ class BesideOptax(unittest.TestCase):
             "masked": lambda tx: optax.masked(tx, jax.tree.map(lambda p: p.ndim > 0, params)),
             "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
             "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-            "multi_transform": lambda tx: optax.multi_transform({"a": tx, "b": optax.sgd(0.1)},
-                                                                {"dense": "a", "scale": "b", "none": "a"}),
+            "multi_transform": lambda tx: optax.multi_transform(
+                {"a": tx, "b": optax.sgd(0.1)}, {"dense": "a", "scale": "b", "none": "a"}
+            ),
         }
         for name, make in wrap.items():
             with self.subTest(name):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of README.md run as they stand."""
+
 import os
 import re
 import subprocess
