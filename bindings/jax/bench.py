@@ -25,10 +25,9 @@ SETTINGS = {"weight_decay": 0.1, "b1": 0.9, "b2": 0.95}
 
 
 def read_shapes(path):
-    """Shapes of a model: rows of name and dimensions joined by "x"."""
-    with open(path, encoding="utf-8") as file:
-        rows = [row for row in csv.reader(file) if row and not row[0].startswith("#")]
-    return [tuple(int(n) for n in row[-1].split("x")) for row in rows if row[-1].replace("x", "").isdigit()]
+    """Shapes of a model: rows of name, dimensions joined by "x", number of elements."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return [tuple(map(int, row["shape"].split("x"))) for row in csv.DictReader(file)]
 
 
 def by_transformation(tx):
