@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step inside jax.jit beside optax.adamw: medians of rounds that take turns, in one process.
 
-    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds N]
+    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds
+    N]
 
 A row is `name, milliseconds per step, optax / name`. Donated: parameters and state are given up to the step.
 """
+
 import argparse
 import csv
 import os
@@ -23,33 +25,38 @@ SETTINGS = {"weight_decay": 0.1, "b1": 0.9, "b2": 0.95}
 
 
 def read_shapes(path):
-    """Shapes of a model: rows of name and dimensions joined by "x"."""
-    with open(path, encoding="utf-8") as file:
-        rows = [row for row in csv.reader(file) if row and not row[0].startswith("#")]
-    return [tuple(int(n) for n in row[-1].split("x")) for row in rows if row[-1].replace("x", "").isdigit()]
+    """Shapes of a model: rows of name, dimensions joined by "x", number of elements."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return [tuple(map(int, row["shape"].split("x"))) for row in csv.DictReader(file)]
 
 
 def by_transformation(tx):
     """Step and state of an optax transformation."""
+
     def step(params, grads, state):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
+
     return step, tx.init
 
 
 def by_fused(optimizer):
     """Step and state of a FusedStep."""
+
     def step(params, grads, state):
         params, state, _ = optimizer.step(params, grads, state)
         return params, state
+
     return step, optimizer.init
 
 
 def contestants():
     """Optax first: the others are compared with it."""
-    return {"optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
-            "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
-            "dsopt.jax.adamw": by_transformation(dsopt.jax.adamw(1e-3, **SETTINGS))}
+    return {
+        "optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
+        "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
+        "dsopt.jax.adamw": by_transformation(dsopt.jax.adamw(1e-3, **SETTINGS)),
+    }
 
 
 class Runner:
@@ -65,7 +72,9 @@ class Runner:
         self.params = {"p%03d" % i: jnp.full(shape, 0.02) for i, shape in enumerate(shapes)}
         self.grads = jax.tree.map(lambda p: p * 0.01, self.params)
         self.state = jax.jit(init)(self.params)
-        self.run = jax.jit(run, donate_argnums=(0, 2) if donate else ()).lower(self.params, self.grads, self.state).compile()
+        self.run = (
+            jax.jit(run, donate_argnums=(0, 2) if donate else ()).lower(self.params, self.grads, self.state).compile()
+        )
         self.once()
 
     def once(self):
@@ -81,12 +90,18 @@ def compare(title, shapes, rounds, donate, loops=1):
     for _ in range(rounds):
         for name, runner in runners.items():
             times[name].append(runner.once())
-    print("%s: %d tensors, %d elements" % (title, len(shapes), sum(p.size for p in runners["optax.adamw"].params.values())))
+    print(
+        "%s: %d tensors, %d elements"
+        % (title, len(shapes), sum(p.size for p in runners["optax.adamw"].params.values()))
+    )
     base = statistics.median(times["optax.adamw"])
     for name, values in times.items():
         copies = runners[name].run.as_text().count(" copy(")
-        print("  %-20s %10.3f ms  %5.2f  %d copies" % (name, statistics.median(values) * 1e3, base / statistics.median(values), copies),
-              flush=True)
+        print(
+            "  %-20s %10.3f ms  %5.2f  %d copies"
+            % (name, statistics.median(values) * 1e3, base / statistics.median(values), copies),
+            flush=True,
+        )
 
 
 def main():

@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """dsopt inside jax.jit: optax transformations, steps in place, and the 1-bit family. See bindings/jax/README.md."""
+
 from ._build import handler_path, library as register
 from ._comms import register_comm
 from ._fused import DynamicScale, FusedStep, Report, onebit_adam, onebit_lamb, zero_one_adam
 from ._optax import adam, adamw, lamb
 
-__all__ = ["DynamicScale", "FusedStep", "Report", "adam", "adamw", "handler_path", "lamb", "onebit_adam",
-           "onebit_lamb", "register", "register_comm", "zero_one_adam"]
+__all__ = [
+    "DynamicScale",
+    "FusedStep",
+    "Report",
+    "adam",
+    "adamw",
+    "handler_path",
+    "lamb",
+    "onebit_adam",
+    "onebit_lamb",
+    "register",
+    "register_comm",
+    "zero_one_adam",
+]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handler library: compiled against the installed jaxlib on first use, or found by DSOPT_JAX_HANDLER."""
+
 import ctypes
 import functools
 import hashlib
@@ -28,8 +29,13 @@ def _missing(text: str) -> MissingError:
 def _headers() -> str:
     """The folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or beside an installed library."""
     library = os.path.realpath(abi.path)
-    places = [os.path.join(HERE, "..", "include"), os.path.join(HERE, "..", "..", "..", "..", "include"),
-              os.path.join(os.path.dirname(library), "..", "include"), "/usr/include", "/usr/local/include"]
+    places = [
+        os.path.join(HERE, "..", "include"),
+        os.path.join(HERE, "..", "..", "..", "..", "include"),
+        os.path.join(os.path.dirname(library), "..", "include"),
+        "/usr/include",
+        "/usr/local/include",
+    ]
     for place in map(os.path.abspath, places):
         if os.path.exists(os.path.join(place, "dsopt_dl.h")):
             return place
@@ -43,20 +49,25 @@ def _compiler() -> list:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise _missing("dsopt.jax compiles a small library against the headers of jaxlib %s on first use, and there is no C++ "
-                   "compiler. Install one (Debian: g++), name it in CXX, or set DSOPT_JAX_HANDLER to the path of a handler "
-                   "that was compiled elsewhere for this jaxlib" % jaxlib.__version__)
+    raise _missing(
+        "dsopt.jax compiles a small library against the headers of jaxlib %s on first use, and there is no C++ "
+        "compiler. Install one (Debian: g++), name it in CXX, or set DSOPT_JAX_HANDLER to the path of a handler "
+        "that was compiled elsewhere for this jaxlib" % jaxlib.__version__
+    )
 
 
 def _cache() -> str:
     return os.environ.get("DSOPT_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "dsopt")
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "dsopt"
+    )
 
 
 def _key(headers: str) -> str:
     """Versions, and a hash of everything that is compiled."""
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
-    for path in [os.path.join(HERE, name) for name in _SOURCES] + [os.path.join(headers, name) for name in ("dsopt.h", "dsopt_dl.h")]:
+    for path in [os.path.join(HERE, name) for name in _SOURCES] + [
+        os.path.join(headers, name) for name in ("dsopt.h", "dsopt_dl.h")
+    ]:
         with open(path, "rb") as file:
             digest.update(file.read())
     return "jax-handler-%s-jaxlib-%s-%s.so" % (abi.description["version"], jaxlib.__version__, digest.hexdigest()[:16])
@@ -67,15 +78,29 @@ def build(path: str, headers: str) -> None:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
         result = os.path.join(folder, "handler.so")
-        command = _compiler() + _FLAGS + ["-I" + headers, "-isystem", jax.ffi.include_dir(), os.path.join(HERE, "_handler.cc"),
-                                          "-Wl,--version-script=" + os.path.join(HERE, "_handler.map"), "-o", result, "-ldl"]
+        command = (
+            _compiler()
+            + _FLAGS
+            + [
+                "-I" + headers,
+                "-isystem",
+                jax.ffi.include_dir(),
+                os.path.join(HERE, "_handler.cc"),
+                "-Wl,--version-script=" + os.path.join(HERE, "_handler.map"),
+                "-o",
+                result,
+                "-ldl",
+            ]
+        )
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         except OSError as problem:
             raise _missing("dsopt.jax could not run the C++ compiler: %s" % problem) from None
         if done.returncode:
-            raise _missing("dsopt.jax could not compile its XLA handler for jaxlib %s:\n%s\n%s"
-                           % (jaxlib.__version__, shlex.join(command), done.stdout[-4000:]))
+            raise _missing(
+                "dsopt.jax could not compile its XLA handler for jaxlib %s:\n%s\n%s"
+                % (jaxlib.__version__, shlex.join(command), done.stdout[-4000:])
+            )
         os.replace(result, path)
 
 
@@ -113,6 +138,7 @@ def library() -> ctypes.CDLL:
     problem = handler.dsopt_jax_open(os.fsencode(abi.path))
     if problem:
         raise _missing("the handler of dsopt.jax cannot open libdsopt: %s" % problem.decode("utf-8", "replace"))
+    jax.devices()  # before its backends are there, JAX would register the calls ahead of the type of their state
     _register(handler)
     return handler
 
@@ -123,10 +149,14 @@ def _register(handler: ctypes.CDLL) -> None:
         suffix = "_" + platform.lower()
         jax.ffi.register_ffi_type("dsopt_program", kind, platform=platform)
         for call in ("init", "step"):
-            stages = {"instantiate": getattr(handler, "dsopt_jax_instantiate" + suffix),
-                      "execute": getattr(handler, "dsopt_jax_" + call + suffix), **more}
-            jax.ffi.register_ffi_target("dsopt_" + call, {stage: jax.ffi.pycapsule(entry) for stage, entry in stages.items()},
-                                        platform=platform)
+            stages = {
+                "instantiate": getattr(handler, "dsopt_jax_instantiate" + suffix),
+                "execute": getattr(handler, "dsopt_jax_" + call + suffix),
+                **more,
+            }
+            jax.ffi.register_ffi_target(
+                "dsopt_" + call, {stage: jax.ffi.pycapsule(entry) for stage, entry in stages.items()}, platform=platform
+            )
 
 
 if __name__ == "__main__":  # python -m dsopt.jax._build: compile now, such as into an image, and say where it is

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe of an optimizer, the state that it has, and the custom calls that it travels in."""
+
 import ctypes
 import dataclasses
 import functools
@@ -15,8 +16,12 @@ from .._errors import ArgumentError, UnsupportedError
 from . import _build
 
 DTYPES = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16}
-_STATE_DTYPES = {abi.DSOPT_DTYPE_F32: jnp.float32, abi.DSOPT_DTYPE_F16: jnp.float16, abi.DSOPT_DTYPE_BF16: jnp.bfloat16,
-                 abi.DSOPT_DTYPE_I32: jnp.int32}
+_STATE_DTYPES = {
+    abi.DSOPT_DTYPE_F32: jnp.float32,
+    abi.DSOPT_DTYPE_F16: jnp.float16,
+    abi.DSOPT_DTYPE_BF16: jnp.bfloat16,
+    abi.DSOPT_DTYPE_I32: jnp.int32,
+}
 
 # enum Option of _handler.cc, by the name of the operand where there is one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128}
@@ -25,8 +30,20 @@ _DTYPE_OF_VALUE = {"rank": np.int32, "skip": np.int32, "after": None}
 
 # Fields of dsopt_group in the order of the attribute lists
 _GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval")
-_GROUP_REALS = ("lr", "beta1", "beta2", "eps", "weight_decay", "max_norm", "min_trust", "max_trust", "trust_beta",
-                "trust_threshold", "trust_min_change", "trust_max_change")
+_GROUP_REALS = (
+    "lr",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "max_norm",
+    "min_trust",
+    "max_trust",
+    "trust_beta",
+    "trust_threshold",
+    "trust_min_change",
+    "trust_max_change",
+)
 _SCALER_NUMBERS = ("profile", "flags", "window", "hysteresis")
 _SCALER_REALS = ("init", "factor", "min", "max")
 
@@ -41,6 +58,7 @@ def unsupported(text: str) -> UnsupportedError:
 
 class Param(NamedTuple):
     """As registered: `dtype` is a name such as "float32"."""
+
     name: str
     shape: tuple
     dtype: str
@@ -49,6 +67,7 @@ class Param(NamedTuple):
 
 class Entry(NamedTuple):
     """One state tensor. `param` is -1 for those of the whole optimizer."""
+
     name: str
     param: int
     shape: tuple
@@ -74,13 +93,16 @@ def group(algorithm: int, flags: int = 0, **fields) -> tuple:
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(made), ctypes.sizeof(made), algorithm))
     for name, value in fields.items():
         setattr(made, name, value)
-    return ((algorithm, flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
-            tuple(float(getattr(made, name)) for name in _GROUP_REALS))
+    return (
+        (algorithm, flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
+        tuple(float(getattr(made, name)) for name in _GROUP_REALS),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """Everything that the optimizer of a call is made from. Hashable; holds no addresses."""
+
     groups: tuple
     params: tuple
     flags: int = 0
@@ -98,12 +120,19 @@ class Recipe:
         scaler = dict(self.scaler)
         seed = self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
         names = [param.name for param in self.params]
-        rows = [(len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group)
-                for name, param in zip(names, self.params)]
+        rows = [
+            (len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group)
+            for name, param in zip(names, self.params)
+        ]
         return {
-            "numbers": np.array([self.flags, self.nonfinite, seed, self.ranks, self.timeout_ms, bool(self.scaler)]
-                                + [scaler.get(name, 0) for name in _SCALER_NUMBERS], np.int64),
-            "reals": np.array([self.max_norm, self.max_value] + [scaler.get(name, 0.0) for name in _SCALER_REALS], np.float64),
+            "numbers": np.array(
+                [self.flags, self.nonfinite, seed, self.ranks, self.timeout_ms, bool(self.scaler)]
+                + [scaler.get(name, 0) for name in _SCALER_NUMBERS],
+                np.int64,
+            ),
+            "reals": np.array(
+                [self.max_norm, self.max_value] + [scaler.get(name, 0.0) for name in _SCALER_REALS], np.float64
+            ),
             "group_numbers": np.array([numbers for numbers, _ in self.groups], np.int64).ravel(),
             "group_reals": np.array([reals for _, reals in self.groups], np.float64).ravel(),
             "params": np.array(rows, np.int64).ravel(),
@@ -118,6 +147,7 @@ class Recipe:
 
 class Layout(NamedTuple):
     """What the library says about a recipe."""
+
     entries: tuple
     workspace: int
 
@@ -135,17 +165,28 @@ def _layout(recipe: Recipe) -> Layout:
 
     try:
         context = create(lib.dsopt_context_create, lib.dsopt_context_destroy, None)
-        desc = abi.dsopt_optimizer_desc(flags=recipe.flags, nonfinite=recipe.nonfinite, max_norm=recipe.max_norm,
-                                        max_value=recipe.max_value, seed=recipe.seed)
+        desc = abi.dsopt_optimizer_desc(
+            flags=recipe.flags,
+            nonfinite=recipe.nonfinite,
+            max_norm=recipe.max_norm,
+            max_value=recipe.max_value,
+            seed=recipe.seed,
+        )
         if recipe.scaler:
             scaler = abi.dsopt_scaler_desc(**dict(recipe.scaler))
             desc.scaler = create(lib.dsopt_scaler_create, lib.dsopt_scaler_destroy, context, ctypes.byref(scaler))
         if recipe.ranks > 1:
-            desc.data = create(lib.dsopt_comm_create, lib.dsopt_comm_destroy, context, ctypes.byref(_silent_comm(recipe.ranks)))
+            desc.data = create(
+                lib.dsopt_comm_create, lib.dsopt_comm_destroy, context, ctypes.byref(_silent_comm(recipe.ranks))
+            )
         optimizer = create(lib.dsopt_optimizer_create, lib.dsopt_optimizer_destroy, context, ctypes.byref(desc))
         for numbers, reals in recipe.groups:
-            made = abi.dsopt_group(algorithm=numbers[0], flags=numbers[1], **dict(zip(_GROUP_NUMBERS, numbers[2:])),
-                                   **dict(zip(_GROUP_REALS, reals)))
+            made = abi.dsopt_group(
+                algorithm=numbers[0],
+                flags=numbers[1],
+                **dict(zip(_GROUP_NUMBERS, numbers[2:])),
+                **dict(zip(_GROUP_REALS, reals)),
+            )
             abi.check(lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(made), None, 0))
         params = (abi.dsopt_param * len(recipe.params))()
         dims = []
@@ -169,8 +210,15 @@ def _entries(optimizer, params) -> tuple:
         info = abi.dsopt_state_info()
         abi.check(abi.lib.dsopt_optimizer_state(optimizer, i, ctypes.byref(info)))
         shape = params[info.param].shape if info.param >= 0 else (info.tensor.numel,)
-        entries.append(Entry(info.name.decode(), info.param, shape, _STATE_DTYPES[info.tensor.dtype],
-                             bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)))
+        entries.append(
+            Entry(
+                info.name.decode(),
+                info.param,
+                shape,
+                _STATE_DTYPES[info.tensor.dtype],
+                bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL),
+            )
+        )
     return tuple(entries)
 
 
@@ -206,6 +254,19 @@ def like(x):
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
 
 
+def _only_call(function):
+    """Say in our words what JAX would refuse in its own."""
+
+    def refuse(what):
+        raise unsupported("dsopt.jax: a step cannot be %s" % what)
+
+    guarded = jax.custom_batching.custom_vmap(function)
+    guarded.def_vmap(lambda *_: refuse("vectorised: vmap the loss, and step once with the gradients that come out"))
+    differentiable = jax.custom_jvp(guarded)
+    differentiable.defjvp(lambda *_: refuse("differentiated: take the gradients before it"))
+    return differentiable
+
+
 def init(recipe: Recipe, params: list, rank=None) -> list:
     """The starting values of every state tensor, in list order."""
     _build.library()
@@ -215,10 +276,19 @@ def init(recipe: Recipe, params: list, rank=None) -> list:
     return list(call(*values, *params, options=np.int64(0 if rank is None else OPTIONS["rank"]), **recipe.attributes))
 
 
-def step(recipe: Recipe, params: list, grads: list, state: list, values: dict, *, flags: int = 0, options: int = 0,
-         out: list = None):
-    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in their own
-    memory, or with `out` written to new arrays of those shapes. Returns parameters or out, state, report."""
+def step(
+    recipe: Recipe,
+    params: list,
+    grads: list,
+    state: list,
+    values: dict,
+    *,
+    flags: int = 0,
+    options: int = 0,
+    out: list = None,
+):
+    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
+    their own memory, or with `out` written to new arrays of those shapes. Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
@@ -232,13 +302,16 @@ def step(recipe: Recipe, params: list, grads: list, state: list, values: dict, *
         aliases.update({first + i: i for i in range(n)})
     else:
         options |= OUT
-    results = [*(map(like, params) if out is None else out), *map(like, state),
-               jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
-               jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8)]
+    results = [
+        *(map(like, params) if out is None else out),
+        *map(like, state),
+        jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
+        jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8),
+    ]
     call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
-    done = call(*operands, *params, *grads, *state, options=np.int64(options),
-                flags=np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes)
-    return list(done[:n]), list(done[n:n + m]), done[n + m]
+    attributes = {"options": np.int64(options), "flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
+    done = _only_call(lambda *arrays: list(call(*arrays, **attributes)))(*operands, *params, *grads, *state)
+    return list(done[:n]), list(done[n : n + m]), done[n + m]
 
 
 def fixed(value):
@@ -250,6 +323,7 @@ def fixed(value):
 
 class Hyper(NamedTuple):
     """Hyper-parameters of a step by optax's names: numbers, or arrays for what only the program knows."""
+
     lr: object
     b1: object
     b2: object
@@ -260,7 +334,13 @@ class Hyper(NamedTuple):
 
     def known(self) -> dict:
         """Fields of dsopt_group."""
-        fields = (("lr", self.lr), ("beta1", self.b1), ("beta2", self.b2), ("eps", self.eps), ("weight_decay", self.weight_decay))
+        fields = (
+            ("lr", self.lr),
+            ("beta1", self.b1),
+            ("beta2", self.b2),
+            ("eps", self.eps),
+            ("weight_decay", self.weight_decay),
+        )
         return {name: fixed(value) for name, value in fields if fixed(value) is not None}
 
     def values(self, decays) -> dict:
@@ -270,13 +350,24 @@ class Hyper(NamedTuple):
             return {}
         if unknown == ["lr"]:
             return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
-        rows = [[self.lr, self.b1, self.b2, self.eps, self.weight_decay if decay else 0.0, 0.0, 0.0 if g else self.max_norm,
-                 self.eps_root] for g, decay in enumerate(decays)]
+        rows = [
+            [
+                self.lr,
+                self.b1,
+                self.b2,
+                self.eps,
+                self.weight_decay if decay else 0.0,
+                0.0,
+                0.0 if g else self.max_norm,
+                self.eps_root,
+            ]
+            for g, decay in enumerate(decays)
+        ]
         return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
 
 
 def decay_groups(mask, tree, count: int) -> list:
-    """For each leaf 0, or 1 where `mask` (as optax has it: bools for a prefix of the tree, or a function) says no decay."""
+    """For each leaf 0, or 1 where `mask` says no decay. As in optax: bools for a prefix of the tree, or a function."""
     if mask is None:
         return [0] * count
     chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 1-bit family under shard_map and pmap: ranks, comms, and the order of calls."""
+
 import weakref
 
 import jax
@@ -22,23 +23,26 @@ def ranks(axis, comm: str) -> int:
     try:
         size = jax.lax.axis_size(axis)
     except NameError:
-        raise _call.argument_error("there is no axis %r here: the 1-bit family runs inside a shard_map or pmap over it" % axis) \
-            from None
+        raise _call.argument_error(
+            "there is no axis %r here: the 1-bit family runs inside a shard_map or pmap over it" % axis
+        ) from None
     if jax.process_count() > 1 and not comm:
-        raise _call.unsupported("the ranks of a program's own comm are devices of one process; register comms of your own with "
-                                "dsopt.jax.register_comm, and name them in `comm`")
+        raise _call.unsupported(
+            "the ranks of a program's own comm are devices of one process; register comms of your own with "
+            "dsopt.jax.register_comm, and name them in `comm`"
+        )
     return size
 
 
 def register_comm(name: str, rank: int, comm: int) -> None:  # pylint: disable=redefined-outer-name
-    """Let programs find a dsopt_comm (its address) under a name, as the comm of one rank. It must live until no program that
-    names it can run any more. 0 takes it out."""
+    """Let programs find a dsopt_comm (its address) under a name, as the comm of one rank. It must live until no program
+    that names it can run any more. 0 takes it out."""
     _build.library().dsopt_jax_register_comm(name.encode(), rank, comm or None)
 
 
-# XLA promises no order of custom calls that do not depend on each other, and ranks that make two exchanges in different orders
-# wait for one another for ever. So each call has a result of the one before it in the same trace as an operand. Only weak
-# references are kept: a traced array must not outlive its trace.
+# XLA promises no order of custom calls that do not depend on each other, and ranks that make two exchanges in different
+# orders wait for one another for ever. So each call has a result of the one before it in the same trace as an operand.
+# Only weak references are kept: a traced array must not outlive its trace.
 _last = weakref.WeakKeyDictionary()
 _NO_TRACE = type("NoTrace", (), {})()
 

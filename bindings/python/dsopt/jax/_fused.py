@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that update parameters and state in their own memory, with everything that the engine does besides."""
+
 import dataclasses
 from typing import Any, NamedTuple, Optional, Union
 
@@ -10,14 +11,28 @@ from jax.sharding import PartitionSpec
 from .. import _abi as abi
 from . import _call, _comms
 
-_GROUP_OPTIONS = {"min_trust", "max_trust", "freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval",
-                  "trust_beta", "trust_threshold", "trust_min_change", "trust_max_change"}
-_GROUP_FLAGS = {"eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT, "no_bias_correction": abi.DSOPT_GROUP_NO_BIAS_CORRECTION}
+_GROUP_OPTIONS = {
+    "min_trust",
+    "max_trust",
+    "freeze_step",
+    "var_interval_steps",
+    "local_interval_steps",
+    "max_local_interval",
+    "trust_beta",
+    "trust_threshold",
+    "trust_min_change",
+    "trust_max_change",
+}
+_GROUP_FLAGS = {
+    "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
+    "no_bias_correction": abi.DSOPT_GROUP_NO_BIAS_CORRECTION,
+}
 _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 
 
 class DynamicScale(NamedTuple):
     """A loss scale that shrinks by `factor` after `hysteresis` overflows and grows by it after `window` good steps."""
+
     init: float = 2.0**16
     factor: float = 2.0
     window: int = 1000
@@ -29,20 +44,33 @@ class DynamicScale(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step did: `values` has a place for each of dsopt.h's enum dsopt_report_place, -1 where nothing was computed."""
+    """What a step did: `values` has a place for each of enum dsopt_report_place, -1 where nothing was computed."""
+
     values: jax.Array
 
     def _at(self, place):
         return self.values[..., place]
 
-    skipped = property(lambda self: self._at(abi.DSOPT_REPORT_SKIPPED) != 0, doc="Nothing was changed except the loss scale.")
-    reasons = property(lambda self: self._at(abi.DSOPT_REPORT_REASONS).astype(jnp.int32), doc="Why: an OR of DSOPT_SKIP_*.")
-    grad_norm = property(lambda self: self._at(abi.DSOPT_REPORT_GRAD_NORM), doc="Before clipping, without the loss scale.")
-    weight_norm = property(lambda self: self._at(abi.DSOPT_REPORT_WEIGHT_NORM), doc="Before the step, with report_norms.")
+    skipped = property(
+        lambda self: self._at(abi.DSOPT_REPORT_SKIPPED) != 0, doc="Nothing was changed except the loss scale."
+    )
+    reasons = property(
+        lambda self: self._at(abi.DSOPT_REPORT_REASONS).astype(jnp.int32), doc="Why: an OR of DSOPT_SKIP_*."
+    )
+    grad_norm = property(
+        lambda self: self._at(abi.DSOPT_REPORT_GRAD_NORM), doc="Before clipping, without the loss scale."
+    )
+    weight_norm = property(
+        lambda self: self._at(abi.DSOPT_REPORT_WEIGHT_NORM), doc="Before the step, with report_norms."
+    )
     update_norm = property(lambda self: self._at(abi.DSOPT_REPORT_UPDATE_NORM), doc="|new - old|, with report_norms.")
-    nonfinite = property(lambda self: self._at(abi.DSOPT_REPORT_NONFINITE), doc="Number of Inf and NaN in the gradients.")
-    first_bad = property(lambda self: self._at(abi.DSOPT_REPORT_FIRST_BAD).astype(jnp.int32),
-                         doc="Index of the first parameter with one, in the order of jax.tree.leaves; -1 = none.")
+    nonfinite = property(
+        lambda self: self._at(abi.DSOPT_REPORT_NONFINITE), doc="Number of Inf and NaN in the gradients."
+    )
+    first_bad = property(
+        lambda self: self._at(abi.DSOPT_REPORT_FIRST_BAD).astype(jnp.int32),
+        doc="Index of the first parameter with one, in the order of jax.tree.leaves; -1 = none.",
+    )
     loss_scale = property(lambda self: self._at(abi.DSOPT_REPORT_SCALE_NEXT), doc="For the next backward pass.")
 
 
@@ -55,19 +83,39 @@ class FusedStep:
         params, state, report = step(params, grads, state)
 
     `algorithm` is a name of dsopt.h's enum dsopt_algorithm in lower case. `learning_rate`, `b1`, `b2`, `eps` and
-    `weight_decay` are numbers, arrays, or functions of the number of steps; None is the engine's default. 16-bit parameters
-    have fp32 masters in the state unless `masters` is False. `loss_scale` is a number or a DynamicScale: then gradients are
-    those of opt.loss_scale(state) * loss. `nonfinite` says what to do about Inf and NaN: None (skip where the gradients are
-    read anyway), "skip" or "apply". `max_norm` is over the gradients that the call gets: in a shard_map that is the shard.
+    `weight_decay` are numbers, arrays, or functions of the number of steps; None is the engine's default. 16-bit
+    parameters have fp32 masters in the state unless `masters` is False. `loss_scale` is a number or a DynamicScale:
+    then gradients are those of opt.loss_scale(state) * loss. `nonfinite` says what to do about Inf and NaN: None (skip
+    where the gradients are read anyway), "skip" or "apply". `max_norm` is over the gradients that the call gets: in a
+    shard_map that is the shard.
 
     The state is a dict by the names of dsopt.h, such as state["exp_avg"], which has the structure of the parameters.
     """
 
-    def __init__(self, algorithm: str = "adamw", learning_rate: Any = None, *, b1: Any = None, b2: Any = None, eps: Any = None,
-                 weight_decay: Any = None, mask: Any = None, max_norm: float = 0.0, max_value: float = 0.0,
-                 loss_scale: Union[None, float, DynamicScale] = None, masters: bool = True, stochastic_rounding: bool = False,
-                 seed: int = 0, nonfinite: Optional[str] = None, report_norms: bool = False, check_ranks: bool = False,
-                 axis_name: Optional[str] = None, comm: str = "", timeout_ms: int = 0, **options: Any):
+    def __init__(
+        self,
+        algorithm: str = "adamw",
+        learning_rate: Any = None,
+        *,
+        b1: Any = None,
+        b2: Any = None,
+        eps: Any = None,
+        weight_decay: Any = None,
+        mask: Any = None,
+        max_norm: float = 0.0,
+        max_value: float = 0.0,
+        loss_scale: Union[None, float, DynamicScale] = None,
+        masters: bool = True,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        nonfinite: Optional[str] = None,
+        report_norms: bool = False,
+        check_ranks: bool = False,
+        axis_name: Optional[str] = None,
+        comm: str = "",
+        timeout_ms: int = 0,
+        **options: Any,
+    ):
         number = abi.description["constants"].get("DSOPT_ALGORITHM_" + algorithm.upper())
         if not number or number < 0:
             raise _call.argument_error("dsopt has no algorithm %r" % algorithm)
@@ -78,43 +126,68 @@ class FusedStep:
             raise TypeError("FusedStep() got an unexpected keyword argument %r" % unknown[0])
         exchanges = number in _comms.FAMILY
         if exchanges != (axis_name is not None):
-            raise _call.argument_error("%s needs axis_name, the mesh axis of its ranks" % algorithm if exchanges else
-                                       "axis_name is for the 1-bit family: average gradients with jax.lax.pmean for %s" % algorithm)
+            raise _call.argument_error(
+                "%s needs axis_name, the mesh axis of its ranks" % algorithm
+                if exchanges
+                else "axis_name is for the 1-bit family: average gradients with jax.lax.pmean for %s" % algorithm
+            )
         self._algorithm, self._axis, self._comm, self._timeout_ms = number, axis_name, comm, timeout_ms
         self._hyper = (learning_rate, b1, b2, eps, weight_decay)
         self._mask, self._max_norm = mask, float(max_norm)
         self._options = {name: value for name, value in options.items() if name in _GROUP_OPTIONS}
         self._group_flags = sum(bit for name, bit in _GROUP_FLAGS.items() if options.get(name))
-        flags = [(not masters, abi.DSOPT_OPTIMIZER_NO_MASTER), (report_norms, abi.DSOPT_OPTIMIZER_REPORT_NORMS),
-                 (stochastic_rounding, abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING), (exchanges, abi.DSOPT_OPTIMIZER_AVERAGES),
-                 (check_ranks, abi.DSOPT_OPTIMIZER_CHECK_RANKS)]
-        self._desc = {"flags": sum(bit for on, bit in flags if on), "nonfinite": _NONFINITE[nonfinite], "max_norm": self._max_norm,
-                      "max_value": float(max_value), "seed": int(seed), "scaler": _scaler(loss_scale)}
+        flags = [
+            (not masters, abi.DSOPT_OPTIMIZER_NO_MASTER),
+            (report_norms, abi.DSOPT_OPTIMIZER_REPORT_NORMS),
+            (stochastic_rounding, abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING),
+            (exchanges, abi.DSOPT_OPTIMIZER_AVERAGES),
+            (check_ranks, abi.DSOPT_OPTIMIZER_CHECK_RANKS),
+        ]
+        self._desc = {
+            "flags": sum(bit for on, bit in flags if on),
+            "nonfinite": _NONFINITE[nonfinite],
+            "max_norm": self._max_norm,
+            "max_value": float(max_value),
+            "seed": int(seed),
+            "scaler": _scaler(loss_scale),
+        }
         _call.group(number)  # a first look at the library
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
-        """The starting state. In the 1-bit family inside the shard_map or pmap of the steps. `masters` are fp32 weights for
-        16-bit parameters that were rounded from them."""
+        """The starting state. In the 1-bit family inside the shard_map or pmap of the steps. `masters` are fp32 weights
+        for 16-bit parameters that were rounded from them."""
         tree = _Tree(params)
         recipe = self._recipe(tree, self._values(None))
         state = tree.pack(recipe, _call.init(recipe, tree.leaves, _comms.rank(self._axis)))
         if masters is not None:
             given = tree.treedef.flatten_up_to(masters)
             kept = tree.treedef.flatten_up_to(state.get("master", jax.tree.map(lambda _: None, params)))
-            state["master"] = tree.treedef.unflatten([k if k is None else jnp.asarray(g, jnp.float32) for k, g in zip(kept, given)])
+            state["master"] = tree.treedef.unflatten(
+                [k if k is None else jnp.array(g, jnp.float32) for k, g in zip(kept, given)]
+            )
         return state
 
     def specs(self, params, param_specs=PartitionSpec(), *, ranks: int = 1) -> dict:
-        """The PartitionSpec of each state array: that of its parameter; along the axis for what differs between ranks, which
-        has an axis of its own in front; replicated for the rest. `params` may be shapes."""
+        """The PartitionSpec of each state array: that of its parameter; along the axis for what differs between ranks,
+        which has an axis of its own in front; replicated for the rest. `params` may be shapes."""
         tree = _Tree(params)
         specs = tree.treedef.flatten_up_to(
-            jax.tree.broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+            jax.tree.broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        )
         recipe = self._recipe(tree, self._values(None), ranks)
-        return tree.pack(recipe, [PartitionSpec(self._axis) if entry.rank_local else
-                                  specs[entry.param] if entry.param >= 0 else PartitionSpec()
-                                  for entry in recipe.layout.entries], expand=False)
+        return tree.pack(
+            recipe,
+            [
+                (
+                    PartitionSpec(self._axis)
+                    if entry.rank_local
+                    else specs[entry.param] if entry.param >= 0 else PartitionSpec()
+                )
+                for entry in recipe.layout.entries
+            ],
+            expand=False,
+        )
 
     def loss_scale(self, state) -> jax.Array:
         """What to multiply the loss with: a scalar."""
@@ -125,17 +198,22 @@ class FusedStep:
     # ------------------------------------------------------------------------------------------------------------- step
     def step(self, params, grads, state, *, learning_rate=None, grad_scale=None, skip=None, after=None):
         """One step: (params, state, report). `learning_rate` replaces that of the optimizer. Gradients are divided by
-        `grad_scale` (of their own, such as the number of micro-batches). `skip` other than 0 skips the step. `after` is an
-        array of an earlier call: in the 1-bit family every rank then makes the two calls in that order, which steps in one
-        function do by themselves."""
+        `grad_scale` (of their own, such as the number of micro-batches). `skip` other than 0 skips the step. `after` is
+        an array of an earlier call: in the 1-bit family every rank then makes the two calls in that order, which steps
+        in one function do by themselves."""
         tree = _Tree(params)
         recipe_values = self._values(state, learning_rate)
         recipe = self._recipe(tree, recipe_values)
         gradients = [jnp.asarray(grad) for grad in tree.up_to(grads, "gradients")]
         tree.check_gradients(gradients)
         entries = tree.unpack(recipe, state)
-        values = {**recipe_values.values([group == 0 for group in tree.used(self._mask)]),
-                  "rank": _comms.rank(self._axis), "grad_scale": grad_scale, "skip": skip, "after": after}
+        values = {
+            **recipe_values.values([group == 0 for group in tree.used(self._mask)]),
+            "rank": _comms.rank(self._axis),
+            "grad_scale": grad_scale,
+            "skip": skip,
+            "after": after,
+        }
         if self._axis is not None and after is None:
             values["after"] = _comms.previous(gradients)
         leaves, entries, report = _call.step(recipe, tree.leaves, gradients, entries, values)
@@ -167,12 +245,19 @@ class FusedStep:
         groups = tree.groups(self._mask)
         used = tree.used(self._mask)
         return _call.Recipe(
-            groups=tuple(_call.group(self._algorithm, self._group_flags, **(known if g == 0 else {**known, "weight_decay": 0.0}))
-                         for g in used),
-            params=tuple(_call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group))
-                         for name, leaf, group in zip(tree.names, tree.leaves, groups)),
-            ranks=_comms.ranks(self._axis, self._comm) if ranks is None else ranks, comm=self._comm, timeout_ms=self._timeout_ms,
-            **self._desc)
+            groups=tuple(
+                _call.group(self._algorithm, self._group_flags, **(known if g == 0 else {**known, "weight_decay": 0.0}))
+                for g in used
+            ),
+            params=tuple(
+                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group))
+                for name, leaf, group in zip(tree.names, tree.leaves, groups)
+            ),
+            ranks=_comms.ranks(self._axis, self._comm) if ranks is None else ranks,
+            comm=self._comm,
+            timeout_ms=self._timeout_ms,
+            **self._desc,
+        )
 
 
 def _scaler(scale) -> tuple:
@@ -195,23 +280,29 @@ class _Tree:
             raise _call.argument_error("there are no parameters")
         for name, leaf in zip(self.names, self.leaves):
             if leaf.dtype.name not in _call.DTYPES:
-                raise _call.argument_error("parameter %s has dtype %s: it must be one of %s"
-                                           % (name, leaf.dtype.name, ", ".join(_call.DTYPES)))
+                raise _call.argument_error(
+                    "parameter %s has dtype %s: it must be one of %s" % (name, leaf.dtype.name, ", ".join(_call.DTYPES))
+                )
 
     def up_to(self, tree, what):
         try:
             return self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError) as problem:
-            raise _call.argument_error("the %s have not the structure of the parameters: %s" % (what, problem)) from None
+            raise _call.argument_error(
+                "the %s have not the structure of the parameters: %s" % (what, problem)
+            ) from None
 
     def check_gradients(self, grads):
         for name, leaf, grad in zip(self.names, self.leaves, grads):
             if grad.shape != leaf.shape:
-                raise _call.argument_error("the gradient of %s has shape %s, and the parameter has %s"
-                                           % (name, grad.shape, leaf.shape))
+                raise _call.argument_error(
+                    "the gradient of %s has shape %s, and the parameter has %s" % (name, grad.shape, leaf.shape)
+                )
             if grad.dtype.name not in _call.DTYPES:
-                raise _call.argument_error("the gradient of %s has dtype %s: it must be one of %s"
-                                           % (name, grad.dtype.name, ", ".join(_call.DTYPES)))
+                raise _call.argument_error(
+                    "the gradient of %s has dtype %s: it must be one of %s"
+                    % (name, grad.dtype.name, ", ".join(_call.DTYPES))
+                )
 
     def groups(self, mask):
         return _call.decay_groups(mask, self.params, len(self.leaves))
@@ -228,7 +319,9 @@ class _Tree:
                 state[entry.name] = value
             else:
                 state.setdefault(entry.name, [None] * len(self.leaves))[entry.param] = value
-        return {name: self.treedef.unflatten(value) if isinstance(value, list) else value for name, value in state.items()}
+        return {
+            name: self.treedef.unflatten(value) if isinstance(value, list) else value for name, value in state.items()
+        }
 
     def unpack(self, recipe, state) -> list:
         """The dict as the list that the engine has."""
@@ -244,8 +337,9 @@ class _Tree:
             owner = " of " + self.names[entry.param] if entry.param >= 0 else ""
             if value is None or jnp.shape(value) != shape or jnp.result_type(value) != entry.dtype:
                 found = "is missing" if value is None else "has %s%s" % (jnp.result_type(value), jnp.shape(value))
-                raise _call.argument_error("state %r%s %s, and must have %s%s"
-                                           % (entry.name, owner, found, jnp.dtype(entry.dtype), shape))
+                raise _call.argument_error(
+                    "state %r%s %s, and must have %s%s" % (entry.name, owner, found, jnp.dtype(entry.dtype), shape)
+                )
             values.append(jnp.reshape(value, entry.shape) if entry.rank_local else jnp.asarray(value))
         return values
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// XLA's side of dsopt.jax: custom calls that make an optimizer from their attributes and apply it to the buffers of the call.
+// XLA's side of dsopt.jax: custom calls that make an optimizer from their attributes and apply it to the buffers of the
+// call.
 //
 //   dsopt_init  params              -> state
 //   dsopt_step  [values] params grads state -> params (or out) state report workspace
 //
-// The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as the
-// compiled program. _build.py compiles this file against the headers of the installed jaxlib.
+// The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
+// the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
 #include "dsopt_dl.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -96,8 +97,8 @@ struct Registry {
     std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
 } *const registry = new Registry; // never destroyed: programs may outlive static objects
 
-// -------------------------------------------------------------------------------------------------------------- program
-// One custom call of a compiled program: the attributes, and the optimizers that were made from them.
+// --------------------------------------------------------------------------------------------------------------
+// program One custom call of a compiled program: the attributes, and the optimizers that were made from them.
 struct Program {
     static ffi::TypeId id;
 
@@ -308,8 +309,8 @@ template <Backend backend> ffi::ErrorOr<std::unique_ptr<Program>> instantiate(ff
 }
 
 // --------------------------------------------------------------------------------------------------------- thread pool
-// XLA's pool as dsopt_parallel_for. The caller runs pieces too, so a pool whose threads all wait in custom calls finishes;
-// helpers that start late find nothing left, and so may outlive the call.
+// XLA's pool as dsopt_parallel_for. The caller runs pieces too, so a pool whose threads all wait in custom calls
+// finishes; helpers that start late find nothing left, and so may outlive the call.
 struct Job {
     Job(int64_t n_, void (*body_)(void *, int64_t), void *arg_) : n(n_), body(body_), arg(arg_) {}
 
@@ -399,8 +400,8 @@ void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_
             throw Failure{ffi::ErrorCode::kInternal, "dsopt: XLA gave an array other memory than its alias"};
 }
 
-// XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step. Huge
-// pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
+// XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step.
+// Huge pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
 void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t huge = uintptr_t{1} << 21;

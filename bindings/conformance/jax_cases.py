@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance cases by dsopt.jax: prints `jax DIGEST`. The 1-bit case is two devices of this process."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# pylint: disable=wrong-import-position
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from dsopt.jax import FusedStep, onebit_adam
+
+
+class Generator:
+    """Values in [-0.5, 0.5) that every language makes alike."""
+
+    def __init__(self, seed):
+        self.x = seed
+
+    def array(self, n):
+        values = np.empty(n, np.float32)
+        for i in range(n):
+            self.x = (self.x * 1664525 + 1013904223) % 2**32
+            values[i] = (self.x >> 8) * 2.0**-24 - 0.5
+        return values
+
+    def tree(self, sizes):
+        return {name: jnp.asarray(self.array(n)) for name, n in sizes.items()}
+
+
+def fnv(digest, *arrays):
+    for byte in b"".join(np.asarray(array).tobytes() for array in arrays):
+        digest = (digest ^ byte) * 0x100000001B3 % 2**64
+    return digest
+
+
+def adamw():
+    """Everything that is hashed, in order."""
+    sizes = {"a": 1, "b": 7, "c": 4099}
+    opt = FusedStep("adamw", 0.015625, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.125, max_norm=1.0)
+    step = jax.jit(opt.step, donate_argnums=(0, 2))
+    params, gradients = Generator(12345).tree(sizes), Generator(1000)
+    state = opt.init(params)
+    for _ in range(10):
+        params, state, _ = step(params, gradients.tree(sizes), state)
+    return jax.tree.leaves([params, state["exp_avg"], state["exp_avg_sq"]])
+
+
+def onebit():
+    """u and v, which both ranks must have with the same bits."""
+    sizes = {"u": 5, "v": 130}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
+    opt = onebit_adam(0.015625, axis_name="dp", b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, freeze_step=3)
+    params, gradients = Generator(54321).tree(sizes), [Generator(2000 + rank) for rank in range(2)]
+    specs = opt.specs(params, ranks=2)
+    state = jax.jit(jax.shard_map(opt.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False))(params)
+
+    def one(params, grads, state):
+        return opt.step(params, jax.tree.map(lambda g: g[0], grads), state)[:2]
+
+    step = jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=(P(), P("dp"), specs), out_specs=(P(), specs), check_vma=False)
+    )
+    for _ in range(6):
+        grads = jax.tree.map(lambda *g: jnp.stack(g), *[generator.tree(sizes) for generator in gradients])
+        params, state = step(params, grads, state)
+    shards = [[np.asarray(leaf.addressable_shards[rank].data) for leaf in jax.tree.leaves(params)] for rank in range(2)]
+    if [a.tobytes() for a in shards[0]] != [a.tobytes() for a in shards[1]]:
+        raise SystemExit("jax: the ranks have different parameters")
+    return shards[0]
+
+
+print("jax %016x" % fnv(fnv(0xCBF29CE484222325, *adamw()), *onebit()))

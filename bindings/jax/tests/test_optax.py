@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformations beside optax's own."""
+
+import unittest
+
+from support import model
+
+import jax  # pylint: disable=wrong-import-order
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dsopt
+import dsopt.jax
+
+
+def grads_at(params, i):
+    return jax.tree.map(lambda p: jnp.cos(p * 3 + i), params)
+
+
+def run(tx, params, steps=20, jit=True):
+    """Parameters and state after steps along made-up gradients."""
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for i in range(steps):
+        updates, state = update(grads_at(params, i), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def worst(a, b):
+    return max(
+        float(jnp.max(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)), initial=0.0))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
+    )
+
+
+class BesideOptax(unittest.TestCase):
+    PARAMS = {
+        "dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.zeros(4)},
+        "scale": jnp.float32(2.0),
+        "none": jnp.zeros((0, 3)),
+    }
+    CASES = [
+        ("adam", {}),
+        ("adamw", {"weight_decay": 0.1}),
+        ("lamb", {}),
+        ("lamb", {"weight_decay": 0.1}),
+        ("adamw", {"weight_decay": lambda count: 0.1 / (1 + count)}),
+        ("adamw", {"weight_decay": 0.1, "mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)}),
+        ("lamb", {"weight_decay": 0.1, "mask": {"dense": True, "scale": False, "none": False}}),
+        ("adam", {"b1": 0.5, "b2": 0.9, "eps": 1e-3}),
+        ("adamw", {"mu_dtype": jnp.bfloat16}),
+    ]
+
+    def test_agrees(self):
+        decreasing, array = optax.exponential_decay(1e-2, 5, 0.5), jnp.float32(1e-2)
+        for i, (name, options) in enumerate(self.CASES):
+            for rate in (1e-2, (decreasing, array)[i % 2]):
+                with self.subTest(name=name, options=options, rate=rate):
+                    # 16-bit moments round differently where the last bits differ
+                    limit = 2e-4 if "mu_dtype" in options else 3e-6
+                    ours = run(getattr(dsopt.jax, name)(rate, **options), self.PARAMS, 6)
+                    theirs = run(getattr(optax, name)(rate, **options), self.PARAMS, 6)
+                    self.assertLess(worst(ours[0], theirs[0]), limit)
+                    self.assertEqual(
+                        jax.tree.map(lambda x: (x.shape, x.dtype), ours[1]),
+                        jax.tree.map(lambda x: (x.shape, x.dtype), theirs[1]),
+                    )
+                    self.assertLess(worst(optax.tree.get(ours[1], "nu"), optax.tree.get(theirs[1], "nu")), 1e-5)
+
+    def test_without_jit(self):
+        ours = run(dsopt.jax.adamw(lambda count: 1e-2 / (1 + count)), self.PARAMS, 3, jit=False)
+        theirs = run(optax.adamw(lambda count: 1e-2 / (1 + count)), self.PARAMS, 3)
+        self.assertLess(worst(ours[0], theirs[0]), 3e-6)
+
+    def test_goes_on_with_a_state_of_optax(self):
+        params, state = run(optax.adamw(1e-2), self.PARAMS, 5)
+        grads = grads_at(params, 9)
+        ours, theirs = dsopt.jax.adamw(1e-2), optax.adamw(1e-2)
+        self.assertLess(worst(ours.update(grads, state, params)[0], theirs.update(grads, state, params)[0]), 1e-6)
+
+    def test_dtypes(self):
+        for name in ("adam", "adamw", "lamb"):
+            for dtype in (jnp.float16, jnp.bfloat16, jnp.complex64):
+                with self.subTest(name=name, dtype=dtype):
+                    params = {"w": jnp.linspace(0.5, 1, 6).astype(dtype), "f": jnp.ones(3)}
+                    tx = getattr(dsopt.jax, name)(1e-2)
+                    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+                    self.assertEqual(updates["w"].dtype, dtype)
+                    self.assertEqual(optax.tree.get(state, "mu")["w"].dtype, dtype)
+                    like = getattr(optax, name)(1e-2)
+                    expected, _ = like.update(params, like.init(params), params)
+                    np.testing.assert_allclose(
+                        np.asarray(updates["w"], np.complex64), np.asarray(expected["w"], np.complex64), rtol=2e-2
+                    )
+
+    def test_double_is_left_to_optax(self):
+        with jax.enable_x64(True):
+            params = {"w": jnp.linspace(0, 1, 6, dtype=jnp.float64), "f": jnp.ones(3, jnp.float32)}
+            ours, theirs = dsopt.jax.adamw(1e-2), optax.adamw(1e-2)
+            a, b = (
+                ours.update(params, ours.init(params), params)[0],
+                theirs.update(params, theirs.init(params), params)[0],
+            )
+            self.assertEqual(a["w"].dtype, jnp.float64)
+            np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
+            np.testing.assert_allclose(a["f"], b["f"], rtol=1e-4)
+
+    def test_inside_other_transformations(self):
+        params = self.PARAMS
+        wrap = {
+            "chain": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx, optax.scale(0.5)),
+            "masked": lambda tx: optax.masked(tx, jax.tree.map(lambda p: p.ndim > 0, params)),
+            "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+            "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+            "multi_transform": lambda tx: optax.multi_transform(
+                {"a": tx, "b": optax.sgd(0.1)}, {"dense": "a", "scale": "b", "none": "a"}
+            ),
+        }
+        for name, make in wrap.items():
+            with self.subTest(name):
+                ours, theirs = make(dsopt.jax.adamw(1e-2)), make(optax.adamw(1e-2))
+                self.assertLess(worst(run(ours, params, 6)[0], run(theirs, params, 6)[0]), 1e-5)
+
+    def test_inject_hyperparams(self):
+        for name in ("adam", "adamw", "lamb"):
+            with self.subTest(name):
+                options = {"learning_rate": optax.linear_schedule(1e-2, 1e-3, 10), "b1": 0.8}
+                ours = run(optax.inject_hyperparams(getattr(dsopt.jax, name))(**options), self.PARAMS, 6)
+                theirs = run(optax.inject_hyperparams(getattr(optax, name))(**options), self.PARAMS, 6)
+                self.assertLess(worst(ours[0], theirs[0]), 1e-5)
+
+    def test_tree_map_params(self):
+        tx = dsopt.jax.adamw(1e-2)
+        marked = optax.tree_map_params(tx, lambda _: "p", tx.init(self.PARAMS), transform_non_params=lambda _: "o")
+        self.assertEqual(set(jax.tree.leaves(optax.tree.get(marked, "mu"))), {"p"})
+        self.assertEqual(optax.tree.get(marked, "count"), "o")
+
+    def test_empty_tree_and_missing_parameters(self):
+        tx = dsopt.jax.adam(1e-2)
+        self.assertEqual(tx.update({}, tx.init({}), {})[0], {})
+        grads = {"w": jnp.ones(3)}
+        np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0]["w"], -1e-2, rtol=1e-5)
+        with self.assertRaisesRegex(ValueError, "needs the parameters"):
+            dsopt.jax.adamw(1e-2).update(grads, tx.init(grads))
+
+    def test_trains_as_optax(self):
+        params, loss = model()
+        for name in ("adam", "adamw", "lamb"):
+            ends = []
+            for package in (dsopt.jax, optax):
+                tx = getattr(package, name)(5e-3)
+
+                @jax.jit
+                def step(p, s, tx=tx):
+                    value, grads = jax.value_and_grad(loss)(p)
+                    updates, s = tx.update(grads, s, p)
+                    return optax.apply_updates(p, updates), s, value
+
+                p, s = params, tx.init(params)
+                for _ in range(100):
+                    p, s, value = step(p, s)
+                ends.append((p, float(value)))
+            with self.subTest(name):
+                self.assertLess(ends[0][1], 0.5 * float(loss(params)))
+                self.assertLess(worst(ends[0][0], ends[1][0]), 2e-4)
+
+    def test_as_in_place(self):
+        """Old plus the difference of new and old is new."""
+        params, loss = model()
+        tx, fused = dsopt.jax.adamw(5e-3, weight_decay=0.1), dsopt.jax.FusedStep("adamw", 5e-3, weight_decay=0.1)
+        state = tx.init(params)
+        updates, _ = tx.update(jax.grad(loss)(params), state, params)
+        ours = optax.apply_updates(params, updates)
+        theirs, _, _ = fused.step(params, jax.grad(loss)(params), fused.init(params))
+        self.assertLess(worst(ours, theirs), 1e-7)
+
+
+class Refusals(unittest.TestCase):
+    GRADS = {"a": {"b": jnp.ones(3)}}
+
+    def update(self, tx, grads=None):
+        return tx.update(grads or self.GRADS, tx.init(self.GRADS), self.GRADS)
+
+    def test_options_of_optax_that_the_engine_has_not(self):
+        for options in ({"nesterov": True}, {"eps_root": 1e-8}):
+            with self.subTest(options), self.assertRaises(dsopt.UnsupportedError):
+                dsopt.jax.adamw(1e-3, **options)
+
+    def test_hyper_parameters(self):
+        with self.assertRaisesRegex(dsopt.ArgumentError, "lr is -1"):
+            self.update(dsopt.jax.adamw(-1.0))
+        for options in ({"learning_rate": jnp.float32(-1)}, {"learning_rate": 1e-3, "eps_root": jnp.float32(1e-8)}):
+            with self.subTest(options), self.assertRaisesRegex(jax.errors.JaxRuntimeError, "out of range, or eps_root"):
+                jax.block_until_ready(jax.jit(lambda o=options: self.update(dsopt.jax.adamw(**o)))())
+
+    def test_names_the_parameter(self):
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"\['a'\]\['b'\] has shape \(4,\)"):
+            self.update(dsopt.jax.adamw(1e-3), {"a": {"b": jnp.ones(4)}})
+
+    def test_vmap_and_grad(self):
+        tx = dsopt.jax.adam(1e-3)
+        step = lambda g: tx.update(g, tx.init(g), g)[0]  # noqa: E731
+        with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be vectorised"):
+            jax.vmap(step)(jnp.ones((2, 3)))
+        with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be differentiated"):
+            jax.grad(lambda g: step(g).sum())(jnp.ones(3))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of README.md run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "README.md")
+
+
+class Readme(unittest.TestCase):
+    def test_programs(self):
+        with open(README, encoding="utf-8") as file:
+            programs = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
+        self.assertEqual(len(programs), 3)
+        for program in programs:
+            with self.subTest(program.splitlines()[0]):
+                done = subprocess.run([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, check=True)
+                self.assertRegex(done.stdout, r"^loss \d\.\d -> 0\.0\d+")
+
+
+if __name__ == "__main__":
+    unittest.main()
