@@ -11,13 +11,15 @@
  *     for (;;) { backward(); opt.step(grads); ctx.zero_grad(grads); }
  *     opt.save("run.safetensors");
  *
- * dsopt.h is the reference: what it says of a function, a field or a flag holds for what has its name here. In addition:
+ * dsopt.h is the reference: what it says of a function, a field or a flag holds for what has its name here. In
+ * addition:
  *
  *  - A failure is thrown, as dsopt::error or a class derived from it. Its text names the parameter.
  *  - Handles can be moved and not copied. Moved-from handles can be assigned to and destroyed; other calls throw
  *    argument_error.
- *  - An exception that is thrown in a hook, a pool, a comm of a class, a sink or a source does not cross the library. It
- *    leaves the dsopt call from which the hook was called, as it was thrown. What a destructor's hooks throw is dropped.
+ *  - An exception that is thrown in a hook, a pool, a comm of a class, a sink or a source does not cross the library.
+ *    It leaves the dsopt call from which the hook was called, as it was thrown. What a destructor's hooks throw is
+ *    dropped.
  *  - Options are aggregates with defaults: `{.max_norm = 1}` in C++20, or name a variable and set its members.
  *  - A span is borrowed for the call. It is made from anything with data() and size(), an array, or a braced list.
  *  - Nothing is allocated per step and no list is copied.

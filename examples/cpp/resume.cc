@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 weights with fp32 masters, trained twice in C++: once in one go, once interrupted and resumed from a checkpoint in
-// memory. Both end with the same bits.
+// bf16 weights with fp32 masters, trained twice in C++: once in one go, once interrupted and resumed from a checkpoint
+// in memory. Both end with the same bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test.sh PROGRAM SOURCE CC: PROGRAM, built from SOURCE, learns and leaves a checkpoint; fewer than 25 lines put the optimizer
-# in; and without them it is the training program that it was before, which needs no dsopt.
+# test.sh PROGRAM SOURCE CC: PROGRAM, built from SOURCE, learns and leaves a checkpoint; fewer than 25 lines put the
+# optimizer in; and without them it is the training program that it was before, which needs no dsopt.
 set -eu
 program=$(realpath "$1") source=$2 cc=$3
 folder=$(mktemp -d)
@@ -17,7 +17,8 @@ sed '/\/\/ dsopt {$/,/\/\/ dsopt }$/d' "$source" >"$folder/before.c"
 lines=$(($(wc -l <"$source") - $(wc -l <"$folder/before.c") - 2 * begun))
 [ "$lines" -gt 5 ] && [ "$lines" -lt 25 ] || fail "the optimizer takes $lines lines"
 ! sed '1,6d' "$folder/before.c" | grep -i dsopt || fail "dsopt is in lines without a mark"
-$cc -std=c99 -pedantic -Wall -Wextra -Werror "$folder/before.c" -lm -o "$folder/before" || fail "it does not compile without dsopt"
+$cc -std=c99 -pedantic -Wall -Wextra -Werror "$folder/before.c" -lm -o "$folder/before" ||
+    fail "it does not compile without dsopt"
 
 cd "$folder"
 "$program" >said || fail "the program failed"

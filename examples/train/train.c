@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training program of the usual kind: one flat array of parameters, one of gradients, a loop. A small network learns to
-// spell: from three letters it predicts the fourth. The optimizer is put in by the lines between `dsopt {` and `dsopt }`:
-// AdamW with decay for matrices alone, clipping, a learning rate per step, a checkpoint. They replace a loop that does
+// A training program of the usual kind: one flat array of parameters, one of gradients, a loop. A small network learns
+// to spell: from three letters it predicts the fourth. The optimizer is put in by the lines between `dsopt {` and
+// `dsopt }`: AdamW with decay for matrices alone, clipping, a learning rate per step, a checkpoint. They replace a
+// loop that does
 // `params[i] -= lr * grads[i]`.
 #include <math.h>
 // dsopt {

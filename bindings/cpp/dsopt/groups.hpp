@@ -2,8 +2,8 @@
 #ifndef DSOPT_GROUPS_HPP
 #define DSOPT_GROUPS_HPP
 /**
- * Groups: a struct per algorithm with its hyper-parameters and their defaults; dsopt.h has the formulas. Each converts to
- * dsopt_group, which optimizer::add_group takes. Programs include dsopt.hpp.
+ * Groups: a struct per algorithm with its hyper-parameters and their defaults; dsopt.h has the formulas. Each converts
+ * to dsopt_group, which optimizer::add_group takes. Programs include dsopt.hpp.
  */
 #include "types.hpp"
 #include <string>

@@ -79,7 +79,8 @@ struct checkpoint_error : error {
 
 namespace detail {
 
-/// The first exception of a hook in this thread's call. The flag is apart so that a call without one reads a plain bool.
+/// The first exception of a hook in this thread's call. The flag is apart so that a call without one reads a plain
+/// bool.
 inline thread_local bool hook_threw = false;
 inline std::exception_ptr &hook_exception() noexcept {
     thread_local std::exception_ptr first;
@@ -163,7 +164,7 @@ template <template <class> class Expression, class T> constexpr bool has = detec
 
 } // namespace detail
 
-/* --------------------------------------------------------------------------------------------------------- constants */
+/* ------------------------------------------------------------------------------------------------------- constants */
 enum class dtype : std::int32_t {
     f32 = DSOPT_DTYPE_F32,
     f16 = DSOPT_DTYPE_F16,
@@ -242,7 +243,8 @@ enum class norm_kind : std::int32_t { l2 = DSOPT_NORM_L2, max = DSOPT_NORM_MAX }
 template <class T> class span {
     template <class C> using element = std::remove_pointer_t<decltype(std::data(std::declval<C &>()))>;
     template <class C> using sized = decltype(std::size(std::declval<C &>()));
-    // As std::span does it: from C * to T * no more than const may come in, and what does not outlive the call is read only.
+    // As std::span does it: from C * to T * no more than const may come in, and what does not outlive the call is read
+    // only.
     template <class C, class = void> struct fits : std::false_type {};
     template <class C>
     struct fits<C, std::void_t<element<std::remove_reference_t<C>>, sized<std::remove_reference_t<C>>>>

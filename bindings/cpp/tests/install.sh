@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh pkg-config|cmake|plugin SOURCE-DIR BUILD-DIR TOOLKIT CXX MESON...: installs the build, moves the installed tree
-# somewhere else, and builds and runs examples/cpp against it as its Makefile and its CMakeLists.txt say, with a static copy
-# of dsopt. TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
+# install.sh pkg-config|cmake|plugin SOURCE-DIR BUILD-DIR TOOLKIT CXX MESON...: installs the build, moves the installed
+# tree somewhere else, and builds and runs examples/cpp against it as its Makefile and its CMakeLists.txt say, with a
+# static copy of dsopt. TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
 set -eu
 how=$1 source=$2 build=$3 toolkit=$4 cxx=$5
 shift 5
@@ -26,13 +26,15 @@ libdir=$(dirname "$PKG_CONFIG_PATH")
 # The .pc file has the prefix of the build: as a packager does, it is set to where the tree is now.
 sed -i "s|^prefix=.*|prefix=$moved|" "$PKG_CONFIG_PATH/dsopt.pc"
 for dir in lib64 lib targets/x86_64-linux/lib; do
-    [ ! -f "$toolkit/$dir/libcudart_static.a" ] || sed -i "s|^cudalibdir=.*|cudalibdir=$toolkit/$dir|" "$PKG_CONFIG_PATH/dsopt.pc"
+    [ ! -f "$toolkit/$dir/libcudart_static.a" ] ||
+        sed -i "s|^cudalibdir=.*|cudalibdir=$toolkit/$dir|" "$PKG_CONFIG_PATH/dsopt.pc"
 done
 export PKG_CONFIG_PATH
 examples=$folder/examples
 cp -r "$source/examples/cpp" "$examples" # what is built needs no source tree
 if pkg-config --static --libs dsopt | grep -qw -e -lomp; then # clang searches its folder with -fopenmp only
-    $cxx -shared -o /dev/null -lomp 2>/dev/null || { echo "install: skipped, libomp is not where linkers look"; exit 77; }
+    $cxx -shared -o /dev/null -lomp 2>/dev/null ||
+        { echo "install: skipped, libomp is not where linkers look"; exit 77; }
 fi
 
 runs() { # PROGRAM OUTPUT ARGUMENT...: without libdsopt.so
@@ -49,7 +51,8 @@ pkg-config)
     logged make -C "$examples" resume "CXX=$cxx" "CXXFLAGS=$strict"
     runs "$examples/resume" "$resumed"
     # And with the shared library, as most programs are.
-    $cxx -std=c++17 $strict "$examples/resume.cc" $(pkg-config --cflags --libs dsopt) -o "$folder/shared" || fail "shared"
+    $cxx -std=c++17 $strict "$examples/resume.cc" $(pkg-config --cflags --libs dsopt) -o "$folder/shared" ||
+        fail "shared"
     readelf -dW "$folder/shared" | grep -q 'NEEDED.*libdsopt' || fail "shared: not linked to the shared library"
     [ "$(LD_LIBRARY_PATH=$libdir "$folder/shared")" = "$resumed" ] || fail "shared: says something else"
     ;;
@@ -57,7 +60,8 @@ plugin)
     logged make -C "$examples" host plugin.so "CXX=$cxx" "CXXFLAGS=$strict"
     ! readelf -dW "$examples/plugin.so" | grep -q 'NEEDED.*libdsopt' || fail "plugin.so: linked to the shared library"
     # The templates of the standard library are nobody's; all else that is seen outside is the entry.
-    seen=$(nm -DC --defined-only "$examples/plugin.so" | cut -d' ' -f3- | grep -v -e '\bstd::' -e '^_edata$' -e '^_end$' -e '^__bss_start$')
+    seen=$(nm -DC --defined-only "$examples/plugin.so" | cut -d' ' -f3- |
+        grep -v -e '\bstd::' -e '^_edata$' -e '^_end$' -e '^__bss_start$')
     [ "$seen" = fit ] || fail "plugin.so exports $seen"
     runs "$examples/host" "1.0 -2.0 3.0 0.5 " "$examples/plugin.so"
     ;;

@@ -11,8 +11,9 @@ trap 'rm -rf "$folder"' EXIT
 block() { awk -v mark="\`\`\`$1" '$0 == mark { inside = 1; next } /^```$/ { if (inside) exit } inside' "$readme"; }
 block cpp >"$folder/program.cc"
 block text >"$folder/expected"
-[ -s "$folder/program.cc" ] && [ -s "$folder/expected" ] || { echo "readme: no program, or not what it prints"; exit 1; }
-"$@" -std=c++17 -O1 -Wall -Wextra -pedantic -Werror "-I$here/.." "-I$here/../../../include" "$folder/program.cc" "$library" \
-    "-Wl,-rpath,$(dirname "$library")" -o "$folder/program"
+[ -s "$folder/program.cc" ] && [ -s "$folder/expected" ] ||
+    { echo "readme: no program, or not what it prints"; exit 1; }
+"$@" -std=c++17 -O1 -Wall -Wextra -pedantic -Werror "-I$here/.." "-I$here/../../../include" "$folder/program.cc" \
+    "$library" "-Wl,-rpath,$(dirname "$library")" -o "$folder/program"
 (cd "$folder" && ./program >said) || { echo "readme: the program failed"; exit 1; }
 diff "$folder/expected" "$folder/said" || { echo "readme: the program prints something else"; exit 1; }
