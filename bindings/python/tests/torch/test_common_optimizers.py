@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that torch tests its own Adam and AdamW with (torch.testing._internal.common_optimizers), given to ours."""
+"""The inputs that torch tests its own Adam and AdamW with (torch.testing._internal.common_optimizers)."""
 import copy
 import unittest
 import warnings
@@ -57,7 +57,8 @@ class CommonOptimizers(TestCase):
     def trajectory(self, kind, options, steps=7, dtype=torch.float32, **more):
         """A small network on given data; weights, state."""
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Sigmoid(), torch.nn.Linear(7, 1), torch.nn.Sigmoid()).to(dtype)
+        layers = torch.nn.Linear(5, 7), torch.nn.Sigmoid(), torch.nn.Linear(7, 1), torch.nn.Sigmoid()
+        model = torch.nn.Sequential(*layers).to(dtype)
         optimizer = kind(model.parameters(), **options, **more)
         x = torch.arange(15.0).reshape(3, 5).to(dtype) / 10
         for i in range(steps):
