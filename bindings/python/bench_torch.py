@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench_torch.py [C-PROGRAM] [SHARE]: dsopt.torch.AdamW beside torch.optim.AdamW, medians of a step.
 
-1. 148 float32 tensors of 4 elements: cost of a call. `c` is the C call by ctypes with nothing around it, or what C-PROGRAM
+1. 148 float32 tensors of 4 elements: cost of a call. `c` is the C call by ctypes with nothing around it, or what
+   C-PROGRAM
    (bench/call_cost) prints.
-2. The shapes of GPT-2 (bench/shapes/gpt2-124m.csv), float32. SHARE < 1 keeps that share of each tensor's rows, for small machines.
+2. The shapes of GPT-2 (bench/shapes/gpt2-124m.csv), float32. SHARE < 1 keeps that share of each tensor's rows, for
+   small machines.
 
 In turns, in one process, with as many threads as torch has. DSOPT_LIBRARY says which library.
 """
@@ -68,7 +70,8 @@ def medians(steps, rounds, calls):
 def main():
     program = sys.argv[1] if len(sys.argv) > 1 and os.path.exists(sys.argv[1]) else None
     share = float(sys.argv[-1]) if len(sys.argv) > 1 and sys.argv[-1] != program else 1.0
-    print("torch %s, %d threads, %s" % (torch.__version__, torch.get_num_threads(), abi.lib.dsopt_build_info().decode()))
+    print("torch %s, %d threads, %s" %
+          (torch.__version__, torch.get_num_threads(), abi.lib.dsopt_build_info().decode()))
 
     steps, ours = implementations([[4]] * 148)
     ours.step()

@@ -5,5 +5,7 @@ from ._deepspeed import FusedAdam, FusedLamb
 from ._fp16 import FP16_Optimizer, FP16_UnfusedOptimizer
 from ._onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 
-__all__ = ["Adam", "AdamW", "FP16_Optimizer", "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "OnebitAdam", "OnebitLamb",
-           "ZeroOneAdam"]
+__all__ = [
+    "Adam", "AdamW", "FP16_Optimizer", "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "OnebitAdam", "OnebitLamb",
+    "ZeroOneAdam"
+]

@@ -13,7 +13,8 @@ from ._tensors import unsupported
 
 
 class _Torch(EngineOptimizer):
-    """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose among torch's
+    """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
+    among torch's
     implementations; here they are accepted, and change nothing but what is in the groups."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
@@ -35,15 +36,36 @@ class _Torch(EngineOptimizer):
 class AdamW(_Torch, torch.optim.AdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
-    amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the moments of
+    amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
+    moments of
     16-bit ones are float32.
     """
 
-    def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: Optional[bool] = None,
-                 capturable: bool = False, differentiable: bool = False, fused: Optional[bool] = None) -> None:
-        self._init(torch.optim.AdamW, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-                   maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-3,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 weight_decay: float = 1e-2,
+                 amsgrad: bool = False,
+                 *,
+                 maximize: bool = False,
+                 foreach: Optional[bool] = None,
+                 capturable: bool = False,
+                 differentiable: bool = False,
+                 fused: Optional[bool] = None) -> None:
+        self._init(torch.optim.AdamW,
+                   params,
+                   lr=lr,
+                   betas=betas,
+                   eps=eps,
+                   weight_decay=weight_decay,
+                   amsgrad=amsgrad,
+                   maximize=maximize,
+                   foreach=foreach,
+                   capturable=capturable,
+                   differentiable=differentiable,
+                   fused=fused)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
@@ -52,12 +74,32 @@ class AdamW(_Torch, torch.optim.AdamW):
 class Adam(_Torch, torch.optim.Adam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015). What AdamW here refuses, Adam refuses."""
 
-    def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0, amsgrad: bool = False, *, foreach: Optional[bool] = None, maximize: bool = False,
-                 capturable: bool = False, differentiable: bool = False, fused: Optional[bool] = None,
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-3,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 weight_decay: float = 0,
+                 amsgrad: bool = False,
+                 *,
+                 foreach: Optional[bool] = None,
+                 maximize: bool = False,
+                 capturable: bool = False,
+                 differentiable: bool = False,
+                 fused: Optional[bool] = None,
                  decoupled_weight_decay: bool = False) -> None:
-        self._init(torch.optim.Adam, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-                   foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
+        self._init(torch.optim.Adam,
+                   params,
+                   lr=lr,
+                   betas=betas,
+                   eps=eps,
+                   weight_decay=weight_decay,
+                   amsgrad=amsgrad,
+                   foreach=foreach,
+                   maximize=maximize,
+                   capturable=capturable,
+                   differentiable=differentiable,
+                   fused=fused,
                    decoupled_weight_decay=decoupled_weight_decay)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:

@@ -82,7 +82,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
         plan = self._plans[i]  # type: ignore[index]
         # Any bit of a float that is not 0 makes the engine skip.
-        plan.run(self, *(None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in (scale, found_inf)))
+        plan.run(
+            self,
+            *(None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in (scale, found_inf)))
 
     def _is_current(self) -> bool:
         """Are groups, parameters and state tensors those that the plans were made for?"""
@@ -161,7 +163,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             if not isinstance(saved, dict) or not state:
                 continue
             for name, value in saved.items():
-                if torch.is_tensor(value) and value.is_floating_point() and name != "step" and value.dtype != param.dtype:
+                if torch.is_tensor(
+                        value) and value.is_floating_point() and name != "step" and value.dtype != param.dtype:
                     state[name] = value.detach().to(param.device, copy=True)
 
 
@@ -175,7 +178,8 @@ def addresses(states: List[Dict[str, Any]]) -> List[int]:
 
 
 class Seen:
-    """What plans depend on, to notice a change. It keeps the state tensors, so that no other can come to their addresses."""
+    """What plans depend on, to notice a change. It keeps the state tensors, so that no other can come to their
+    addresses."""
 
     def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor]) -> None:
         self.process = os.getpid()

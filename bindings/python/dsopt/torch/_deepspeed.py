@@ -60,10 +60,16 @@ class FusedAdam(Named):
     def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-             grad_norms: Any = None, grad_scaler: Any = None) -> Any:
+    def step(self,
+             closure: Optional[Callable[[], Any]] = None,
+             grads: Any = None,
+             output_params: Any = None,
+             scale: Any = None,
+             grad_norms: Any = None,
+             grad_scaler: Any = None) -> Any:
         """One step. The arguments after `closure` are refused, as in the original; grad_scaler is ignored."""
-        for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms", grad_norms)):
+        for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms",
+                                                                                                   grad_norms)):
             if value is not None:
                 raise unsupported("FusedAdam.step: %s; use FP16_Optimizer" % name)
         return super().step(closure)
@@ -75,20 +81,39 @@ class FusedLamb(Named):
     _fields = Named._fields + ("max_norm", "min_trust", "max_trust")
     _kept = Named._kept + ("eps_mode",)
 
-    def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
-                 eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0., max_grad_norm: float = 0.,
-                 max_coeff: float = 10., min_coeff: float = 0.01, amsgrad: bool = False, *, compat: Optional[str] = None) -> None:
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-3,
+                 bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.,
+                 max_grad_norm: float = 0.,
+                 max_coeff: float = 10.,
+                 min_coeff: float = 0.01,
+                 amsgrad: bool = False,
+                 *,
+                 compat: Optional[str] = None) -> None:
         self.eps_mode = 0 if eps_inside_sqrt else 1
-        self._start(params, compat, amsgrad, dict(
-            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm,
-            max_coeff=max_coeff, min_coeff=min_coeff))
+        self._start(
+            params, compat, amsgrad,
+            dict(lr=lr,
+                 bias_correction=bias_correction,
+                 betas=betas,
+                 eps=eps,
+                 weight_decay=weight_decay,
+                 max_grad_norm=max_grad_norm,
+                 max_coeff=max_coeff,
+                 min_coeff=min_coeff))
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         inside = 0 if self.eps_mode else int(abi.DSOPT_GROUP_EPS_INSIDE_SQRT)
         return abi.DSOPT_ALGORITHM_LAMB, self._flags(group) | inside, {}
 
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
-        return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("max_grad_norm", "min_coeff", "max_coeff"))
+        return super()._hyper(group, g) + tuple(
+            number(group[key], g, key) for key in ("max_grad_norm", "min_coeff", "max_coeff"))
 
     def get_lamb_coeffs(self) -> List[float]:
         """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""

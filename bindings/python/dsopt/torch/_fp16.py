@@ -18,10 +18,12 @@ from ._tensors import unsupported, wrong
 
 
 class Wrapper:
-    """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters, in one
+    """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
+    in one
     pass. Masters are in `state` of the optimizer, as "master".
 
-    low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters, for clipping
+    low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
+                          for clipping
     static_loss_scale     the scale, without dynamic_loss_scale
     dynamic_loss_args     init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis
     mpu                   gives the model-parallel process group by get_model_parallel_group()
@@ -34,17 +36,20 @@ class Wrapper:
     _profile = ""
     _drops_grads = False
 
-    def __init__(self, init_optimizer: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype, static_loss_scale: float,
-                 dynamic_loss_scale: bool, initial_scale: float, dynamic_loss_args: Optional[Dict[str, Any]], mpu: Any,
-                 clip_grad: float) -> None:
+    def __init__(self, init_optimizer: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype,
+                 static_loss_scale: float, dynamic_loss_scale: bool, initial_scale: float,
+                 dynamic_loss_args: Optional[Dict[str, Any]], mpu: Any, clip_grad: float) -> None:
         if not isinstance(init_optimizer, EngineOptimizer):
-            raise wrong("init_optimizer is a %s, and must be an optimizer of dsopt.torch" % type(init_optimizer).__name__)
+            raise wrong("init_optimizer is a %s, and must be an optimizer of dsopt.torch" %
+                        type(init_optimizer).__name__)
         if init_optimizer._wrapper is not None:
             raise wrong("init_optimizer is in another wrapper")
         if loss_scale_config is not None:
             raise unsupported("loss_scale_config; give static_loss_scale, dynamic_loss_scale and dynamic_loss_args")
         if low_precision_dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise wrong("low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype, "DTYPE")
+            raise wrong(
+                "low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype,
+                "DTYPE")
         for g, group in enumerate(init_optimizer.param_groups):
             for i, param in enumerate(group["params"]):
                 if param.dtype != low_precision_dtype:
@@ -292,7 +297,8 @@ class Wrapper:
         """Without optimizer states the masters are loaded, and moments and counters stay."""
         saved, masters = state_dict[self._masters_key], self.masters()
         if len(saved) != len(masters):
-            raise wrong("%s has %d groups, and the optimizer %d" % (self._masters_key, len(saved), len(masters)), "SHAPE")
+            raise wrong("%s has %d groups, and the optimizer %d" % (self._masters_key, len(saved), len(masters)),
+                        "SHAPE")
         values = [self._unpack(new, old) for new, old in zip(saved, masters)]
         for g, (new, old) in enumerate(zip(values, masters)):
             if [x.shape for x in new] != [x.shape for x in old]:
@@ -352,10 +358,18 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(Wrapper.__doc__)
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
 
-    def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
-                 low_precision_dtype: torch.dtype = torch.float16, static_loss_scale: float = 1.0,
-                 dynamic_loss_scale: bool = False, dynamic_loss_args: Optional[Dict[str, Any]] = None, verbose: bool = True,
-                 mpu: Any = None, clip_grad: float = 0.0, fused_lamb_legacy: bool = False) -> None:
+    def __init__(self,
+                 init_optimizer: Any,
+                 deepspeed: Any = None,
+                 loss_scale_config: Any = None,
+                 low_precision_dtype: torch.dtype = torch.float16,
+                 static_loss_scale: float = 1.0,
+                 dynamic_loss_scale: bool = False,
+                 dynamic_loss_args: Optional[Dict[str, Any]] = None,
+                 verbose: bool = True,
+                 mpu: Any = None,
+                 clip_grad: float = 0.0,
+                 fused_lamb_legacy: bool = False) -> None:
         super().__init__(init_optimizer, loss_scale_config, low_precision_dtype, static_loss_scale, dynamic_loss_scale,
                          2.**16, dynamic_loss_args, mpu, clip_grad)
 

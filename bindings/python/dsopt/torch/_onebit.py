@@ -21,10 +21,12 @@ REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: 
 
 class Onebit(Named):
     """group      the data-parallel ranks; None = torch.distributed's default group, or one rank without it
-    deepspeed  an engine that averages the gradients itself when its enable_backward_allreduce is set, which each step does;
+    deepspeed  an engine that averages the gradients itself when its enable_backward_allreduce is set, which each
+               step does;
                without one the step averages them, and the caller never does
 
-    Gradients with Inf or NaN skip the step on all ranks. bias_correction, cuda_aware and comm_backend_name have no effect;
+    Gradients with Inf or NaN skip the step on all ranks. bias_correction, cuda_aware and comm_backend_name have no
+    effect;
     eps_inside_sqrt and max_grad_norm, which the originals ignore, are refused.
     """
 
@@ -97,11 +99,13 @@ class Onebit(Named):
         if not self._plans:
             self._plan()
         info, words = abi.dsopt_schedule_info(), self.state[WHOLE]["schedule"].cpu()
-        abi.check(abi.lib.dsopt_schedule_decode(self._plans[0].handle, words.data_ptr(), byref(info)))  # type: ignore[index]
+        abi.check(abi.lib.dsopt_schedule_decode(self._plans[0].handle, words.data_ptr(),
+                                                byref(info)))  # type: ignore[index]
         return info
 
     def next_reduction(self) -> str:
-        """What the next step needs: "full": averaged gradients; "compressed" or "local": each rank's own. Where the step
+        """What the next step needs: "full": averaged gradients; "compressed" or "local": each rank's own. Where the
+        step
         averages itself (no `deepspeed`), the gradients are each rank's own in any case."""
         return REDUCTIONS[self._schedule().reduction]
 
@@ -116,10 +120,23 @@ class OnebitAdam(Onebit):
     _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
     _kept = Onebit._kept + ("freeze_step",)
 
-    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, freeze_step: int = 100000, bias_correction: bool = True,
-                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
-                 max_grad_norm: float = 0., amsgrad: bool = False, cuda_aware: bool = False, comm_backend_name: str = "nccl", *,
-                 group: Any = None, compat: Optional[str] = None) -> None:
+    def __init__(self,
+                 params: Any,
+                 deepspeed: Any = None,
+                 lr: Any = 1e-3,
+                 freeze_step: int = 100000,
+                 bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.,
+                 max_grad_norm: float = 0.,
+                 amsgrad: bool = False,
+                 cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl",
+                 *,
+                 group: Any = None,
+                 compat: Optional[str] = None) -> None:
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
                     max_grad_norm, amsgrad)
@@ -137,11 +154,26 @@ class ZeroOneAdam(Onebit):
     _algorithm = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
     _kept = Onebit._kept + ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 
-    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, bias_correction: bool = True,
-                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
-                 max_grad_norm: float = 0., var_freeze_step: int = 100000, var_update_scaler: int = 16,
-                 local_step_scaler: int = 32678, local_step_clipper: int = 16, amsgrad: bool = False, cuda_aware: bool = False,
-                 comm_backend_name: str = "nccl", *, group: Any = None, compat: Optional[str] = None) -> None:
+    def __init__(self,
+                 params: Any,
+                 deepspeed: Any = None,
+                 lr: Any = 1e-3,
+                 bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.,
+                 max_grad_norm: float = 0.,
+                 var_freeze_step: int = 100000,
+                 var_update_scaler: int = 16,
+                 local_step_scaler: int = 32678,
+                 local_step_clipper: int = 16,
+                 amsgrad: bool = False,
+                 cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl",
+                 *,
+                 group: Any = None,
+                 compat: Optional[str] = None) -> None:
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
@@ -162,11 +194,28 @@ class OnebitLamb(Onebit):
     _fields = Onebit._fields + ("min_trust", "max_trust")
     _kept = Onebit._kept + ("freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
 
-    def __init__(self, params: Any, deepspeed: Any = None, lr: Any = 1e-3, freeze_step: int = 100000, bias_correction: bool = True,
-                 betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.,
-                 max_grad_norm: float = 0., max_coeff: float = 10., min_coeff: float = 0.01, amsgrad: bool = False,
-                 cuda_aware: bool = False, comm_backend_name: str = "nccl", coeff_beta: float = 0.9, factor_max: float = 4.,
-                 factor_min: float = 0.5, factor_threshold: float = 0.1, *, group: Any = None,
+    def __init__(self,
+                 params: Any,
+                 deepspeed: Any = None,
+                 lr: Any = 1e-3,
+                 freeze_step: int = 100000,
+                 bias_correction: bool = True,
+                 betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8,
+                 eps_inside_sqrt: bool = False,
+                 weight_decay: float = 0.,
+                 max_grad_norm: float = 0.,
+                 max_coeff: float = 10.,
+                 min_coeff: float = 0.01,
+                 amsgrad: bool = False,
+                 cuda_aware: bool = False,
+                 comm_backend_name: str = "nccl",
+                 coeff_beta: float = 0.9,
+                 factor_max: float = 4.,
+                 factor_min: float = 0.5,
+                 factor_threshold: float = 0.1,
+                 *,
+                 group: Any = None,
                  compat: Optional[str] = None) -> None:
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
@@ -177,8 +226,13 @@ class OnebitLamb(Onebit):
         return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("min_coeff", "max_coeff"))
 
     def _schedule_fields(self) -> Dict[str, Any]:
-        return {"freeze_step": self.freeze_step, "trust_beta": self.coeff_beta, "trust_threshold": self.factor_threshold,
-                "trust_min_change": self.factor_min, "trust_max_change": self.factor_max}
+        return {
+            "freeze_step": self.freeze_step,
+            "trust_beta": self.coeff_beta,
+            "trust_threshold": self.factor_threshold,
+            "trust_min_change": self.factor_min,
+            "trust_max_change": self.factor_max
+        }
 
     @property
     def lamb_freeze_key(self) -> bool:

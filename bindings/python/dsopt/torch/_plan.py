@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine is told about those parameters of an optimizer that are on one device.
 
-A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its functional
+A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its
+functional
 form (dsopt_optimizer_apply). So a plan is dropped and made anew whenever something about its lists changes.
 """
 from __future__ import annotations
@@ -68,10 +69,14 @@ class Plan:
         size = ctypes.c_size_t()
         abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
         self.workspace = torch.empty(size.value, dtype=torch.uint8, device=device)
-        self.call = abi.dsopt_step(
-            grads=ctypes.addressof(self.grad_list), params=ctypes.addressof(self.param_list), count=len(entries),
-            state=ctypes.addressof(self.state_list), state_count=len(self.state_list), workspace=self.workspace.data_ptr(),
-            workspace_bytes=size.value, report=self.report.data_ptr() if self.report is not None else None)
+        self.call = abi.dsopt_step(grads=ctypes.addressof(self.grad_list),
+                                   params=ctypes.addressof(self.param_list),
+                                   count=len(entries),
+                                   state=ctypes.addressof(self.state_list),
+                                   state_count=len(self.state_list),
+                                   workspace=self.workspace.data_ptr(),
+                                   workspace_bytes=size.value,
+                                   report=self.report.data_ptr() if self.report is not None else None)
 
     # ------------------------------------------------------------------------------------------------------- set-up
     def _register(self, owner: EngineOptimizer) -> None:
@@ -90,13 +95,15 @@ class Plan:
                 dtype, factor = dtype_of(entry.param, entry.name)
                 shape = tuple(entry.param.shape) + (2,) * (factor == 2)
                 dims.append((ctypes.c_int64 * max(len(shape), 1))(*shape))
-                place.tensor.dtype, place.tensor.numel, place.name = dtype, entry.param.numel() * factor, entry.name.encode()
+                place.tensor.dtype, place.tensor.numel, place.name = dtype, entry.param.numel(
+                ) * factor, entry.name.encode()
                 if len(shape) <= 8:
                     place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
                 place.flags = owner._param_flags(group, entry.param)
                 if owner._wrapper is not None:
                     place.flags |= owner._wrapper._param_flags(entry.param)
-            abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)), "param_groups[%d]: " % g)
+            abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)),
+                      "param_groups[%d]: " % g)
 
     def _list_params(self) -> None:
         count = len(self.entries)
@@ -119,7 +126,9 @@ class Plan:
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(self.handle, byref(count)))
         self.state_list = (abi.dsopt_tensor * count.value)()
-        self.state_of: List[List[Tuple[int, str]]] = [[] for _ in self.entries]  # per parameter: index and name of each entry
+        self.state_of: List[List[Tuple[int,
+                                       str]]] = [[]
+                                                 for _ in self.entries]  # per parameter: index and name of each entry
         fresh = not any(owner.state.get(p) for p in self.params)
         self._take_steps(owner)
         self.of_param = [owner.state[p] for p in self.params]
@@ -138,11 +147,14 @@ class Plan:
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
         if fresh and self.entries:
             put(self.param_words, 0, list(map(_data_ptr, self.params)))
-            abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value, self._stream()))
+            abi.check(
+                abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value,
+                                                   self._stream()))
             self.steps_seen.copy_(self.steps)
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
-        """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one tensor, which
+        """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one
+        tensor, which
         is copied from and to that list."""
         count = len(self.entries)
         old = [float(owner.state[p].get("step", 0)) for p in self.params]
@@ -220,7 +232,8 @@ class Plan:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
     def _gather(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Put the addresses of parameters and gradients into the lists. Parameters are returned whose new values are in a
+        """Put the addresses of parameters and gradients into the lists. Parameters are returned whose new values are
+        in a
         tensor beside them."""
         params = self.params
         grads = [p.grad for p in params]
@@ -267,7 +280,8 @@ class Plan:
         if grad.layout != torch.strided:
             raise unsupported("%s is sparse" % what)
         if grad.shape != entry.param.shape:
-            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(entry.param.shape)), "SHAPE")
+            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(entry.param.shape)),
+                        "SHAPE")
         if grad.device != self.device:
             raise wrong("%s is on device %s, and the parameter on %s" % (what, grad.device, self.device), "DEVICE")
         dtype, factor = dtype_of(grad, what)
@@ -281,7 +295,8 @@ class Plan:
         return grad.data_ptr()
 
     def _arrange(self, grads: List[Optional[torch.Tensor]]) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """_gather for elements in any order: parameter, gradient and state must have the same one. A parameter whose order
+        """_gather for elements in any order: parameter, gradient and state must have the same one. A parameter whose
+        order
         the gradient does not have is stepped in a copy."""
         staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
         self.resolved: List[torch.Tensor] = []  # alive until the next step

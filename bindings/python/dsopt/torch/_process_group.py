@@ -20,7 +20,13 @@ class _Memory:
     """Device memory by its address, for torch.as_tensor."""
 
     def __init__(self, address: int, count: int, kind: str) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": kind, "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (count, ),
+            "typestr": kind,
+            "version": 3,
+            "strides": None
+        }
 
 
 class Collectives:
@@ -51,7 +57,9 @@ class Collectives:
         if not size:
             return
         row = self._tensor(send, size, torch.uint8).clone()  # it may be a part of `recv`
-        dist.all_gather(list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)), row, group=self.group)
+        dist.all_gather(list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)),
+                        row,
+                        group=self.group)
 
     def all_to_all(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
@@ -65,7 +73,10 @@ class Collectives:
         rows = self._tensor(send, size * self.ranks, torch.uint8).view(self.ranks, size).clone()
         out = self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)
         out[self.rank].copy_(rows[self.rank])
-        peers = [dist.distributed_c10d._get_global_rank(self.group, r) if self.group is not None else r for r in range(self.ranks)]
+        peers = [
+            dist.distributed_c10d._get_global_rank(self.group, r) if self.group is not None else r
+            for r in range(self.ranks)
+        ]
         others = [r for r in range(self.ranks) if r != self.rank]
         for work in ([dist.isend(rows[r], peers[r], group=self.group) for r in others] +
                      [dist.irecv(out[r], peers[r], group=self.group) for r in others]):

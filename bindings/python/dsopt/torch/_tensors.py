@@ -68,6 +68,15 @@ _contexts: Dict[Tuple[Any, ...], Context] = {}
 _lock = threading.Lock()
 
 
+def _after_fork() -> None:
+    """The thread that held the lock is not in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def context_of(device: torch.device, what: str) -> Context:
     """The context of a device, with as many threads as torch uses; one for all optimizers of this process."""
     if device.type not in ("cpu", "cuda"):

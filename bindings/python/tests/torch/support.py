@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of dsopt.torch share. Importing it ends the program with 77 where torch is not installed."""
+import os
 import sys
 import unittest
+
+if not os.environ.get("DSOPT_INSTALLED"):  # else the package that is installed
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 try:
     import torch

@@ -29,7 +29,16 @@ def step_both(ours, theirs, params, others, steps, begin=0):
 class Values(TestCase):
     def test_agrees_with_torch(self):
         for kind, reference in PAIRS:
-            for options in ({}, {"lr": 0.01}, {"weight_decay": 0.1}, {"betas": (0.8, 0.99), "eps": 1e-6}, {"weight_decay": 0.0}):
+            for options in ({}, {
+                    "lr": 0.01
+            }, {
+                    "weight_decay": 0.1
+            }, {
+                    "betas": (0.8, 0.99),
+                    "eps": 1e-6
+            }, {
+                    "weight_decay": 0.0
+            }):
                 with self.subTest(kind=kind.__name__, **{k: str(v) for k, v in options.items()}):
                     params, others = params_of(*SHAPES), params_of(*SHAPES)
                     ours, theirs = kind(params, **options), reference(others, **options)
@@ -38,7 +47,9 @@ class Values(TestCase):
                     for p, q in zip(params, others):
                         self.assertEqual(list(ours.state[p]), list(theirs.state[q]))
                         for key in ours.state[p]:
-                            self.assert_close(ours.state[p][key], torch.as_tensor(theirs.state[q][key]), check_dtype=key != "step")
+                            self.assert_close(ours.state[p][key],
+                                              torch.as_tensor(theirs.state[q][key]),
+                                              check_dtype=key != "step")
 
     def test_closer_to_float64_than_torch(self):
         worst = {}
@@ -152,17 +163,35 @@ class Going(TestCase):
             self.fall(torch.randn(5, 10).t(), torch.randn(10), lambda w, b: kind([w, b], lr=1e-2))
 
     def test_groups_with_their_own_lr(self):
-        self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([{"params": [w]}, {"params": [b], "lr": 1e-2}], lr=1e-3))
-        self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([{"params": [w], "lr": 1e-2}, {"params": b, "lr": 1e-2}]))
-        self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([{"params": []}, {"params": [w, b], "lr": 1e-2}]))
+        self.fall(torch.randn(10, 5), torch.randn(10),
+                  lambda w, b: AdamW([{
+                      "params": [w]
+                  }, {
+                      "params": [b],
+                      "lr": 1e-2
+                  }], lr=1e-3))
+        self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([{
+            "params": [w],
+            "lr": 1e-2
+        }, {
+            "params": b,
+            "lr": 1e-2
+        }]))
+        self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([{
+            "params": []
+        }, {
+            "params": [w, b],
+            "lr": 1e-2
+        }]))
 
     def test_schedulers(self):
         rates = torch.optim.lr_scheduler
-        for schedulers in ([lambda o: rates.ExponentialLR(o, gamma=0.9)], [lambda o: rates.LinearLR(o, start_factor=0.4, total_iters=4)],
-                           [lambda o: rates.StepLR(o, gamma=0.9, step_size=10), lambda o: rates.ReduceLROnPlateau(o)],
-                           [lambda o: rates.PolynomialLR(o, power=0.9, total_iters=4)],
-                           [lambda o: rates.CosineAnnealingWarmRestarts(o, T_0=5)],
-                           [lambda o: rates.OneCycleLR(o, max_lr=0.02, total_steps=50)]):
+        for schedulers in ([lambda o: rates.ExponentialLR(o, gamma=0.9)
+                            ], [lambda o: rates.LinearLR(o, start_factor=0.4, total_iters=4)],
+                           [lambda o: rates.StepLR(o, gamma=0.9, step_size=10), lambda o: rates.ReduceLROnPlateau(o)
+                            ], [lambda o: rates.PolynomialLR(o, power=0.9, total_iters=4)
+                                ], [lambda o: rates.CosineAnnealingWarmRestarts(o, T_0=5)
+                                    ], [lambda o: rates.OneCycleLR(o, max_lr=0.02, total_steps=50)]):
             self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([w, b], lr=1e-2), schedulers)
 
     def test_one_cycle_moves_betas(self):
@@ -199,7 +228,17 @@ class Groups(TestCase):
         params, others = params_of((9,), (4,)), params_of((9,), (4,))
         ours = AdamW([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.5}])
         theirs = torch.optim.AdamW([{"params": others[:1]}, {"params": others[1:], "weight_decay": 0.5}])
-        for i, change in enumerate(({"lr": 0.1}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}, {"weight_decay": 0.2}, {"lr": 0})):
+        for i, change in enumerate(({
+                "lr": 0.1
+        }, {
+                "betas": (0.5, 0.9)
+        }, {
+                "eps": 1e-3
+        }, {
+                "weight_decay": 0.2
+        }, {
+                "lr": 0
+        })):
             for optimizer in (ours, theirs):
                 optimizer.param_groups[i % 2].update(change)
             step_both(ours, theirs, params, others, 2, begin=10 * i)
@@ -240,7 +279,8 @@ class Groups(TestCase):
                 self.assertNotIn(params[1], ours.state)
                 self.assert_same([params[1]], [old])
         self.assert_close(params, others)
-        self.assertEqual([ours.state[p]["step"].item() for p in params], [float(theirs.state[q]["step"]) for q in others])
+        self.assertEqual([ours.state[p]["step"].item() for p in params],
+                         [float(theirs.state[q]["step"]) for q in others])
 
     def test_nothing_to_do(self):
         params = params_of((3,))
@@ -383,14 +423,28 @@ class Refused(TestCase):
     def test_values(self):
         params = params_of((3,))
         for kind, _ in PAIRS:
-            for options, text in (({"lr": -1}, "Invalid learning rate: -1"), ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
-                                  ({"betas": (1.0, 0.0)}, "Invalid beta parameter at index 0: 1.0"),
-                                  ({"betas": (0.0, -0.5)}, "Invalid beta parameter at index 1: -0.5"),
-                                  ({"weight_decay": -1}, "Invalid weight_decay value: -1")):
+            for options, text in (({
+                    "lr": -1
+            }, "Invalid learning rate: -1"), ({
+                    "eps": -1.0
+            }, "Invalid epsilon value: -1.0"), ({
+                    "betas": (1.0, 0.0)
+            }, "Invalid beta parameter at index 0: 1.0"), ({
+                    "betas": (0.0, -0.5)
+            }, "Invalid beta parameter at index 1: -0.5"), ({
+                    "weight_decay": -1
+            }, "Invalid weight_decay value: -1")):
                 with self.assertRaisesRegex(ValueError, text):
                     kind(params, **options)
-        for options, text in (({"lr": -1.0}, r"param_groups\[0\].*lr"), ({"lr": math.nan}, r"param_groups\[0\].*lr"),
-                              ({"betas": (0.9, 1.5)}, r"param_groups\[0\].*beta2"), ({"lr": "much"}, r"param_groups\[0\]: lr is 'much'")):
+        for options, text in (({
+                "lr": -1.0
+        }, r"param_groups\[0\].*lr"), ({
+                "lr": math.nan
+        }, r"param_groups\[0\].*lr"), ({
+                "betas": (0.9, 1.5)
+        }, r"param_groups\[0\].*beta2"), ({
+                "lr": "much"
+        }, r"param_groups\[0\]: lr is 'much'")):
             optimizer = AdamW(params)
             give_grads(params)
             optimizer.step()
@@ -519,7 +573,8 @@ class State(TestCase):
             second.load_state_dict(torch.load(file, **({"weights_only": True} if VERSION >= (2, 0) else {})))
 
         for kind, _ in PAIRS:
-            self.continued(functools.partial(kind, lr=0.01), lambda a, b: b.load_state_dict(copy.deepcopy(a.state_dict())))
+            self.continued(functools.partial(kind, lr=0.01),
+                           lambda a, b: b.load_state_dict(copy.deepcopy(a.state_dict())))
             self.continued(functools.partial(kind, lr=0.01), by_file)
 
     def test_loading_does_not_change_the_dict(self):
@@ -595,7 +650,10 @@ class State(TestCase):
             copied = other.param_groups[0]["params"]
             self.assertIsNot(copied[0], params[0])
             self.assert_same(copied, params)
-            self.assertEqual({key for key in vars(optimizer) if key[0] != "_"}, {key for key in vars(other) if key[0] != "_"})
+            self.assertEqual({key
+                              for key in vars(optimizer) if key[0] != "_"},
+                             {key
+                              for key in vars(other) if key[0] != "_"})
             for i in range(3):
                 give_grads(params, copied, seed=i)
                 optimizer.step()

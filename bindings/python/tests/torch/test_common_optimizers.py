@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that torch tests its own Adam and AdamW with (torch.testing._internal.common_optimizers), given to ours."""
+"""The inputs that torch tests its own Adam and AdamW with (torch.testing._internal.common_optimizers)."""
 import copy
-import sys
+import unittest
 import warnings
 
 from support import TestCase, main, torch
 
 try:
     from torch.testing._internal.common_optimizers import optim_db
-except ImportError as problem:
-    print("skipped: torch %s does not bring common_optimizers (%s)" % (torch.__version__, problem))
-    sys.exit(77)
+except ImportError:
+    optim_db = None
 
 from dsopt.torch import Adam, AdamW
 
@@ -26,6 +25,7 @@ def inputs(device="cpu", dtype=torch.float32):
                 yield OURS[info.optim_cls], info, given.kwargs, "%s: %s" % (info.optim_cls.__name__, given.desc)
 
 
+@unittest.skipIf(optim_db is None, "torch %s does not bring common_optimizers" % torch.__version__)
 class CommonOptimizers(TestCase):
     def each(self):
         count = 0
@@ -57,7 +57,8 @@ class CommonOptimizers(TestCase):
     def trajectory(self, kind, options, steps=7, dtype=torch.float32, **more):
         """A small network on given data; weights, state."""
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Sigmoid(), torch.nn.Linear(7, 1), torch.nn.Sigmoid()).to(dtype)
+        layers = torch.nn.Linear(5, 7), torch.nn.Sigmoid(), torch.nn.Linear(7, 1), torch.nn.Sigmoid()
+        model = torch.nn.Sequential(*layers).to(dtype)
         optimizer = kind(model.parameters(), **options, **more)
         x = torch.arange(15.0).reshape(3, 5).to(dtype) / 10
         for i in range(steps):

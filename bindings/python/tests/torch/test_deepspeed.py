@@ -35,15 +35,45 @@ class Signatures(TestCase):
                 if parameter.default is not parameter.empty}
 
     def test_defaults(self):
-        both = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0., "amsgrad": False}
-        onebit = {"deepspeed": None, "eps_inside_sqrt": False, "max_grad_norm": 0., "cuda_aware": False, "comm_backend_name": "nccl"}
-        for kind, more in ((FusedAdam, {"adam_w_mode": True, "set_grad_none": True}),
-                           (FusedLamb, {"eps_inside_sqrt": False, "max_grad_norm": 0., "max_coeff": 10.0, "min_coeff": 0.01}),
-                           (OnebitAdam, {**onebit, "freeze_step": 100000}),
-                           (ZeroOneAdam, {**onebit, "var_freeze_step": 100000, "var_update_scaler": 16, "local_step_scaler": 32678,
-                                          "local_step_clipper": 16}),
-                           (OnebitLamb, {**onebit, "freeze_step": 100000, "max_coeff": 10.0, "min_coeff": 0.01, "coeff_beta": 0.9,
-                                         "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1})):
+        both = {
+            "lr": 1e-3,
+            "bias_correction": True,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.,
+            "amsgrad": False
+        }
+        onebit = {
+            "deepspeed": None,
+            "eps_inside_sqrt": False,
+            "max_grad_norm": 0.,
+            "cuda_aware": False,
+            "comm_backend_name": "nccl"
+        }
+        for kind, more in ((FusedAdam, {
+                "adam_w_mode": True,
+                "set_grad_none": True
+        }), (FusedLamb, {
+                "eps_inside_sqrt": False,
+                "max_grad_norm": 0.,
+                "max_coeff": 10.0,
+                "min_coeff": 0.01
+        }), (OnebitAdam, {
+                **onebit, "freeze_step": 100000
+        }), (ZeroOneAdam, {
+                **onebit, "var_freeze_step": 100000,
+                "var_update_scaler": 16,
+                "local_step_scaler": 32678,
+                "local_step_clipper": 16
+        }), (OnebitLamb, {
+                **onebit, "freeze_step": 100000,
+                "max_coeff": 10.0,
+                "min_coeff": 0.01,
+                "coeff_beta": 0.9,
+                "factor_max": 4.0,
+                "factor_min": 0.5,
+                "factor_threshold": 0.1
+        })):
             found = self.defaults(kind)
             for name, value in {**both, **more}.items():
                 self.assertEqual(found[name], value, "%s %s" % (kind.__name__, name))
@@ -67,7 +97,9 @@ class Fused(TestCase):
     def test_adam_modes(self):
         for mode, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
             params, others = params_of(*SHAPES), params_of(*SHAPES)
-            ours, theirs = FusedAdam(params, lr=0.01, weight_decay=0.1, adam_w_mode=mode), reference(others, lr=0.01, weight_decay=0.1)
+            ours, theirs = FusedAdam(params, lr=0.01, weight_decay=0.1, adam_w_mode=mode), reference(others,
+                                                                                                     lr=0.01,
+                                                                                                     weight_decay=0.1)
             for i in range(5):
                 give_grads(params, others, seed=i)
                 ours.step()
@@ -263,7 +295,10 @@ class Wrapped(TestCase):
         self.assert_close(momentum.norm().item(), norm, rtol=1e-3, atol=0)
 
     def test_clipping_of_float32(self):
-        params, optimizer = self.make(FP16_Optimizer, dtype=torch.float32, clip_grad=0.5, options={"betas": (0.0, 0.999)})
+        params, optimizer = self.make(FP16_Optimizer,
+                                      dtype=torch.float32,
+                                      clip_grad=0.5,
+                                      options={"betas": (0.0, 0.999)})
         self.step(params, optimizer)
         momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
         self.assert_close(momentum.norm().item(), 0.5, rtol=1e-3, atol=0)
@@ -276,8 +311,11 @@ class Wrapped(TestCase):
                 for i in range(6):
                     self.step(params, optimizer, i, bad=i == 2)
                 saved = copy.deepcopy(optimizer.state_dict())
-                self.assertLessEqual({"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
-                                      "scale_window", "optimizer_state_dict", "clip_grad", key}, set(saved))
+                self.assertLessEqual(
+                    {
+                        "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
+                        "scale_window", "optimizer_state_dict", "clip_grad", key
+                    }, set(saved))
                 others, again = self.make(wrapper, kind, options=options)
                 for p, q in zip(others, params):
                     p.data.copy_(q.data)

@@ -5,16 +5,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import unittest
 
 from support import TestCase, main, torch
 
 import dsopt
 from dsopt.torch import FP16_Optimizer, FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam
 
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    print("skipped: torch is built without gloo")
-    sys.exit(77)
-
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 KINDS = {"adam": (OnebitAdam, {"freeze_step": 3}), "lamb": (OnebitLamb, {"freeze_step": 3}),
          "zero_one": (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3})}
 
@@ -173,6 +171,7 @@ def child(cases, rank, file):
     torch.distributed.destroy_process_group()
 
 
+@unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
     def run_cases(self, which):
         with tempfile.TemporaryDirectory() as folder:
