@@ -55,7 +55,7 @@ end
 
 function on_two_ranks()
     id, results = Dsopt.local_id(), Vector{Any}(undef, 2)
-    Threads.@threads for rank in 0:1
+    Threads.@threads :static for rank in 0:1
         results[rank+1] = try
             onebit(id, rank)
         catch problem

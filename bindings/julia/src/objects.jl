@@ -48,8 +48,10 @@ function Scaler(context::Context = Context(); static::Bool = false, init = 0, fa
                 hysteresis = 0)
     desc = ABI.dsopt_scaler_desc(flags = static ? ABI.DSOPT_SCALER_STATIC : Int32(0), init = init, factor = factor,
                                  window = window, min = min, max = max, hysteresis = hysteresis)
-    handle = use(context) do ctx
-        new_handle(out -> ABI.dsopt_scaler_create(ctx, Ref(desc), out), ABI.dsopt_scaler_destroy)
+    handle = with_hooks(context.hooks) do
+        use(context) do ctx
+            new_handle(out -> ABI.dsopt_scaler_create(ctx, Ref(desc), out), ABI.dsopt_scaler_destroy)
+        end
     end
     return Scaler(handle, context)
 end
@@ -57,7 +59,9 @@ end
 """Scale for the next backward pass."""
 function scale(scaler::Scaler)
     info = Ref(ABI.dsopt_scaler_info())
-    use(pointer -> check(ABI.dsopt_scaler_query(pointer, info)), scaler)
+    with_hooks(scaler.context.hooks) do
+        use(pointer -> check(ABI.dsopt_scaler_query(pointer, info)), scaler)
+    end
     return info[].scale
 end
 

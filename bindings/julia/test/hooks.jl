@@ -27,6 +27,17 @@
     fail[] = false
     Dsopt.update!(state, model, (w = ones(Float32, 200000),))
 
+    # A hook that steps the state that is stepping.
+    inner = Ref{Any}(nothing)
+    function again(n, piece)
+        inner[] === nothing || Dsopt.update!(inner[], model, nothing)
+        run_pieces(n, piece)
+    end
+    nested = Dsopt.setup(AdamW(0.1), model; context = Context(threads = 2, parallel_for = again))
+    inner[] = nested
+    problem = thrown(() -> Dsopt.update!(nested, model, (w = ones(Float32, 200000),)))
+    @test problem isa ArgumentError && occursin("in use", says(problem))
+
     # Pieces left out: the library notices.
     lazy = Dsopt.setup(AdamW(0.1), model; context = Context(threads = 2, parallel_for = (n, piece) -> nothing))
     problem = thrown(() -> Dsopt.update!(lazy, model, (w = ones(Float32, 200000),)))

@@ -3,7 +3,7 @@
 """`rank_program(rank)` on a thread per rank, and what they return. Exceptions come out."""
 function on_ranks(rank_program, ranks)
     results = Vector{Any}(undef, ranks)
-    Threads.@threads for rank in 0:ranks-1
+    Threads.@threads :static for rank in 0:ranks-1
         results[rank+1] = try
             rank_program(rank)
         catch problem
