@@ -4,10 +4,10 @@
 
 usage: man.py dsopt.h dsopt.json OUTPUT-FOLDER
 
-Declarations come from dsopt.json, words from the header. Doxygen was tried: it makes pages per file or group only, one for each
-field name (abort.3, count.3), a NAME line that whatis(1) cannot read, and every text three times.
-The date of the pages is SOURCE_DATE_EPOCH, else that of the header.
+Declarations come from dsopt.json, words from the header. Doxygen was tried: it makes pages per file or group only, one
+for each field name (abort.3, count.3), a NAME line that whatis(1) cannot read, and every text three times. The date of the pages is SOURCE_DATE_EPOCH, else that of the header.
 """
+
 import json
 import os
 import re
@@ -15,16 +15,33 @@ import sys
 import time
 
 COMMENT = re.compile(r"/\*\*(.*?)\*/", re.S)
-DECLARED = re.compile(r"\s*(?:DSOPT_API\s[^;]*?\b(dsopt_\w+)\([^;]*?\);|enum (dsopt_\w+) \{|typedef struct (dsopt_\w+)\b"
-                      r"|typedef [^;{]*?\(\*(dsopt_\w+)\)[^;]*;|typedef \w+ (dsopt_\w+);)", re.S)
-MEMBER = re.compile(r"(?:/\*\*(?P<words>.*?)\*/\s*)?(?:(?P<constant>DSOPT_\w+) = -?\d+,?|(?P<field>[a-z][^;{}/]*?(?:\([^;]*\))?);)", re.S)
+DECLARED = re.compile(
+    r"\s*(?:DSOPT_API\s[^;]*?\b(dsopt_\w+)\([^;]*?\);|enum (dsopt_\w+) \{|typedef struct (dsopt_\w+)\b"
+    r"|typedef [^;{]*?\(\*(dsopt_\w+)\)[^;]*;|typedef \w+ (dsopt_\w+);)",
+    re.S,
+)
+MEMBER = re.compile(
+    r"(?:/\*\*(?P<words>.*?)\*/\s*)?(?:(?P<constant>DSOPT_\w+) = -?\d+,?|(?P<field>[a-z][^;{}/]*?(?:\([^;]*\))?);)",
+    re.S,
+)
 PROSE = re.compile(r"^/\* -+ ([a-z][^*\n]*) \*/\n/\*\n(.*?)\*/", re.M | re.S)
 OBJECTS = ("context", "optimizer", "scaler", "comm", "compressed")
 # What the header does not say again at every function.
-COMMON = {"ctx": "the context.", "opt": "the optimizer.", "scaler": "the scaler.", "comm": "the comm.", "index": "place in the state list.",
-          "stream": "where work is enqueued: see Streams in dsopt(3).", "count": "number of entries of the list.",
-          "path": "name of the file, or NULL.", "value": "the number.", "status": "the status.", "limit": "the bound.",
-          "max_norm": "largest norm, 0 = no clipping.", "b": "factor of y."}
+COMMON = {
+    "ctx": "the context.",
+    "opt": "the optimizer.",
+    "scaler": "the scaler.",
+    "comm": "the comm.",
+    "index": "place in the state list.",
+    "stream": "where work is enqueued: see Streams in dsopt(3).",
+    "count": "number of entries of the list.",
+    "path": "name of the file, or NULL.",
+    "value": "the number.",
+    "status": "the status.",
+    "limit": "the bound.",
+    "max_norm": "largest norm, 0 = no clipping.",
+    "b": "factor of y.",
+}
 
 
 def plain(comment):
@@ -82,11 +99,11 @@ class Words:
         self.since = "0.1"
         found = re.search(r"\s*Since:\s+(\d+\.\d+)\.?", text)
         if found:
-            self.since, text = found[1], text[:found.start()] + text[found.end():]
+            self.since, text = found[1], text[: found.start()] + text[found.end() :]
         found = re.search(r"\s*Thread-safety:\s+(.*?\.)(?=\s+(?:[A-Z@])|\s*$)", text, re.S)
         self.threads = "One call at a time per object, as dsopt(3) says."
         if found:
-            self.threads, text = " ".join(found[1].split()), text[:found.start()] + text[found.end():]
+            self.threads, text = " ".join(found[1].split()), text[: found.start()] + text[found.end() :]
             self.threads = self.threads[0].upper() + self.threads[1:]
         head, *tags = re.split(r"\s*@(?=param|return)", text)
         self.text, self.parameters, self.result = head.strip(), {}, None
@@ -95,7 +112,7 @@ class Words:
             if parameter:
                 self.parameters[parameter[2]] = (parameter[1], " ".join(parameter[3].split()))
             else:
-                self.result = " ".join(tag[len("return"):].split())
+                self.result = " ".join(tag[len("return") :].split())
         first = re.split(r"(?<=[.:])\s+(?=[A-Z@*-])|\n\n|\n -", self.text + "\n\n", maxsplit=1)[0]
         self.brief = " ".join(first.split()).rstrip(".:") or "see dsopt(3)"
 
@@ -104,7 +121,9 @@ class Header:
     def __init__(self, header, abi):
         self.abi, self.text = abi, header
         self.words, self.members, at = {}, {}, 0
-        for declared in re.finditer(r"^(?:typedef struct (dsopt_\w+) \{|enum (dsopt_\w+) \{)(.*?)\n?\}", header, re.M | re.S):
+        for declared in re.finditer(
+            r"^(?:typedef struct (dsopt_\w+) \{|enum (dsopt_\w+) \{)(.*?)\n?\}", header, re.M | re.S
+        ):
             name = declared[1] or declared[2]
             self.members[name] = self.members_of(declared[3])
             self.words[name] = Words(("Fields of struct " if declared[1] else "Constants of enum ") + name)
@@ -135,7 +154,11 @@ def section(title, rows):
 
 
 def tagged(pairs):
-    return [row for name, words in pairs for row in (".TP", "\\fB" + name.replace("-", "\\-") + "\\fP", roff(words) or "\\&")]
+    return [
+        row
+        for name, words in pairs
+        for row in (".TP", "\\fB" + name.replace("-", "\\-") + "\\fP", roff(words) or "\\&")
+    ]
 
 
 def see_also(names):
@@ -151,7 +174,10 @@ def related(header, name, words):
 
 
 def prototype(function, name):
-    arguments = ["%s%s%s" % (kind["type"], "" if kind["type"].endswith("*") else " ", kind["name"]) for kind in function["arguments"]]
+    arguments = [
+        "%s%s%s" % (kind["type"], "" if kind["type"].endswith("*") else " ", kind["name"])
+        for kind in function["arguments"]
+    ]
     result = function["result"] + ("" if function["result"].endswith("*") else " ")
     start = f"{result}{name}("
     rows = (",\n" + " " * len(start)).join(arguments or ["void"])
@@ -161,9 +187,18 @@ def prototype(function, name):
 def page(header, name, date, synopsis, body, mentioned):
     words = header.words[name]
     version = header.abi["version"]
-    rows = [".\\\" SPDX-License-Identifier: Apache-2.0", f".TH {name} 3 {date} \"dsopt {version}\" \"dsopt\"",
-            ".SH NAME", f"{name} \\- {roff(words.brief)}",
-            ".SH SYNOPSIS", ".nf", ".B #include <dsopt.h>", ".PP", *synopsis, ".fi"]
+    rows = [
+        '.\\" SPDX-License-Identifier: Apache-2.0',
+        f'.TH {name} 3 {date} "dsopt {version}" "dsopt"',
+        ".SH NAME",
+        f"{name} \\- {roff(words.brief)}",
+        ".SH SYNOPSIS",
+        ".nf",
+        ".B #include <dsopt.h>",
+        ".PP",
+        *synopsis,
+        ".fi",
+    ]
     rows += body + section("HISTORY", [f"Since dsopt {words.since}."])
     return rows + section("SEE ALSO", see_also(related(header, name, mentioned)))
 
@@ -183,14 +218,29 @@ def function_page(header, function, date):
     body += section("PARAMETERS", tagged(parameters))
     returned = [roff(words.result)] if words.result else []
     if status:
-        returned += [".PP", "Any of the statuses that " + roff("dsopt(3)") + " lists for every function."] if returned else \
-            [roff("DSOPT_OK, or a status that dsopt(3) lists for every function.")]
+        returned += (
+            [".PP", "Any of the statuses that " + roff("dsopt(3)") + " lists for every function."]
+            if returned
+            else [roff("DSOPT_OK, or a status that dsopt(3) lists for every function.")]
+        )
     elif function["result"] == "void":
         returned = ["Nothing."]
     body += section("RETURN VALUE", returned or [roff(words.text)])
     body += section("THREAD SAFETY", [roff(words.threads)])
-    mentioned = words.text + str(words.parameters) + str(words.result) + " ".join(kind["type"] for kind in function["arguments"])
-    return page(header, name, date, prototype(function, name), body, mentioned + (" dsopt_last_error dsopt_status_code" if status else ""))
+    mentioned = (
+        words.text
+        + str(words.parameters)
+        + str(words.result)
+        + " ".join(kind["type"] for kind in function["arguments"])
+    )
+    return page(
+        header,
+        name,
+        date,
+        prototype(function, name),
+        body,
+        mentioned + (" dsopt_last_error dsopt_status_code" if status else ""),
+    )
 
 
 def struct_page(header, struct, date):
@@ -199,7 +249,9 @@ def struct_page(header, struct, date):
     synopsis = [f"typedef struct {name} {{", *(f"    {field};" for field, _ in fields), f"}} {name};"]
     fields = [field for field in fields if not re.search(r" (size|reserved2?)$", field[0])]  # dsopt(3) has them
     body = section("DESCRIPTION", closed(blocks(header.words[name].text))[1:]) + section("FIELDS", tagged(fields))
-    return page(header, name, date, synopsis, body, header.words[name].text + " ".join(field + text for field, text in fields))
+    return page(
+        header, name, date, synopsis, body, header.words[name].text + " ".join(field + text for field, text in fields)
+    )
 
 
 def enum_page(header, enum, date):
@@ -208,26 +260,51 @@ def enum_page(header, enum, date):
     values = {constant["name"]: constant["value"] for constant in enum["constants"]}
     synopsis = [f"enum {name} {{", *(f"    {constant} = {value}," for constant, value in values.items()), "};"]
     body = section("DESCRIPTION", closed(blocks(header.words[name].text))[1:])
-    body += section("CONSTANTS", tagged((f"{constant} ({value})", said[constant]) for constant, value in values.items()))
+    body += section(
+        "CONSTANTS", tagged((f"{constant} ({value})", said[constant]) for constant, value in values.items())
+    )
     return page(header, name, date, synopsis, body, header.words[name].text + " ".join(said.values()))
 
 
 def other_page(header, name, declaration, date):
-    return page(header, name, date, declaration, section("DESCRIPTION", closed(blocks(header.words[name].text))[1:]), header.words[name].text)
+    return page(
+        header,
+        name,
+        date,
+        declaration,
+        section("DESCRIPTION", closed(blocks(header.words[name].text))[1:]),
+        header.words[name].text,
+    )
 
 
 def overview(header, date):
     """The introduction, the prose that stands before sections of the header, and what pages there are."""
     title, rest = plain(COMMENT.search(header.text)[1]).split("\n", 1)
-    rows = [".\\\" SPDX-License-Identifier: Apache-2.0", f".TH dsopt 3 {date} \"dsopt {header.abi['version']}\" \"dsopt\"",
-            ".SH NAME", "dsopt \\- " + roff(title.split(": ", 1)[1].rstrip(".")),
-            ".SH SYNOPSIS", ".nf", ".B #include <dsopt.h>", ".PP", "cc ... $(pkg\\-config \\-\\-cflags \\-\\-libs dsopt)", ".fi",
-            ".SH DESCRIPTION", *closed(blocks(rest.strip("\n")))[1:]]
+    rows = [
+        '.\\" SPDX-License-Identifier: Apache-2.0',
+        f".TH dsopt 3 {date} \"dsopt {header.abi['version']}\" \"dsopt\"",
+        ".SH NAME",
+        "dsopt \\- " + roff(title.split(": ", 1)[1].rstrip(".")),
+        ".SH SYNOPSIS",
+        ".nf",
+        ".B #include <dsopt.h>",
+        ".PP",
+        "cc ... $(pkg\\-config \\-\\-cflags \\-\\-libs dsopt)",
+        ".fi",
+        ".SH DESCRIPTION",
+        *closed(blocks(rest.strip("\n")))[1:],
+    ]
     for title, prose in PROSE.findall(header.text):
         rows += section(title.upper(), closed(blocks(plain(prose)))[1:])
     for title, kind in (("FUNCTIONS", "functions"), ("STRUCTS", "structs"), ("CONSTANTS OF THE HEADER", "enums")):
-        rows += section(title, [row for entry in header.abi[kind] for row in
-                                (".TP", f".BR {entry['name']} (3)", roff(header.words[entry["name"]].brief + "."))])
+        rows += section(
+            title,
+            [
+                row
+                for entry in header.abi[kind]
+                for row in (".TP", f".BR {entry['name']} (3)", roff(header.words[entry["name"]].brief + "."))
+            ],
+        )
     return rows + section("SEE ALSO", [".BR dsopt\\-info (1)"])
 
 
@@ -251,7 +328,9 @@ def main(arguments):
         pages[new["name"]] = other_page(header, new["name"], [f"typedef {new['type']} {new['name']};"], date)
     for callback in header.abi["callbacks"]:
         declaration = prototype({**callback, "result": "typedef " + callback["result"]}, f"(*{callback['name']})")
-        declaration = [row.replace("void (*)(void *, int64_t) body", "void (*body)(void *arg, int64_t i)") for row in declaration]
+        declaration = [
+            row.replace("void (*)(void *, int64_t) body", "void (*body)(void *arg, int64_t i)") for row in declaration
+        ]
         pages[callback["name"]] = other_page(header, callback["name"], declaration, date)
     os.makedirs(folder, exist_ok=True)
     for name, rows in pages.items():

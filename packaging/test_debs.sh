@@ -1,14 +1,16 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c against
-# them, runs dsopt-info and reads manual pages, and removes the packages again. Nothing of them must be left.
+# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c
+# against them, runs dsopt-info and reads manual pages, and removes the packages again. Nothing of them must be left.
 set -eu
 cd "$1"
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 fail() { echo "test_debs: $*"; exit 1; }
 quietly() { "$@" >log 2>&1 || { cat log; fail "$*"; }; }
 # What the packages may touch. Caches of the linker and of man come and go by triggers of others.
-files() { find /usr /etc /var/lib -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/lib/apt/*' ! -path '/var/lib/systemd/*' ! -name ld.so.cache | sort; }
+files() {
+    find /usr /etc /var/lib -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/lib/apt/*' ! -name ld.so.cache | sort
+}
 
 # Manual pages too, which minimal systems leave out.
 rm -f /etc/dpkg/dpkg.cfg.d/*
@@ -38,7 +40,7 @@ man -f dsopt_optimizer_step | grep -q 'Update every parameter' || fail "whatis d
 
 quietly apt-get purge -y libdsopt1 libdsopt-dev dsopt-tools
 files >after
-! grep . log | grep -i 'warning' || fail "removing warned"
+! grep -i warning log || fail "removing warned"
 # What apt itself brought for the packages stays, their own must be gone.
 left=$(comm -13 before after | grep dsopt || :)
 [ -z "$left" ] || fail "left behind: $left"

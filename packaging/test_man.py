@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""test_man.py man.py dsopt.h dsopt.json: every function has a page with its parameters and its statuses, every struct and enum
-its fields and constants; mandoc and man find nothing wrong."""
+"""test_man.py man.py dsopt.h dsopt.json: every function has a page with its parameters and its statuses, every struct
+and enum its fields and constants, every reference a page, and mandoc finds nothing wrong."""
+
 import json
 import os
 import pathlib
@@ -32,17 +33,25 @@ def section(page, title):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    subprocess.run([sys.executable, tool, header, description, folder], check=True, env=dict(os.environ, SOURCE_DATE_EPOCH="86400"))
+    subprocess.run(
+        [sys.executable, tool, header, description, folder], check=True, env=dict(os.environ, SOURCE_DATE_EPOCH="86400")
+    )
     pages = {path.stem: path.read_text(encoding="utf-8") for path in pathlib.Path(folder).iterdir()}
     for kind in ("functions", "structs", "enums", "typedefs", "callbacks"):
         for entry in abi[kind]:
             expect(entry["name"] in pages, f"{entry['name']} has no page")
-            expect(f"{entry['name']} (3)" in pages["dsopt"] or kind in ("typedefs", "callbacks"), f"dsopt(3) does not name {entry['name']}")
+            expect(
+                f"{entry['name']} (3)" in pages["dsopt"] or kind in ("typedefs", "callbacks"),
+                f"dsopt(3) does not name {entry['name']}",
+            )
     for function in abi["functions"]:
         name, page = function["name"], pages[function["name"]]
         parameters = section(page, "PARAMETERS")
         for argument in function["arguments"]:
-            expect(re.search(rf"^\.TP\n\\fB{argument['name']}\\fP\n.{{5,}}", parameters, re.M), f"{name}(3): nothing about {argument['name']}")
+            expect(
+                re.search(rf"^\.TP\n\\fB{argument['name']}\\fP\n.{{5,}}", parameters, re.M),
+                f"{name}(3): nothing about {argument['name']}",
+            )
         expect(section(page, "RETURN VALUE").strip(), f"{name}(3): no RETURN VALUE")
         # The statuses of the header's own comment, whatever part of the page they are in.
         comment = re.search(r"/\*\*((?:(?!\*/).)*)\*/\s*DSOPT_API[^;]*?\b" + name + r"\(", comments, re.S)
@@ -50,11 +59,16 @@ with tempfile.TemporaryDirectory() as folder:
             expect(status in words(page), f"{name}(3): {status} is missing")
     for struct in abi["structs"]:
         for field in struct["fields"]:
-            expect(re.search(rf"\b{field['name']}\b", section(pages[struct["name"]], "SYNOPSIS")), f"{struct['name']}(3): no {field['name']}")
+            expect(
+                re.search(rf"\b{field['name']}\b", section(pages[struct["name"]], "SYNOPSIS")),
+                f"{struct['name']}(3): no {field['name']}",
+            )
     for enum in abi["enums"]:
         for constant in enum["constants"]:
-            expect(f"{constant['name']} ({constant['value']})" in words(section(pages[enum["name"]], "CONSTANTS")),
-                   f"{enum['name']}(3): no {constant['name']}")
+            expect(
+                f"{constant['name']} ({constant['value']})" in words(section(pages[enum["name"]], "CONSTANTS")),
+                f"{enum['name']}(3): no {constant['name']}",
+            )
     for name, page in pages.items():
         for other in re.findall(r"^\.BR (\S+) \(3\)", page, re.M):
             expect(other in pages, f"{name}(3) refers to {other}(3), which is missing")

@@ -4,6 +4,7 @@
 
 usage: julia_structs.py [--check]      --check: writes nothing, and fails if the file is not what would be written
 """
+
 import json
 import os
 import sys
@@ -11,9 +12,17 @@ import textwrap
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 TARGET = os.path.join(ROOT, "bindings", "julia", "src", "abi.jl")
-SCALARS = {"void": ("Cvoid", None, 0), "char": ("UInt8", "0", 1), "int": ("Int32", "0", 4), "int32_t": ("Int32", "0", 4),
-           "int64_t": ("Int64", "0", 8), "uint64_t": ("UInt64", "0", 8), "size_t": ("UInt64", "0", 8), "float": ("Float32", "0", 4),
-           "double": ("Float64", "0", 8)}
+SCALARS = {
+    "void": ("Cvoid", None, 0),
+    "char": ("UInt8", "0", 1),
+    "int": ("Int32", "0", 4),
+    "int32_t": ("Int32", "0", 4),
+    "int64_t": ("Int64", "0", 8),
+    "uint64_t": ("UInt64", "0", 8),
+    "size_t": ("UInt64", "0", 8),
+    "float": ("Float32", "0", 4),
+    "double": ("Float64", "0", 8),
+}
 
 HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
@@ -60,7 +69,7 @@ class Types:
             raise SystemExit("no Julia type for " + kind)
         if kind == "const char *":
             return string, "C_NULL", 8
-        target = kind[:kind.rindex("*")].strip()
+        target = kind[: kind.rindex("*")].strip()
         target = target[6:] if target.startswith("const ") and not target.endswith(("*", "*const")) else target
         if target in self.abi["opaque"]:  # a handle
             return "Ptr{Cvoid}", "C_NULL", 8

@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# package.sh [deb|wheel|crate|test]...: packages of what is committed, into packages/. Without an argument: deb, wheel and
-# crate. `test` installs the .deb files in a clean Debian 12, builds programs against them, and removes them again; it needs root
-# or user namespaces, and Debian's mirror. packaging/README.md
+# package.sh [deb|wheel|crate|test]...: packages of what is committed, into packages/. Without an argument: deb, wheel
+# and crate. `test` installs the .deb files in a clean Debian 12, builds programs against them, and removes them again; it
+# needs root or user namespaces, and Debian's mirror. packaging/README.md
 set -eu
 cd "$(dirname "$0")/.."
-root=$PWD packages=$PWD/packages
+packages=$PWD/packages
 say() { echo "package: $*"; }
 fail() { say "$*"; exit 1; }
 needs() { # PACKAGE PROGRAM...
@@ -30,17 +30,20 @@ export_tree() { # sets $tree: a clean copy
 deb() {
     needs "dpkg-dev and debhelper" dpkg-buildpackage dh
     export_tree deb
-    [ "$(dpkg-parsechangelog -l packaging/debian/changelog -S Version)" = "$version-1" ] || fail "packaging/debian/changelog is not about $version"
+    [ "$(dpkg-parsechangelog -l packaging/debian/changelog -S Version)" = "$version-1" ] ||
+        fail "packaging/debian/changelog is not about $version"
     cp -r "$tree/packaging/debian" "$tree/debian"
     # Not the compilers of the caller's shell: packages are made with Debian's.
     (cd "$tree" && env -u CC -u CXX -u CFLAGS -u CXXFLAGS PATH=/usr/sbin:/usr/bin:/sbin:/bin \
-        DEB_BUILD_OPTIONS="${DEB_BUILD_OPTIONS-noautodbgsym parallel=$(nproc)}" dpkg-buildpackage -b -us -uc) >"$work/log" 2>&1 ||
+        DEB_BUILD_OPTIONS="${DEB_BUILD_OPTIONS-noautodbgsym parallel=$(nproc)}" \
+        dpkg-buildpackage -b -us -uc) >"$work/log" 2>&1 ||
         { tail -n 60 "$work/log"; fail "dpkg-buildpackage"; }
     rm -f "$packages"/*.deb
     cp "$work"/deb/*.deb "$packages"
     if command -v lintian >/dev/null; then
         # These packages are not for an upload to Debian, so they close no bug there.
-        lintian --allow-root --suppress-tags initial-upload-closes-no-bugs --fail-on error,warning "$work"/deb/*.changes || fail "lintian"
+        lintian --allow-root --suppress-tags initial-upload-closes-no-bugs --fail-on error,warning \
+            "$work"/deb/*.changes || fail "lintian"
     else
         say "lintian is not installed: the packages are not checked by it"
     fi
@@ -49,15 +52,19 @@ deb() {
 wheel() {
     export_tree wheel
     [ -f "$tree/pyproject.toml" ] || fail "there is no pyproject.toml to make a wheel of"
-    python3 -m pip wheel --quiet --no-input --disable-pip-version-check --no-deps --wheel-dir "$packages" "$tree" || fail "pip wheel"
+    python3 -m venv "$work/venv" >/dev/null || fail "no venv: install python3-venv"
+    # As in deb: with the system's compilers.
+    env -u CC -u CXX "$work/venv/bin/pip" wheel --quiet --no-input --disable-pip-version-check --no-deps \
+        --wheel-dir "$packages" "$tree" || fail "pip wheel"
 }
 
 crate() {
     needs cargo cargo
     export_tree crate
     [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "there is no bindings/rust/Cargo.toml to make crates of"
-    # Not built again here: the tests have built it, and the crates are not in a registry from which one could take the other.
-    (cd "$tree/bindings/rust" && cargo package --offline --no-verify --workspace --target-dir "$work/target") || fail "cargo package"
+    # Not built again here, because the tests have done that. One crate needs the other, which no registry has.
+    (cd "$tree/bindings/rust" && cargo package --quiet --offline --no-verify --workspace --target-dir "$work/target" \
+        --config "patch.crates-io.dsopt-sys.path='$PWD/dsopt-sys'") || fail "cargo package"
     cp "$work"/target/package/*.crate "$packages"
 }
 
@@ -65,10 +72,11 @@ test_debs() {
     needs mmdebstrap mmdebstrap
     ls "$packages"/*.deb >/dev/null 2>&1 || fail "no packages to test: package.sh deb"
     mkdir "$work/into"
-    cp "$packages"/*.deb "$root/packaging/test_debs.sh" "$root/tests/abi/caller_c.c" "$root/tests/abi/caller.sh" "$work/into"
+    cp "$packages"/*.deb packaging/test_debs.sh tests/abi/caller_c.c tests/abi/caller.sh "$work/into"
     needed=gcc,libc6-dev,libgomp1,pkg-config,libstdc++-12-dev,man-db
     mmdebstrap --quiet --variant=apt --include=$needed \
-        --customize-hook="copy-in $work/into /root" --customize-hook='chroot "$1" sh /root/into/test_debs.sh /root/into' \
+        --customize-hook="copy-in $work/into /root" \
+        --customize-hook='chroot "$1" sh /root/into/test_debs.sh /root/into' \
         bookworm /dev/null || fail "the test in a clean root"
 }
 

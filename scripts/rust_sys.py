@@ -11,7 +11,8 @@ import sys
 
 TOP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 CRATE = os.path.join(TOP, "bindings", "rust", "dsopt-sys")
-HEAD = "// SPDX-License-Identifier: Apache-2.0\n// Written by scripts/rust_sys.py from include/dsopt.json: change that.\n"
+HEAD = "// SPDX-License-Identifier: Apache-2.0\n" \
+    "// Written by scripts/rust_sys.py from include/dsopt.json: change that.\n"
 SCALARS = {"void": "c_void", "char": "c_char", "int": "c_int", "int32_t": "i32", "int64_t": "i64", "uint64_t": "u64",
            "size_t": "usize", "float": "f32", "double": "f64"}
 RESERVED = {"self": "self_", "type": "type_"}
@@ -43,7 +44,8 @@ def plain_type(c):
 
 
 def arguments(entry):
-    return ", ".join("%s: %s" % (RESERVED.get(each["name"], each["name"]), type_of(each)) for each in entry["arguments"])
+    return ", ".join("%s: %s" % (RESERVED.get(each["name"], each["name"]), type_of(each))
+                     for each in entry["arguments"])
 
 
 def returns(entry):
@@ -88,7 +90,8 @@ def bindings(abi):
     for new in abi["typedefs"]:
         out.append("pub type %s = %s;\n" % (new["name"], plain_type(new["type"])))
     for new in abi["callbacks"]:
-        out.append("pub type %s = Option<\n    %s,\n>;\n" % (new["name"], wrapped(function_type(new), "    ", "fn(")))
+        out.append("pub type %s = Option<\n    %s,\n>;\n" % (
+            new["name"], wrapped(function_type(new), "    ", "fn(")))
     for name in abi["opaque"]:
         out.append("\n/// A handle: only pointers to it exist.\n#[repr(C)]\npub struct %s {\n    _data: [u8; 0],\n"
                    "    _marker: Opaque,\n}\n" % name)
@@ -116,7 +119,8 @@ def bindings(abi):
 
 
 def layout(abi):
-    out = [HEAD, """//! Size and offset of every field, and every constant, beside dsopt.json; tests of the header hold that to C compilers.
+    out = [HEAD, """//! Size and offset of every field, and every constant, as in dsopt.json. Tests of the header
+//! compare that with C.
 use dsopt_sys::*;
 use std::mem::{size_of, size_of_val, MaybeUninit};
 use std::ptr::addr_of;
@@ -143,7 +147,8 @@ fn abi_version_is_that_of_the_library() {
             struct["name"][len("dsopt_"):], struct["name"], struct["size"]))
         for field in struct["fields"]:
             name = RESERVED.get(field["name"], field["name"])
-            out.append("    assert_eq!(field!(%s, %s), (%d, %d));\n" % (struct["name"], name, field["offset"], field["size"]))
+            out.append("    assert_eq!(field!(%s, %s), (%d, %d));\n" % (
+                struct["name"], name, field["offset"], field["size"]))
         out.append("}\n")
     out.append("\n#[test]\nfn constants() {\n")
     for name, value in abi["constants"].items():

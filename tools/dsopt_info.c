@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt-info: what the installed library is, and what of it this machine can use. Everything comes through dsopt.h, except
-// what the processor is, which the ABI has no word for.
+// dsopt-info: what the installed library is, and what of it this machine can use. Everything comes through dsopt.h,
+// except what the processor is, which the ABI has no word for.
 #include <dsopt.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,8 +22,8 @@ static const char usage[] = "usage: dsopt-info [--json | --version | --help]\n"
 
 static void line(const char *name, const char *value) { printf("%-16s %s\n", name, value); }
 
-/// The value of a member of a flat JSON object as plain text, with no quotes, and blanks between the entries of a list. The
-/// library's texts have no escapes.
+/// The value of a member of a flat JSON object as plain text, with no quotes, and blanks between the entries of a list.
+/// The library's texts have no escapes.
 static const char *member(const char *json, const char *key) {
     static char text[256];
     char quoted[32];
@@ -79,8 +79,8 @@ static dsopt_status device(const char *name, int32_t backend, int32_t ordinal) {
     return status;
 }
 
-/// A collective library, by what the library says of it. If that is no reason against it, making bootstrap bytes loads it
-/// or tells one.
+/// A collective library, by what dsopt says of it. If that is no reason against it, making bootstrap bytes loads it or
+/// tells one.
 static void collectives(const char *name, int32_t kind, const char *state) {
     size_t bytes = 0;
     if (strncmp(state, "loaded", 6) != 0 && strncmp(state, "looked for", 10) != 0) {

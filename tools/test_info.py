@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """test_info.py DSOPT-INFO dsopt.json MAN-PAGE: what dsopt-info prints agrees with itself and with the header."""
+
 import json
 import os
 import re
@@ -12,10 +13,18 @@ abi = json.load(open(description, encoding="utf-8"))
 
 
 def run(*arguments, expected=0, environment=None, stdout=subprocess.PIPE):
-    done = subprocess.run([program, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120,
-                          env=dict(os.environ, **(environment or {})))
+    done = subprocess.run(
+        [program, *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env=dict(os.environ, **(environment or {})),
+    )
     if done.returncode != expected:
-        sys.exit(f"dsopt-info {' '.join(arguments)} ended with {done.returncode}, not {expected}:\n{done.stdout}{done.stderr}")
+        sys.exit(
+            f"dsopt-info {' '.join(arguments)} ended with {done.returncode}, not {expected}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout, done.stderr
 
 
@@ -29,17 +38,32 @@ expect(said["version"] == abi["version"] and said["abi"] == abi["abi_version"], 
 expect(run("--version")[0] == f"dsopt {abi['version']}\n", "--version differs from dsopt.json")
 
 text = run()[0]
-report = dict(re.split(r"\s{2,}|(?<=:\d) ", line, maxsplit=1) for line in text.splitlines() if "  " in line or "device" in line)
-for name, value in (("version", said["version"]), ("ABI", str(said["abi"])), ("compiler", said["compiler"]),
-                    ("backends", " ".join(said["backends"])), ("CUDA", said["cuda"]), ("in use", said["isa"]),
-                    ("threads", said["threads"]), ("comms", " ".join(said["comms"])),
-                    ("checkpoint", str(said["checkpoint_format"])), ("device cpu:0", "usable")):
+report = dict(
+    re.split(r"\s{2,}|(?<=:\d) ", line, maxsplit=1) for line in text.splitlines() if "  " in line or "device" in line
+)
+for name, value in (
+    ("version", said["version"]),
+    ("ABI", str(said["abi"])),
+    ("compiler", said["compiler"]),
+    ("backends", " ".join(said["backends"])),
+    ("CUDA", said["cuda"]),
+    ("in use", said["isa"]),
+    ("threads", said["threads"]),
+    ("comms", " ".join(said["comms"])),
+    ("checkpoint", str(said["checkpoint_format"])),
+    ("device cpu:0", "usable"),
+):
     expect(report.get(name) == value, f"{name} is {report.get(name)!r}, and --json says {value!r}:\n{text}")
-expect(said["isa"] in report["processor has"].split(), f"{said['isa']} is in use, the processor has {report['processor has']}")
+expect(
+    said["isa"] in report["processor has"].split(),
+    f"{said['isa']} is in use, the processor has {report['processor has']}",
+)
 expect(int(report["processors"]) >= 1, text)
 for name in ("NCCL", "HCCL", "MPI"):
     expect(report.get(name), f"nothing about {name}:\n{text}")
-expect(("nccl" in said["comms"]) or report["NCCL"] == said["nccl"], f"NCCL is {report['NCCL']}, --json says {said['nccl']}")
+expect(
+    ("nccl" in said["comms"]) or report["NCCL"] == said["nccl"], f"NCCL is {report['NCCL']}, --json says {said['nccl']}"
+)
 cuda = report.get("device cuda:0")
 expect(cuda, f"nothing about CUDA's devices:\n{text}")
 expect("cuda" in said["backends"] or cuda != "usable", f"no CUDA backend, and its device is usable:\n{text}")

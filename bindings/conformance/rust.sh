@@ -10,4 +10,5 @@ trap 'rm -rf "$folder"' EXIT
 ln -s "$library" "$folder/libdsopt.so"
 ln -s "$library" "$folder/libdsopt.so.1"
 export DSOPT_LIB_DIR="$folder" LD_LIBRARY_PATH="$folder"
-cargo run --quiet --offline --manifest-path "$here/../rust/Cargo.toml" --target-dir "$folder/target" --example conformance
+cargo run --quiet --offline --manifest-path "$here/../rust/Cargo.toml" --target-dir "$folder/target" \
+    --example conformance

@@ -2,8 +2,8 @@
 """
     DsoptError(status, name, text)
 
-A call of the library failed. `status` is its number, `name` that number's name such as `"DSOPT_ERR_SHAPE"`, and `text` the
-reason, which names the parameter or option.
+A call of the library failed. `status` is its number, `name` that number's name such as `"DSOPT_ERR_SHAPE"`, and `text`
+the reason, which names the parameter or option.
 """
 struct DsoptError <: Exception
     status::Int32

@@ -8,9 +8,9 @@ end
 """
     export_state(state) -> Dict
 
-Copies of everything that a step changes besides the model: keys are `"layer1.weight.exp_avg"`, or `"optimizer.step"` for what
-belongs to the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape. Before the first step there may be
-nothing to copy yet: that of Float16 arrays is made from the model.
+Copies of everything that a step changes besides the model: keys are `"layer1.weight.exp_avg"`, or `"optimizer.step"`
+for what belongs to the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape. Before the first step
+there may be nothing to copy yet: that of Float16 arrays is made from the model.
 """
 function export_state(state::State)
     found = Dict{String,Array}()

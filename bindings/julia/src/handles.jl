@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Objects of the library. The garbage collector may drop them in any order, which the library allows: an object lives as long
-# as anything that was made from it.
+# Objects of the library. The garbage collector may drop them in any order, which the library allows: an object lives as
+# long as anything that was made from it.
 
 """
-A pointer to an object of the library, and how many calls are using it. `close` during a call on another thread, and finalizers
-at the end of the process, must not take the object away from below that call: then the call that ends last destroys it.
+A pointer to an object of the library, and how many calls are using it. `close` during a call on another thread, and
+finalizers at the end of the process, must not take the object away from below that call: then the call that ends last
+destroys it.
 """
 mutable struct Handle
     pointer::Ptr{Cvoid}
@@ -19,7 +20,9 @@ mutable struct Handle
     end
 end
 
-"""Destroy the object if no call uses it. Also the finalizer, which must not wait: then nobody else can have the lock."""
+"""
+Destroy the object if no call uses it. Also the finalizer, which must not wait: then nobody else can have the lock.
+"""
 function finish(handle::Handle)
     handle.closed = true
     if handle.users == 0 && handle.pointer != C_NULL

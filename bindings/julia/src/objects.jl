@@ -4,18 +4,18 @@
 
 Where and how steps run. `threads = 0` is one per core. One context serves any number of states and threads.
 
-  * `parallel_for(n, piece)` replaces the library's threads: it must call `piece(i)` once for every `i` in `0:n-1`, and must not
-    switch tasks. What it throws is thrown by the call that used it.
-  * `log(level, text)` gets the library's messages after the call that they belong to; `level` is one of `:error`, `:warn`,
-    `:info`, `:trace`, and `log_level` (1 to 4) the highest.
+  * `parallel_for(n, piece)` replaces the library's threads: it must call `piece(i)` once for every `i` in `0:n-1`, and
+    must not switch tasks. What it throws is thrown by the call that used it.
+  * `log(level, text)` gets the library's messages after the call that they belong to; `level` is one of `:error`,
+    `:warn`, `:info`, `:trace`, and `log_level` (1 to 4) the highest.
 """
 struct Context
     handle::Handle
     hooks::Union{Hooks,Nothing}
 end
 
-# The library has a pointer to the hooks as long as anything that was made from the context lives. When that ends it does not
-# say, so hooks stay until the process ends.
+# The library has a pointer to the hooks as long as anything that was made from the context lives. When that ends it
+# does not say, so hooks stay until the process ends.
 const ROOTS = Base.RefValue{Hooks}[]
 const ROOTS_LOCK = ReentrantLock()
 
@@ -36,17 +36,18 @@ end
 """
     Scaler(context = Context(); init, factor, window, min, max, hysteresis, static = false)
 
-A loss scale for Float16 gradients. Multiply the loss by [`scale`](@ref)`(scaler)`; a step divides by it, is skipped if it finds
-Inf or NaN, and moves the scale. What is not given has DeepSpeed's default.
+A loss scale for Float16 gradients. Multiply the loss by [`scale`](@ref)`(scaler)`; a step divides by it, is skipped if
+it finds Inf or NaN, and moves the scale. What is not given has DeepSpeed's default.
 """
 struct Scaler
     handle::Handle
     context::Context
 end
 
-function Scaler(context::Context = Context(); init = 0, factor = 0, window = 0, min = 0, max = 0, hysteresis = 0, static = false)
-    desc = ABI.dsopt_scaler_desc(init = init, factor = factor, window = window, min = min, max = max, hysteresis = hysteresis,
-                                 flags = static ? ABI.DSOPT_SCALER_STATIC : Int32(0))
+function Scaler(context::Context = Context(); static::Bool = false, init = 0, factor = 0, window = 0, min = 0, max = 0,
+                hysteresis = 0)
+    desc = ABI.dsopt_scaler_desc(flags = static ? ABI.DSOPT_SCALER_STATIC : Int32(0), init = init, factor = factor,
+                                 window = window, min = min, max = max, hysteresis = hysteresis)
     handle = use(context) do ctx
         new_handle(out -> ABI.dsopt_scaler_create(ctx, Ref(desc), out), ABI.dsopt_scaler_destroy)
     end
@@ -63,9 +64,9 @@ end
 """
     Comm(context, id, rank, ranks; timeout = 600)
 
-One of several data-parallel ranks that are threads of this process, rank 0 being the first. All ranks take the bytes of one
-[`local_id`](@ref), and create their comms at the same time, each on a thread of its own: start Julia with that many. `timeout`
-is in seconds.
+One of several data-parallel ranks that are threads of this process, rank 0 being the first. All ranks take the bytes of
+one [`local_id`](@ref), and create their comms at the same time, each on a thread of its own: start Julia with that
+many. `timeout` is in seconds.
 """
 struct Comm
     handle::Handle
@@ -76,8 +77,8 @@ function Comm(context::Context, id::Vector{UInt8}, rank::Integer, ranks::Integer
     # A rank that waits lets the garbage collector run, and a hook is Julia code that must not run beside it.
     context.hooks === nothing || throw(ArgumentError("a context with hooks cannot have a comm of several ranks"))
     GC.@preserve id begin
-        desc = Ref(ABI.dsopt_comm_desc(kind = ABI.DSOPT_COMM_KIND_LOCAL, rank = rank, ranks = ranks,
-                                       timeout_ms = ceil(Int32, 1000 * timeout), id = pointer(id), id_bytes = length(id)))
+        desc = Ref(ABI.dsopt_comm_desc(kind = ABI.DSOPT_COMM_KIND_LOCAL, rank = rank, ranks = ranks, id = pointer(id),
+                                       id_bytes = length(id), timeout_ms = ceil(Int32, 1000 * timeout)))
         handle = use(context) do ctx
             new_handle(out -> blocking_create(ctx, desc, out), ABI.dsopt_comm_destroy)
         end
@@ -105,9 +106,9 @@ for type in (:Context, :Scaler, :Comm)
     @eval Base.show(io::IO, object::$type) = print(io, $type, object.handle.closed ? "(closed)" : "(...)")
 end
 
-# Calls that wait for other ranks. If another thread wants to collect garbage meanwhile it would wait for this one, and this one
-# for a rank on that thread. So the collector is told that this thread touches no object of Julia. Everything between the two
-# calls is plain numbers: nothing there may allocate or be compiled.
+# Calls that wait for other ranks. If another thread wants to collect garbage meanwhile it would wait for this one, and
+# this one for a rank on that thread. So the collector is told that this thread touches no object of Julia. Everything
+# between the two calls is plain numbers: nothing there may allocate or be compiled.
 const CREATE, STEP = (findfirst(isequal(name), ABI.NAMES) for name in (:dsopt_comm_create, :dsopt_optimizer_step))
 
 function blocking(address::Ptr{Cvoid}, ctx::Ptr{Cvoid}, desc::Ptr{ABI.dsopt_comm_desc}, out::Ptr{Ptr{Cvoid}})
@@ -125,8 +126,9 @@ function blocking(address::Ptr{Cvoid}, optimizer::Ptr{Cvoid}, step::Ptr{ABI.dsop
 end
 
 function blocking_create(ctx, desc, out)
-    return GC.@preserve desc out blocking(ABI.ADDRESSES[CREATE], ctx, Base.unsafe_convert(Ptr{ABI.dsopt_comm_desc}, desc),
-                                          Base.unsafe_convert(Ptr{Ptr{Cvoid}}, out))
+    return GC.@preserve desc out blocking(
+        ABI.ADDRESSES[CREATE], ctx, Base.unsafe_convert(Ptr{ABI.dsopt_comm_desc}, desc),
+        Base.unsafe_convert(Ptr{Ptr{Cvoid}}, out))
 end
 
 function blocking_step(optimizer, step)

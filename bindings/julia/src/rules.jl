@@ -35,7 +35,7 @@ for (name, algorithm, formula) in (
     (:AdamW, :ADAMW, "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
     (:Lamb, :LAMB, "Adam with a trust ratio per array, between `min_trust` and `max_trust`"),
     (:OnebitAdam, :ONEBIT_ADAM, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element"),
-    (:ZeroOneAdam, :ZERO_ONE_ADAM, "0/1 Adam, with `freeze_step`, `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),
+    (:ZeroOneAdam, :ZERO_ONE_ADAM, "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),
     (:OnebitLamb, :ONEBIT_LAMB, "1-bit LAMB: after step `freeze_step` ranks exchange one bit per element"))
     constant = Symbol(:DSOPT_ALGORITHM_, algorithm)
     text = """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time uses it; a second
-one gets an error.
+What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time uses it;
+a second one gets an error.
 """
 struct State
     handle::Handle
@@ -28,17 +28,17 @@ Base.show(io::IO, state::State) =
 
 The state of an optimizer for every array of Float32 or Float16 in `model`. No memory of the model is kept.
 
-  * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` gives the array its rule; the others have the
-    first argument's. `name` is such as `"layer1.weight"`.
+  * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` gives the array its rule; the others
+    have the first argument's. `name` is such as `"layer1.weight"`.
   * `scaler`: a [`Scaler`](@ref) for Float16 gradients.
   * `max_norm`, `max_value`: clip all gradients by their norm, or each element.
-  * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average the gradients
-    in the steps that need that.
+  * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average
+    the gradients in the steps that need that.
   * `master = false`: Float16 arrays have no copy in Float32.
   * `nonfinite`: what to do about Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
-function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing, scaler = nothing, data = nothing,
-               max_norm = 0, max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
+function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
+               scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0, max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
     haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
     if context === nothing
         context = scaler !== nothing ? scaler.context : data !== nothing ? data.context : Context()
@@ -47,7 +47,8 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
     names, sizes, types, places = String[], Tuple{Vararg{Int}}[], DataType[], Int32[]
     seen = IdDict{Any,String}()
     walk(model, nothing) do leaf, _, path
-        haskey(seen, leaf) && throw(ArgumentError("$(name_of(path)) is the array of $(seen[leaf]): one array is one parameter"))
+        haskey(seen, leaf) &&
+            throw(ArgumentError("$(name_of(path)) is the array of $(seen[leaf]): one array is one parameter"))
         seen[leaf] = name_of(path)
         push!(names, name_of(path))
         push!(sizes, size(leaf))
@@ -63,8 +64,9 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         use(context) do ctx
             use(scaler) do scale
                 use(data) do comm
-                    desc = ABI.dsopt_optimizer_desc(flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm,
-                                                    max_value = max_value, scaler = scale, data = comm)
+                    desc = ABI.dsopt_optimizer_desc(
+                        flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm, max_value = max_value,
+                        scaler = scale, data = comm)
                     new_handle(out -> ABI.dsopt_optimizer_create(ctx, Ref(desc), out), ABI.dsopt_optimizer_destroy)
                 end
             end
@@ -80,9 +82,11 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         # C has the last dimension next to one another, Julia the first.
         dims = [Int64[reverse(size)...] for size in sizes]
         GC.@preserve names dims begin
-            params = [ABI.dsopt_param(tensor = ABI.dsopt_tensor(C_NULL, prod(sizes[i]), dtype_of(types[i]), 0), name = pointer(names[i]),
-                                      dims = pointer(dims[i]), ndim = min(length(dims[i]), 8) == length(dims[i]) ? length(dims[i]) : 0,
-                                      group = places[i]) for i in 1:count]
+            params = map(1:count) do i
+                ABI.dsopt_param(
+                    tensor = ABI.dsopt_tensor(C_NULL, prod(sizes[i]), dtype_of(types[i]), 0), name = pointer(names[i]),
+                    dims = pointer(dims[i]), ndim = length(dims[i]) > 8 ? 0 : length(dims[i]), group = places[i])
+            end
             check(ABI.dsopt_optimizer_add_params(optimizer, params, count))
         end
     end
@@ -112,11 +116,10 @@ function fill_lists!(state::State, model, gradient)
     walk(model, gradient) do leaf, gradient, path
         place += 1
         place <= length(state.names) || throw(ArgumentError("$(name_of(path)) was not in the model of setup"))
-        if size(leaf) != state.sizes[place]
-            throw(DimensionMismatch("$(state.names[place]) had size $(state.sizes[place]) in setup, and $(name_of(path)) has $(size(leaf))"))
-        elseif eltype(leaf) !== state.types[place]
-            throw(ArgumentError("$(state.names[place]) had elements of $(state.types[place]) in setup, and $(name_of(path)) has $(eltype(leaf))"))
-        end
+        size(leaf) == state.sizes[place] || throw(DimensionMismatch(
+            "$(state.names[place]) had size $(state.sizes[place]) in setup, and $(name_of(path)) has $(size(leaf))"))
+        eltype(leaf) === state.types[place] || throw(ArgumentError(
+            "$(state.names[place]) was of $(state.types[place]) in setup, and $(name_of(path)) is of $(eltype(leaf))"))
         push!(state.arrays, leaf)
         state.params[place] = tensor_of(leaf)
         if gradient === nothing
@@ -134,8 +137,8 @@ end
 """
     update!(state, model, gradients) -> (state, model)
 
-One step: the arrays of `model` change in place. `gradients` has the structure of the model; `nothing`, anywhere in it, leaves the
-arrays below as they are.
+One step: the arrays of `model` change in place. `gradients` has the structure of the model; `nothing`, anywhere in it,
+leaves the arrays below as they are.
 """
 function update!(state::State, model, gradient)
     exclusively(state) do
@@ -145,7 +148,8 @@ function update!(state::State, model, gradient)
             step = Ref(ABI.dsopt_step(grads = pointer(grads), count = length(grads), params = pointer(params)))
             call(state) do optimizer
                 # Hooks are Julia: with them the collector must go on counting this thread among its own.
-                check(state.context.hooks === nothing ? blocking_step(optimizer, step) : ABI.dsopt_optimizer_step(optimizer, step))
+                step_now = state.context.hooks === nothing ? blocking_step : ABI.dsopt_optimizer_step
+                check(step_now(optimizer, step))
             end
         end
     end
@@ -162,8 +166,8 @@ const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECA
     adjust!(state, eta; group = nothing)
     adjust!(state; group = nothing, eta, beta, lambda, epsilon, ...)
 
-Other hyper-parameters from the next step on, of all groups or of one: 0 is that of `setup`'s first argument, 1 the first of
-`groups`.
+Other hyper-parameters from the next step on, of all groups or of one: 0 is that of `setup`'s first argument, 1 the
+first of `groups`.
 """
 adjust!(state::State, eta::Real; group = nothing) = adjust!(state; group = group, eta = eta)
 
@@ -171,8 +175,13 @@ function adjust!(state::State; group = nothing, keywords...)
     index = group === nothing ? ABI.DSOPT_ALL_GROUPS : Int32(group)
     changes = Pair{Symbol,Float64}[]
     for (keyword, value) in keywords
-        keyword === :beta ? append!(changes, [:beta1 => value[1], :beta2 => value[2]]) : push!(changes, keyword => value)
-        keyword === :beta || haskey(KEYS, keyword) || throw(ArgumentError("$keyword is no hyper-parameter that can change"))
+        if keyword === :beta
+            append!(changes, [:beta1 => value[1], :beta2 => value[2]])
+        elseif haskey(KEYS, keyword)
+            push!(changes, keyword => value)
+        else
+            throw(ArgumentError("$keyword is no hyper-parameter that can change"))
+        end
     end
     call(state) do optimizer
         for (keyword, value) in changes
@@ -185,8 +194,8 @@ end
 """
     report(state)
 
-What happened so far, as a named tuple: `calls`, `skipped`, `last_skipped`, `loss_scale`, `grad_norm`, `first_bad` (the name of the
-first array with Inf or NaN in the last step, or `nothing`) and more. A norm that was not computed is NaN.
+What happened so far, as a named tuple: `calls`, `skipped`, `last_skipped`, `loss_scale`, `grad_norm`, `first_bad` (the
+name of the first array with Inf or NaN in the last step, or `nothing`) and more. A norm that was not computed is NaN.
 """
 function report(state::State)
     report = Ref(ABI.dsopt_report())
@@ -194,8 +203,9 @@ function report(state::State)
         check(ABI.dsopt_optimizer_report(optimizer, report))
     end
     said = report[]
-    return (calls = said.calls, skipped = said.skipped, skipped_in_row = said.skipped_in_row, last_skipped = said.last_skipped != 0,
-            nonfinite = said.nonfinite, first_bad = said.first_bad < 0 ? nothing : state.names[said.first_bad+1],
-            loss_scale = said.loss_scale, scale_used = said.scale_used, grad_norm = said.grad_norm, divisor = said.divisor,
+    return (calls = said.calls, skipped = said.skipped, skipped_in_row = said.skipped_in_row,
+            last_skipped = said.last_skipped != 0, nonfinite = said.nonfinite,
+            first_bad = said.first_bad < 0 ? nothing : state.names[said.first_bad+1], loss_scale = said.loss_scale,
+            scale_used = said.scale_used, grad_norm = said.grad_norm, divisor = said.divisor,
             state_bytes = said.state_bytes)
 end

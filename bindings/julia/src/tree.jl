@@ -8,7 +8,7 @@ dtype_of(::Type{Float32}) = ABI.DSOPT_DTYPE_F32
 dtype_of(::Type{Float16}) = ABI.DSOPT_DTYPE_F16
 isdefined(Core, :BFloat16) && @eval dtype_of(::Type{Core.BFloat16}) = ABI.DSOPT_DTYPE_BF16
 
-"""Where in a model something is: the keys from the inside out. Text is only made of it when somebody wants to read it."""
+"""Where in a model something is: the keys from the inside out. Text is only made of it for somebody to read."""
 struct Path
     outer::Union{Path,Nothing}
     key::Any
@@ -21,18 +21,23 @@ name_of(path::Path) = string(path)
 """
     children(x)
 
-The parts of a model that may hold parameters, as pairs of key and value. A method for a type of your own can leave out what is
-not trained.
+The parts of a model that may hold parameters, as pairs of key and value. A method for a type of your own can leave out
+what is not trained.
 """
 children(x::NamedTuple) = pairs(x)
 children(x::Tuple) = pairs(x)
-children(x::AbstractDict) = sort!(collect(pairs(x)); by = pair -> string(first(pair))) # an order that every process shares
+# An order that every process shares.
+children(x::AbstractDict) = sort!(collect(pairs(x)); by = pair -> string(first(pair)))
 children(x::AbstractArray) = eltype(x) <: Number || eltype(x) <: AbstractString ? () : enumerate(x)
 children(::Union{Number,AbstractString,Symbol,Function,Module,Type,Nothing,Missing,AbstractRange}) = ()
-children(x::T) where {T} = isprimitivetype(T) ? () : (name => getfield(x, name) for name in fieldnames(T) if isdefined(x, name))
+function children(x::T) where {T}
+    return isprimitivetype(T) ? () : (name => getfield(x, name) for name in fieldnames(T) if isdefined(x, name))
+end
 
-"""What a gradient has for a child of the model. A model is followed by `nothing`, a container with the same keys, or for a struct
-a named tuple of its fields."""
+"""
+What a gradient has for a child of the model. A model is followed by `nothing`, a container with the same keys, or for a
+struct a named tuple of its fields.
+"""
 child(::Nothing, key) = nothing
 child(gradient::NamedTuple, key) = get(gradient, key, nothing)
 child(gradient::AbstractDict, key) = get(gradient, key, nothing)
@@ -43,14 +48,11 @@ child(gradient, key) = hasproperty(gradient, key) ? getproperty(gradient, key) :
 function check_keys(model, gradient::Union{NamedTuple,AbstractDict,Tuple}, path)
     known = Set(first(pair) for pair in children(model))
     for key in keys(gradient)
-        key in known || gradient[key] === nothing || model isa Union{NamedTuple,AbstractDict,Tuple} && haskey_of(model, key) ||
+        key in known || gradient[key] === nothing ||
             throw(ArgumentError("there is a gradient for $(string(Path(path, key))), which is no part of the model"))
     end
 end
 check_keys(model, gradient, path) = nothing
-
-haskey_of(model::Tuple, key) = checkbounds(Bool, 1:length(model), key)
-haskey_of(model, key) = haskey(model, key)
 
 """`visit(leaf, gradient, path)` for each array of floats, in the model's order."""
 function walk(visit::F, model, gradient, path = nothing) where {F}
@@ -67,16 +69,20 @@ function walk(visit::F, model, gradient, path = nothing) where {F}
     return nothing
 end
 
-tensor_of(array::Array{T}) where {T<:Element} = ABI.dsopt_tensor(Ptr{Cvoid}(pointer(array)), length(array), dtype_of(T), 0)
+function tensor_of(array::Array{T}) where {T<:Element}
+    return ABI.dsopt_tensor(Ptr{Cvoid}(pointer(array)), length(array), dtype_of(T), 0)
+end
 
 """
-A gradient as an array that the library can read: itself, or a dense copy of a lazy one (of `Adjoint` or `SubArray`, say).
+A gradient as an array that the library can read: itself, or a dense copy of a lazy one (of `Adjoint` or `SubArray`,
+say).
 """
 function dense(gradient, leaf, path)
-    gradient isa AbstractArray || throw(ArgumentError("the gradient of $(name_of(path)) is a $(typeof(gradient)), not an array"))
-    eltype(gradient) <: Element ||
-        throw(ArgumentError("the gradient of $(name_of(path)) has elements of $(eltype(gradient)), not Float32 or Float16"))
-    size(gradient) == size(leaf) ||
-        throw(DimensionMismatch("the gradient of $(name_of(path)) has size $(size(gradient)), the parameter $(size(leaf))"))
+    gradient isa AbstractArray ||
+        throw(ArgumentError("the gradient of $(name_of(path)) is a $(typeof(gradient)), not an array"))
+    eltype(gradient) <: Element || throw(ArgumentError(
+        "the gradient of $(name_of(path)) has elements of $(eltype(gradient)), not Float32 or Float16"))
+    size(gradient) == size(leaf) || throw(DimensionMismatch(
+        "the gradient of $(name_of(path)) has size $(size(gradient)), the parameter $(size(leaf))"))
     return gradient isa Leaf ? gradient : Array(gradient)
 end

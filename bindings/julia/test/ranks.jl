@@ -22,7 +22,8 @@ else
         models = on_ranks(2) do rank
             context = Context(threads = 1)
             model = (u = values(1, 5), v = values(2, 130))
-            state = Dsopt.setup(OnebitAdam(eta = 0.01, freeze_step = 3), model; data = Comm(context, id, rank, 2; timeout = 300))
+            comm = Comm(context, id, rank, 2; timeout = 300)
+            state = Dsopt.setup(OnebitAdam(eta = 0.01, freeze_step = 3), model; data = comm)
             numbers = Numbers(100 + rank)
             for i in 1:8
                 # Garbage and a collection on one rank while the other may wait for it inside the library.

@@ -23,14 +23,17 @@ function step!(rule::ReferenceAdamW, p, g)
 end
 
 @testset "AdamW is the textbook's" begin
-    model = (layers = [(weight = values(1, 5, 3), bias = values(2, 5)), (weight = values(3, 2, 5), bias = nothing)], scale = values(4))
-    flat = [Float64[x...] for x in (model.layers[1].weight, model.layers[1].bias, model.layers[2].weight, model.scale)]
+    first, second = (weight = values(1, 5, 3), bias = values(2, 5)), (weight = values(3, 2, 5), bias = nothing)
+    model = (layers = [first, second], scale = values(4))
+    arrays = (first.weight, first.bias, second.weight, model.scale)
+    flat = [Float64[x...] for x in arrays]
     references = [ReferenceAdamW(length(x); eta = 0.01, lambda = 0.1) for x in flat]
     state = Dsopt.setup(AdamW(eta = 0.01, lambda = 0.1), model)
     numbers = Numbers(5)
     for _ in 1:25
-        grads = [fill!!(numbers, similar(x)) for x in (model.layers[1].weight, model.layers[1].bias, model.layers[2].weight, model.scale)]
-        gradient = (layers = [(weight = grads[1], bias = grads[2]), (weight = grads[3], bias = nothing)], scale = grads[4])
+        grads = [fill!!(numbers, similar(x)) for x in arrays]
+        layers = [(weight = grads[1], bias = grads[2]), (weight = grads[3], bias = nothing)]
+        gradient = (layers = layers, scale = grads[4])
         result = Dsopt.update!(state, model, gradient)
         @test result === (state, model)
         foreach(step!, references, flat, [Float64[g...] for g in grads])
@@ -104,7 +107,8 @@ end
 
 @testset "groups and changes of hyper-parameters" begin
     model = (w = ones(Float32, 2, 2), b = ones(Float32, 2))
-    state = Dsopt.setup(AdamW(eta = 0.5, lambda = 0.5), model; groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25)])
+    groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25)]
+    state = Dsopt.setup(AdamW(eta = 0.5, lambda = 0.5), model; groups = groups)
     zero = (w = zeros(Float32, 2, 2), b = zeros(Float32, 2))
     Dsopt.update!(state, model, zero)
     @test model.w == fill(0.75f0, 2, 2) && model.b == ones(Float32, 2)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Says how to link dsopt: by pkg-config, or from the folders in DSOPT_LIB_DIR, which come first. Feature `dlopen`: not at all.
+//! Says how to link dsopt: by pkg-config, or from the folders in DSOPT_LIB_DIR, which come first. Feature `dlopen`: not
+//! at all.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};

@@ -15,7 +15,6 @@ from ._tensors import unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
-_END = object()
 _params_of = itemgetter("params")
 
 
@@ -88,11 +87,13 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _is_current(self) -> bool:
         """Are groups, parameters and state tensors those that the plans were made for?"""
         groups, seen = self.param_groups, self._seen
-        return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
-                all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
-                len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
-                all(map(is_, chain(chain.from_iterable(map(dict.values, seen.states)), (_END,)), seen.tensors)) and
-                all(p.grad is None for p in seen.idle))
+        try:
+            return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
+                    all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
+                    len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
+                    seen.state_at == addresses(seen.states) and all(p.grad is None for p in seen.idle))
+        except TypeError:  # something else than tensors in the state
+            return False
 
     def _plan(self) -> None:
         """Make the plans, and state for parameters that have their first gradient."""
@@ -169,13 +170,20 @@ def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
     optimizer._loading = state_dict
 
 
+def addresses(states: List[Dict[str, Any]]) -> List[int]:
+    return list(map(torch.Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))
+
+
 class Seen:
-    """What plans depend on, to notice a change."""
+    """What plans depend on, to notice a change. It keeps the state tensors, so that no other can come to their addresses."""
 
     def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor]) -> None:
         self.process = os.getpid()
         self.sizes = [len(group["params"]) for group in owner.param_groups]
         self.params = list(chain.from_iterable(map(_params_of, owner.param_groups)))
         self.states = list(owner.state.values())
-        self.tensors = list(chain.from_iterable(map(dict.values, self.states))) + [_END]
+        self.tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        self.state_at: Optional[List[int]] = None
+        if all(map(torch.is_tensor, self.tensors)):  # else nothing is taken for granted
+            self.state_at = addresses(self.states)
         self.idle = idle

@@ -21,7 +21,7 @@ class Wrapper:
     """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters, in one
     pass. Masters are in `state` of the optimizer, as "master".
 
-    low_precision_dtype   torch.float16, which has a loss scale, or torch.bfloat16
+    low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters, for clipping
     static_loss_scale     the scale, without dynamic_loss_scale
     dynamic_loss_args     init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis
     mpu                   gives the model-parallel process group by get_model_parallel_group()
@@ -43,8 +43,8 @@ class Wrapper:
             raise wrong("init_optimizer is in another wrapper")
         if loss_scale_config is not None:
             raise unsupported("loss_scale_config; give static_loss_scale, dynamic_loss_scale and dynamic_loss_args")
-        if low_precision_dtype not in (torch.float16, torch.bfloat16):
-            raise wrong("low_precision_dtype is %s, and must be torch.float16 or torch.bfloat16" % low_precision_dtype, "DTYPE")
+        if low_precision_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise wrong("low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype, "DTYPE")
         for g, group in enumerate(init_optimizer.param_groups):
             for i, param in enumerate(group["params"]):
                 if param.dtype != low_precision_dtype:

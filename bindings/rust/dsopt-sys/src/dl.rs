@@ -24,14 +24,17 @@ static LOADING: Mutex<()> = Mutex::new(());
 ///
 /// A second call does nothing, whatever its path. A function that is called before this one loads the library by its
 /// soname, and panics if that fails.
-pub fn load(path: Option<&OsStr>) -> Result<(), String> {
+///
+/// # Safety
+/// The file is a library of dsopt: its initialisers run, and its functions are called with the signatures of `dsopt.h`.
+pub unsafe fn load(path: Option<&OsStr>) -> Result<(), String> {
     let _one_at_a_time = LOADING.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     if !LOADED.load(Ordering::Acquire).is_null() {
         return Ok(());
     }
     let path = path.unwrap_or_else(|| OsStr::new(SONAME));
     let name = CString::new(path.as_bytes()).map_err(|_| "the path has a NUL in it".to_string())?;
-    // SAFETY: a string of C; the library's initialisers do nothing that asks for more.
+    // SAFETY: a string of C, and the caller's word for what is in the file.
     let library = unsafe { dlopen(name.as_ptr(), RTLD_NOW) };
     if library.is_null() {
         return Err(reason());
@@ -66,7 +69,8 @@ pub(crate) fn find(library: *mut c_void, name: &str) -> Result<*mut c_void, Stri
 pub(crate) fn table() -> &'static Functions {
     let loaded = LOADED.load(Ordering::Acquire);
     if loaded.is_null() {
-        if let Err(reason) = load(None) {
+        // SAFETY: the soname is that of dsopt, as it is for programs that are linked to it.
+        if let Err(reason) = unsafe { load(None) } {
             panic!("dsopt could not be loaded: {reason}");
         }
         return table();

@@ -2,8 +2,8 @@
 //! The C interface of dsopt, as `dsopt.h` declares it.
 //!
 //! Names are those of the header, which is the reference. Constants are `i32`, as the fields and arguments that
-//! take them are. Structs that begin with `size` are zeroed, which [`zeroed!`] does, and `size` is set. [`check_abi`] comes
-//! before the first call.
+//! take them are. Structs that begin with `size` are zeroed, which [`zeroed!`] does, and `size` is set. [`check_abi`]
+//! comes before the first call.
 //!
 //! | feature | the library |
 //! | --- | --- |
@@ -26,15 +26,19 @@ use std::ffi::OsStr;
 /// Load the library, if it is to be loaded: without the feature `dlopen` it is linked, and this does nothing.
 ///
 /// `path` is the soname if it is `None`. A second call does nothing, whatever its path.
+///
+/// # Safety
+/// The file is a library of dsopt.
 #[cfg(not(feature = "dlopen"))]
-pub fn load(path: Option<&OsStr>) -> Result<(), String> {
+pub unsafe fn load(path: Option<&OsStr>) -> Result<(), String> {
     let _ = path;
     Ok(())
 }
 
 /// Compare the library's ABI with the one that this crate was written for. Loads the library where needed.
 pub fn check_abi() -> Result<(), String> {
-    load(None::<&OsStr>)?;
+    // SAFETY: the soname is that of dsopt, as it is for programs that are linked to it.
+    unsafe { load(None::<&OsStr>) }?;
     // SAFETY: the function has no preconditions.
     let found = unsafe { dsopt_abi_version() };
     if found == DSOPT_ABI_VERSION {

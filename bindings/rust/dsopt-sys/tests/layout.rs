@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Written by scripts/rust_sys.py from include/dsopt.json: change that.
-//! Size and offset of every field, and every constant, beside dsopt.json; tests of the header hold that to C compilers.
+//! Size and offset of every field, and every constant, as in dsopt.json. Tests of the header
+//! compare that with C.
 use dsopt_sys::*;
 use std::mem::{size_of, size_of_val, MaybeUninit};
 use std::ptr::addr_of;

@@ -95,7 +95,7 @@ unsafe extern "C" fn read<R: Read + Seek>(user: *mut c_void, offset: u64, data: 
 }
 
 impl Optimizer {
-    /// Write a checkpoint: a safetensors file, under a temporary name until it is complete. Collective with a data comm:
+    /// Write a checkpoint: a safetensors file, under a temporary name until it is complete. With a data comm
     /// each rank writes a file of its own.
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.save_params(path, &[])
@@ -132,8 +132,8 @@ impl Optimizer {
         self.load_files(&[path], options, &mut [])
     }
 
-    /// Read a checkpoint that was saved by this number of ranks, or by another one: one path of each rank that saved. With
-    /// parameters in the list these are read as well.
+    /// Read a checkpoint that was saved by this number of ranks, or by another one: one path of each rank that saved.
+    /// With parameters in the list these are read as well.
     pub fn load_files<P: AsRef<Path>>(
         &mut self,
         paths: &[P],

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 /// One rank's end of a set of ranks that communicate.
 ///
-/// Every rank makes the same calls in the same order. One thread at a time uses a comm, so it is moved into the optimizer
-/// that uses it; [`Comm::handle`] is for other threads. The first failure loses the comm: each later call returns the
-/// same error.
+/// Every rank makes the same calls in the same order. One thread at a time uses a comm, so it is moved into the
+/// optimizer that uses it; [`Comm::handle`] is for other threads. The first failure loses the comm: each later call
+/// returns the same error.
 #[derive(Debug)]
 pub struct Comm {
     inner: Arc<Inner>,
@@ -183,7 +183,8 @@ impl Comm {
         desc.timeout_ms = i32::try_from(timeout.as_millis()).map_or(-1, |milliseconds| milliseconds.max(1));
         desc.id = id.bytes.as_ptr().cast();
         desc.id_bytes = id.bytes.len();
-        // SAFETY: the id outlives the call. Ranks of kind LOCAL are threads, which share memory only during collectives.
+        // SAFETY: the id outlives the call. Ranks of kind LOCAL are threads, which share memory only during
+        // collectives.
         unsafe { Comm::from_desc(context, &desc) }
     }
 

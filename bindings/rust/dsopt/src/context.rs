@@ -7,8 +7,8 @@ use std::os::raw::c_char;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// How a thread pool runs pieces: it calls the second argument once for every number below the first, on any threads, and
-/// returns when all of them are done.
+/// How a thread pool runs pieces: it calls the second argument once for every number below the first, on any threads,
+/// and returns when all of them are done.
 pub type ParallelFor = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Send + Sync;
 
 /// A pool for one call.
@@ -139,9 +139,9 @@ impl ContextBuilder {
 
     /// A thread pool in place of OpenMP.
     ///
-    /// The calling thread should run pieces too: a pool whose threads all wait inside dsopt would otherwise never finish.
-    /// If the pool leaves pieces out, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of the pool
-    /// goes on after the call; what the call had to change is then undefined in part.
+    /// The calling thread should run pieces too: a pool whose threads all wait inside dsopt would otherwise never
+    /// finish. If the pool leaves pieces out, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of
+    /// the pool goes on after the call; what the call had to change is then undefined in part.
     ///
     /// ```
     /// // Two threads for each pass.

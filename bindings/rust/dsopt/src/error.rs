@@ -156,7 +156,8 @@ pub(crate) fn check(status: sys::dsopt_status) -> Result<()> {
     }
 }
 
-/// The result of a call that makes an object: `made` owns the handle, if there is one, before a panic of a hook goes on.
+/// The result of a call that makes an object: `made` owns the handle, if there is one, before a panic of a hook goes
+/// on.
 pub(crate) fn owned<T>(status: sys::dsopt_status, made: Option<T>) -> Result<T> {
     check(status)?;
     made.ok_or_else(|| Error::new(sys::DSOPT_ERR_INTERNAL, "the library gave no object"))

@@ -42,10 +42,14 @@ pub use dsopt_sys as sys;
 
 use std::ffi::{CStr, OsStr};
 
-/// With the feature `dlopen`: load the library from this path, or by its soname. Comes before anything else; without it
-/// the first context loads the library by its soname. Without the feature it does nothing.
-pub fn load(path: Option<&OsStr>) -> Result<()> {
-    sys::load(path).map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))
+/// With the feature `dlopen`: load the library from this path. Comes before anything else; without it the first context
+/// loads the library by its soname. Without the feature it does nothing.
+///
+/// # Safety
+/// The file is a library of dsopt.
+pub unsafe fn load(path: &OsStr) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe { sys::load(Some(path)) }.map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))
 }
 
 /// What the loaded library is, as JSON: version, backends, instruction set and so on.

@@ -7,7 +7,8 @@ thread_local! {
     static HERE: u8 = const { 0 };
 }
 
-/// Lets one thread at a time in, and a thread that is in already not at all: a hook could otherwise wait for its own call.
+/// Lets one thread at a time in, and a thread that is in already not at all: a hook could otherwise wait for its own
+/// call.
 #[derive(Debug, Default)]
 pub(crate) struct Lock {
     /// The thread that is in: an address of its own. 0 is nobody.

@@ -107,8 +107,8 @@ pub struct Optimizer {
 /// An optimizer as a constant, for any number of threads: [`Applier::apply`] changes only what it is given.
 ///
 /// While a call of an applier runs, calls that change the optimizer itself fail with
-/// [`ErrorKind::Busy`](crate::ErrorKind::Busy), and the other way round. Parameters cannot be added before the last applier is
-/// dropped. It keeps the optimizer alive.
+/// [`ErrorKind::Busy`](crate::ErrorKind::Busy), and the other way round. Parameters cannot be added before the last
+/// applier is dropped. It keeps the optimizer alive.
 ///
 /// ```
 /// fn shared<T: Send + Sync + Clone>() {}
@@ -399,7 +399,8 @@ impl Optimizer {
         })
     }
 
-    /// Run a call with the parameters bound, and let go of them after it, however it ends. Without parameters: just run it.
+    /// Run a call with the parameters bound, and let go of them after it, however it ends. Without parameters: just run
+    /// it.
     pub(crate) fn with_params<R>(
         &mut self,
         params: &[TensorRef<'_>],

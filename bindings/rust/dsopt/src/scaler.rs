@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 /// A loss scale that moves by itself. A clone is another handle to the same scaler.
 ///
-/// Threads may share it: one of them, or one step of an optimizer that has it, is inside at a time, and the others wait.
+/// Threads may share it: one of them, or one step of an optimizer that has it, is inside at a time, and the others
+/// wait. So ranks that are threads need a scaler each: a step waits for the other ranks.
 #[derive(Clone, Debug)]
 pub struct Scaler {
     inner: Arc<Inner>,
@@ -231,7 +232,8 @@ impl Scaler {
         let mut state = [loss_scale.into(), words.into()];
         let word = overflow.map(i32::from);
         let word = word.as_ref().map_or(ptr::null(), |word| word as *const i32);
-        // SAFETY: both tensors are borrowed mutably, and the word outlives the call. The scaler's own memory is not used.
+        // SAFETY: both tensors are borrowed mutably, and the word outlives the call. The scaler's own memory is not
+        // used.
         check(unsafe { sys::dsopt_scaler_transition(self.as_ptr(), list_mut(&mut state), 2, word, ptr::null_mut()) })
     }
 

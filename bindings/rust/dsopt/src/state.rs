@@ -104,7 +104,8 @@ impl Optimizer {
         Ok(info)
     }
 
-    /// The entries of the state, in the order of every state list. It follows from the groups, before the first step too.
+    /// The entries of the state, in the order of every state list. It follows from the groups, before the first step
+    /// too.
     pub fn state(&self) -> Result<Vec<StateInfo>> {
         let mut length = 0;
         // SAFETY: the handle lives.

@@ -40,8 +40,9 @@ pub enum CommFailure {
 
 /// Collectives of the program, such as Gloo or MPI, in host memory.
 ///
-/// The functions block until they are done. The engine calls the collectives one at a time; `error` and `abort` can come
-/// from any thread at any time. A panic counts as a failure and goes on after the call of dsopt that it happened in.
+/// The functions block until they are done. The engine calls the collectives one at a time; `error` and `abort` can
+/// come from any thread at any time. A panic counts as a failure and goes on after the call of dsopt that it happened
+/// in.
 pub trait Collectives: Send + Sync + 'static {
     /// Whether there is [`Collectives::all_to_all`]. The engine can make it from all_gather, at a price in bytes.
     const ALL_TO_ALL: bool = false;
@@ -188,8 +189,8 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
     unsafe { guarded::<T>(own, call) }
 }
 
-/// Call `move_rows` with slices of these bytes. `receive` holds zeros first, because nobody has written to that memory yet;
-/// `send` is copied if the two overlap.
+/// Call `move_rows` with slices of these bytes. `receive` holds zeros first, because nobody has written to that memory
+/// yet; `send` is copied if the two overlap.
 unsafe fn with_rows(
     send: *const c_void,
     sent: usize,

@@ -1,0 +1,72 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# install.sh pkg-config|cmake|plugin SOURCE-DIR BUILD-DIR TOOLKIT CXX MESON...: installs the build, moves the installed tree
+# somewhere else, and builds and runs examples/cpp against it as its Makefile and its CMakeLists.txt say, with a static copy
+# of dsopt. TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
+set -eu
+how=$1 source=$2 build=$3 toolkit=$4 cxx=$5
+shift 5
+for tool in pkg-config make cmake; do
+    case $how:$tool in cmake:make | pkg-config:cmake | plugin:cmake) continue ;; esac
+    $tool --version >/dev/null 2>&1 || { echo "install: skipped, $tool is not installed"; exit 77; }
+done
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+fail() {
+    echo "install: $1"
+    exit 1
+}
+logged() { "$@" >"$folder/log" 2>&1 || { cat "$folder/log"; fail "$1 failed"; }; }
+
+DESTDIR=$folder/root logged "$@" install -C "$build" --no-rebuild
+moved=$folder/moved
+mv "$folder/root$(sed -n 's/^prefix=//p' "$build/meson-private/dsopt.pc")" "$moved"
+PKG_CONFIG_PATH=$(dirname "$(find "$moved" -name dsopt.pc)")
+libdir=$(dirname "$PKG_CONFIG_PATH")
+# The .pc file has the prefix of the build: as a packager does, it is set to where the tree is now.
+sed -i "s|^prefix=.*|prefix=$moved|" "$PKG_CONFIG_PATH/dsopt.pc"
+for dir in lib64 lib targets/x86_64-linux/lib; do
+    [ ! -f "$toolkit/$dir/libcudart_static.a" ] || sed -i "s|^cudalibdir=.*|cudalibdir=$toolkit/$dir|" "$PKG_CONFIG_PATH/dsopt.pc"
+done
+export PKG_CONFIG_PATH
+examples=$folder/examples
+cp -r "$source/examples/cpp" "$examples" # what is built needs no source tree
+if pkg-config --static --libs dsopt | grep -qw -e -lomp; then # clang searches its folder with -fopenmp only
+    $cxx -shared -o /dev/null -lomp 2>/dev/null || { echo "install: skipped, libomp is not where linkers look"; exit 77; }
+fi
+
+runs() { # PROGRAM OUTPUT ARGUMENT...: without libdsopt.so
+    program=$1 expected=$2
+    shift 2
+    ! readelf -dW "$program" | grep -q 'NEEDED.*libdsopt' || fail "$program: linked to the shared library"
+    said=$("$program" "$@") || fail "$program failed"
+    [ "$said" = "$expected" ] || fail "$program says '$said', not '$expected'"
+}
+resumed="learnt: yes, the same bits: yes"
+strict="-O1 -Wall -Wextra -Wpedantic -Werror"
+case $how in
+pkg-config)
+    logged make -C "$examples" resume "CXX=$cxx" "CXXFLAGS=$strict"
+    runs "$examples/resume" "$resumed"
+    # And with the shared library, as most programs are.
+    $cxx -std=c++17 $strict "$examples/resume.cc" $(pkg-config --cflags --libs dsopt) -o "$folder/shared" || fail "shared"
+    readelf -dW "$folder/shared" | grep -q 'NEEDED.*libdsopt' || fail "shared: not linked to the shared library"
+    [ "$(LD_LIBRARY_PATH=$libdir "$folder/shared")" = "$resumed" ] || fail "shared: says something else"
+    ;;
+plugin)
+    logged make -C "$examples" host plugin.so "CXX=$cxx" "CXXFLAGS=$strict"
+    ! readelf -dW "$examples/plugin.so" | grep -q 'NEEDED.*libdsopt' || fail "plugin.so: linked to the shared library"
+    # The templates of the standard library are nobody's; all else that is seen outside is the entry.
+    seen=$(nm -DC --defined-only "$examples/plugin.so" | cut -d' ' -f3- | grep -v -e '\bstd::' -e '^_edata$' -e '^_end$' -e '^__bss_start$')
+    [ "$seen" = fit ] || fail "plugin.so exports $seen"
+    runs "$examples/host" "1.0 -2.0 3.0 0.5 " "$examples/plugin.so"
+    ;;
+cmake)
+    set -- "-DCMAKE_PREFIX_PATH=$moved" "-DCMAKE_CXX_FLAGS=$strict"
+    [ "$toolkit" = none ] || set -- "$@" "-DCUDAToolkit_ROOT=$toolkit"
+    CXX=$cxx logged cmake -G Ninja -S "$examples" -B "$folder/build" "$@"
+    logged cmake --build "$folder/build"
+    runs "$folder/build/resume" "$resumed"
+    runs "$folder/build/host" "1.0 -2.0 3.0 0.5 " "$folder/build/plugin.so"
+    ;;
+esac

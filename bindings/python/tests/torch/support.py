@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of dsopt.torch share. Importing it ends the program with 77 where torch is not installed."""
+import sys
+import unittest
+
+try:
+    import torch
+except ImportError as problem:
+    print("skipped: torch is not installed (%s)" % problem)
+    sys.exit(77)
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def params_of(*shapes, dtype=torch.float32, seed=0):
+    """Parameters with values of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def give_grads(*lists, seed=0, scale=1.0):
+    """Equal gradients to the parameters of each list."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for same in zip(*lists):
+        grad = torch.randn(same[0].shape, generator=generator) * scale
+        for param in same:
+            param.grad = grad.to(param.dtype).clone()
+
+
+class TestCase(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    def assert_close(self, actual, expected, **tolerance):
+        torch.testing.assert_close(actual, expected, **tolerance)
+
+    def assert_same(self, actual, expected):
+        """The same bits."""
+        for a, b in zip(actual, expected):
+            self.assertTrue(torch.equal(a.detach(), b.detach()), "%s and %s" % (a, b))
+        self.assertEqual(len(actual), len(expected))
+
+
+def main():
+    """unittest.main that ends with 77 if nothing could run."""
+    program = unittest.main(exit=False, module="__main__")
+    result = program.result
+    sys.exit(1 if not result.wasSuccessful() else 77 if result.testsRun == len(result.skipped) else 0)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of dsopt/torch/README.md run and print what it says."""
+import contextlib
+import io
+import pathlib
+import re
+
+from support import TestCase, main
+
+README = pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md"
+
+
+class Readme(TestCase):
+    def test_programs(self):
+        text = README.read_text(encoding="utf-8")
+        found = re.findall(r"^```python\n(.*?)^```\n+```text\n(.*?)^```$", text, flags=re.M | re.S)
+        self.assertEqual(len(found), len(re.findall(r"^```python$", text, flags=re.M)))
+        self.assertGreaterEqual(len(found), 1)
+        for program, expected in found:
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
+            self.assertEqual(said.getvalue(), expected)
+
+    def test_every_class_is_named(self):
+        import dsopt.torch
+        text = README.read_text(encoding="utf-8")
+        for name in dsopt.torch.__all__:
+            self.assertIn("`%s`" % name, text)
+
+
+if __name__ == "__main__":
+    main()
