@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of README.md on arrays of the standard library."""
+
 import itertools
 import os
 import sys
@@ -12,7 +13,7 @@ import dsopt  # noqa: E402
 
 def generator(x):
     while True:
-        x = (x * 1664525 + 1013904223) & 0xffffffff
+        x = (x * 1664525 + 1013904223) & 0xFFFFFFFF
         yield (x >> 8) * 2.0**-24 - 0.5
 
 
@@ -23,10 +24,15 @@ def take(values, sizes):
 def adamw():
     sizes = {"a": 1, "b": 7, "c": 4099}
     params, values = take(generator(12345), sizes), generator(1000)
-    opt = dsopt.Optimizer(params, dsopt.AdamW(lr=0.015625, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.125), max_norm=1)
+    opt = dsopt.Optimizer(
+        params, dsopt.AdamW(lr=0.015625, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.125), max_norm=1
+    )
     for _ in range(10):
         opt.step(take(values, sizes))
-    return [*params.values(), *(opt.state["%s.%s" % (name, what)] for what in ("exp_avg", "exp_avg_sq") for name in sizes)]
+    return [
+        *params.values(),
+        *(opt.state["%s.%s" % (name, what)] for what in ("exp_avg", "exp_avg_sq") for name in sizes),
+    ]
 
 
 def onebit():
@@ -56,8 +62,8 @@ def onebit():
     return list(ranks[0].values())
 
 
-digest = 0xcbf29ce484222325
+digest = 0xCBF29CE484222325
 for values in adamw() + onebit():
     for byte in memoryview(values).tobytes():
-        digest = (digest ^ byte) * 0x100000001b3 & 0xffffffffffffffff
+        digest = (digest ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
 print("python %016x" % digest)

@@ -10,6 +10,7 @@
 
 In turns, in one process. DSOPT_LIBRARY says which library.
 """
+
 import os
 import statistics
 import subprocess
@@ -46,8 +47,13 @@ def main():
         turn[0] ^= 1
         other.step(others[turn[0]])
 
-    runs = {"c": lambda: call(handle, step), "bound": bound.step, "anew": lambda: anew.step(grads),
-            "dict": lambda: by_name.step(named), "other": changing}
+    runs = {
+        "c": lambda: call(handle, step),
+        "bound": bound.step,
+        "anew": lambda: anew.step(grads),
+        "dict": lambda: by_name.step(named),
+        "other": changing,
+    }
     times = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():

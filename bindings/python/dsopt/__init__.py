@@ -1,8 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer side of training, on arrays of NumPy and of everything that speaks DLPack. See README.md."""
+
 from ._comm import Comm
-from ._errors import (ArgumentError, ArgumentTypeError, BackendError, CheckpointError, CommError, Error, FileError, MissingError,
-                      OutOfMemoryError, StateError, TimeoutError, UnsupportedError)
+from ._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackendError,
+    CheckpointError,
+    CommError,
+    Error,
+    FileError,
+    MissingError,
+    OutOfMemoryError,
+    StateError,
+    TimeoutError,
+    UnsupportedError,
+)
 from ._functions import CompressedAllReduce, NormResult, axpby, build_info, clamp, clip, norm, version, zero
 from ._groups import Adam, AdamLegacy, AdamW, Group, GroupView, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from ._handles import Context, Scaler
@@ -13,8 +26,43 @@ from ._report import Report
 from ._state import State
 
 __all__ = [
-    "Adam", "AdamLegacy", "AdamW", "ArgumentError", "ArgumentTypeError", "BackendError", "CheckpointError", "Comm", "CommError",
-    "CompressedAllReduce", "Context", "Error", "FileError", "Group", "GroupView", "Lamb", "MissingError", "NormResult", "OnebitAdam",
-    "OnebitLamb", "Optimizer", "OutOfMemoryError", "Param", "Piece", "Report", "Scaler", "State", "StateError", "TimeoutError",
-    "UnsupportedError", "ZeroOneAdam", "axpby", "build_info", "clamp", "clip", "norm", "version", "zero"]
+    "Adam",
+    "AdamLegacy",
+    "AdamW",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BackendError",
+    "CheckpointError",
+    "Comm",
+    "CommError",
+    "CompressedAllReduce",
+    "Context",
+    "Error",
+    "FileError",
+    "Group",
+    "GroupView",
+    "Lamb",
+    "MissingError",
+    "NormResult",
+    "OnebitAdam",
+    "OnebitLamb",
+    "Optimizer",
+    "OutOfMemoryError",
+    "Param",
+    "Piece",
+    "Report",
+    "Scaler",
+    "State",
+    "StateError",
+    "TimeoutError",
+    "UnsupportedError",
+    "ZeroOneAdam",
+    "axpby",
+    "build_info",
+    "clamp",
+    "clip",
+    "norm",
+    "version",
+    "zero",
+]
 __version__ = version()

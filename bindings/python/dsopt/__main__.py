@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m dsopt: what the library is."""
+
 import json
 
 from . import build_info

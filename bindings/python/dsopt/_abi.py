@@ -5,9 +5,11 @@
     group = abi.dsopt_group(lr=1e-3)            # a ctypes.Structure; `size` is filled in
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), abi.DSOPT_ALGORITHM_ADAMW))
 
-Pointers are addresses (c_void_p), strings bytes. A status is returned and not raised: `check` raises it. ctypes lets other
+Pointers are addresses (c_void_p), strings bytes. A status is returned and not raised: `check` raises it. ctypes lets
+other
 threads run during a call.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -21,8 +23,16 @@ from ._errors import MissingError, error_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 _SCALARS: Dict[str, Any] = {
-    "void": None, "char": ctypes.c_char, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double}
+    "void": None,
+    "char": ctypes.c_char,
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 
 
 def _missing(text: str) -> MissingError:
@@ -109,7 +119,9 @@ def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
             version = library.dsopt_abi_version()
             if version == description["abi_version"]:
                 return bind(library, description, known), place
-            problems.append("%s has ABI version %d, and this package needs %d" % (place, version, description["abi_version"]))
+            problems.append(
+                "%s has ABI version %d, and this package needs %d" % (place, version, description["abi_version"])
+            )
         except (OSError, AttributeError) as problem:  # no such file; a function is not in it
             problems.append(str(problem))
     raise _missing("libdsopt was not found: %s. Set DSOPT_LIBRARY to its path" % "; ".join(problems))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of an array of any library: address, number of elements, dtype and device, without a copy.
 
-Protocols, in this order: __array_interface__ (NumPy), DLPack (PyTorch, JAX, CuPy, ...), __cuda_array_interface__, and the buffer
+Protocols, in this order: __array_interface__ (NumPy), DLPack (PyTorch, JAX, CuPy, ...), __cuda_array_interface__, and
+the buffer
 protocol (array.array, ctypes, bytearray views).
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -13,21 +15,49 @@ from typing import Any, Dict, NoReturn, Optional, Sequence, Tuple, Type
 from . import _abi as abi
 from ._errors import ArgumentError, ArgumentTypeError, error_of
 
-DTYPE_NAMES = {abi.DSOPT_DTYPE_F32: "float32", abi.DSOPT_DTYPE_F16: "float16", abi.DSOPT_DTYPE_BF16: "bfloat16",
-               abi.DSOPT_DTYPE_I32: "int32", abi.DSOPT_DTYPE_F64: "float64"}
+DTYPE_NAMES = {
+    abi.DSOPT_DTYPE_F32: "float32",
+    abi.DSOPT_DTYPE_F16: "float16",
+    abi.DSOPT_DTYPE_BF16: "bfloat16",
+    abi.DSOPT_DTYPE_I32: "int32",
+    abi.DSOPT_DTYPE_F64: "float64",
+}
 DTYPE_SIZES = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_F16: 2, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_I32: 4}
 FLOATS = (abi.DSOPT_DTYPE_F32, abi.DSOPT_DTYPE_F16, abi.DSOPT_DTYPE_BF16)
-_BY_NAME: Dict[str, int] = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16,
-            "int32": abi.DSOPT_DTYPE_I32}
-_BY_TYPESTR = {"<f4": "float32", "<f2": "float16", "<i4": "int32", "<f8": "float64", "<i8": "int64", "|i1": "int8",
-               "|u1": "uint8", "|b1": "bool"}
-_BY_FORMAT = {"f": "float32", "e": "float16", "i": "int32", "d": "float64", "q": "int64", "l": "int64", "b": "int8", "B": "uint8"}
+_BY_NAME: Dict[str, int] = {
+    "float32": abi.DSOPT_DTYPE_F32,
+    "float16": abi.DSOPT_DTYPE_F16,
+    "bfloat16": abi.DSOPT_DTYPE_BF16,
+    "int32": abi.DSOPT_DTYPE_I32,
+}
+_BY_TYPESTR = {
+    "<f4": "float32",
+    "<f2": "float16",
+    "<i4": "int32",
+    "<f8": "float64",
+    "<i8": "int64",
+    "|i1": "int8",
+    "|u1": "uint8",
+    "|b1": "bool",
+}
+_BY_FORMAT = {
+    "f": "float32",
+    "e": "float16",
+    "i": "int32",
+    "d": "float64",
+    "q": "int64",
+    "l": "int64",
+    "b": "int8",
+    "B": "uint8",
+}
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 CPU, CUDA_HOST, CUDA, CUDA_MANAGED = 1, 3, 2, 13  # DLDeviceType
 _DEVICE_NAMES = {CPU: "cpu", CUDA_HOST: "cpu", CUDA: "cuda", CUDA_MANAGED: "cuda"}
 
 
-def refuse(name: str, problem: str, status: int = abi.DSOPT_ERR_ARGUMENT, kind: Type[ArgumentError] = ArgumentError) -> NoReturn:
+def refuse(
+    name: str, problem: str, status: int = abi.DSOPT_ERR_ARGUMENT, kind: Type[ArgumentError] = ArgumentError
+) -> NoReturn:
     """Raise what is wrong with an argument."""
     label = abi.lib.dsopt_status_name(status).decode()
     raise kind("%s %s (%s)" % (name, problem, label), status, label)
@@ -38,7 +68,9 @@ class Tensor:
 
     __slots__ = ("address", "numel", "dtype", "shape", "device", "index", "writable", "owner")
 
-    def __init__(self, address: int, dtype: int, shape: Tuple[int, ...], device: str, index: int, writable: bool, owner: object):
+    def __init__(
+        self, address: int, dtype: int, shape: Tuple[int, ...], device: str, index: int, writable: bool, owner: object
+    ):
         self.address, self.dtype, self.shape, self.device = address, dtype, shape, device
         self.numel = math.prod(shape)
         self.index, self.writable, self.owner = index, writable, owner
@@ -63,14 +95,26 @@ def tensor_of(array: Any, name: str, *, stream: Optional[int] = None) -> Tensor:
     return _from_buffer(array, name)
 
 
-def require(tensor: Tensor, name: str, *, context: Any, write: bool, dtypes: Sequence[int] = FLOATS,
-            numel: Optional[int] = None, shape: Optional[Tuple[int, ...]] = None, dtype: Optional[int] = None) -> Tensor:
+def require(
+    tensor: Tensor,
+    name: str,
+    *,
+    context: Any,
+    write: bool,
+    dtypes: Sequence[int] = FLOATS,
+    numel: Optional[int] = None,
+    shape: Optional[Tuple[int, ...]] = None,
+    dtype: Optional[int] = None,
+) -> Tensor:
     """Refuse a tensor that cannot be used so."""
     if dtype is not None:
         dtypes = (dtype,)
     if tensor.dtype not in dtypes:
-        refuse(name, "has dtype %s, and must have %s" % (DTYPE_NAMES[tensor.dtype], " or ".join(DTYPE_NAMES[d] for d in dtypes)),
-               abi.DSOPT_ERR_DTYPE)
+        refuse(
+            name,
+            "has dtype %s, and must have %s" % (DTYPE_NAMES[tensor.dtype], " or ".join(DTYPE_NAMES[d] for d in dtypes)),
+            abi.DSOPT_ERR_DTYPE,
+        )
     if shape is not None and tensor.shape != shape and (tensor.numel != math.prod(shape) or len(tensor.shape) > 1):
         refuse(name, "has shape %s, and must have %s" % (tensor.shape, shape), abi.DSOPT_ERR_SHAPE)
     if numel is not None and tensor.numel != numel:
@@ -78,8 +122,12 @@ def require(tensor: Tensor, name: str, *, context: Any, write: bool, dtypes: Seq
     if write and not tensor.writable:
         refuse(name, "is read-only, and would be written to")
     if tensor.device != context.backend or tensor.device == "cuda" and tensor.index not in (context.device, -1):
-        refuse(name, "is on device %s, and the context works on %s" % (_place(tensor.device, tensor.index),
-                                                                      _place(context.backend, context.device)), abi.DSOPT_ERR_DEVICE)
+        refuse(
+            name,
+            "is on device %s, and the context works on %s"
+            % (_place(tensor.device, tensor.index), _place(context.backend, context.device)),
+            abi.DSOPT_ERR_DEVICE,
+        )
     return tensor
 
 
@@ -100,7 +148,9 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: s
         return
     for size, stride in zip(reversed(shape), reversed(strides)):
         if size != 1 and stride != expected:
-            refuse(name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (tuple(shape), tuple(strides)))
+            refuse(
+                name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (tuple(shape), tuple(strides))
+            )
         expected *= size
 
 
@@ -122,15 +172,29 @@ def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tenso
 
 
 class _DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-                ("byte_offset", ctypes.c_uint64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
 
 
 class _Versioned(ctypes.Structure):
-    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
-                ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _DLTensor)]
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
 
 
 _READ_ONLY, _IS_COPIED = 1, 2
@@ -155,8 +219,9 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
     except ArgumentError:
         raise
     except Exception as problem:  # of a kind that the producer chose
-        raise error_of(abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT",
-                       "%s cannot be shared by DLPack: %s" % (name, problem)) from problem
+        raise error_of(
+            abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT", "%s cannot be shared by DLPack: %s" % (name, problem)
+        ) from problem
     label = _capsule_name(capsule)
     if label == b"dltensor_versioned":
         versioned = _Versioned.from_address(_capsule_pointer(capsule, label))
@@ -174,9 +239,16 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
     if tensor.lanes != 1:
         refuse(name, "has elements of %d lanes" % tensor.lanes, abi.DSOPT_ERR_DTYPE)
     if tensor.strides:
-        _contiguous(shape, tensor.strides[:tensor.ndim], 1, name)
-    return Tensor((tensor.data or 0) + tensor.byte_offset, number, shape, _DEVICE_NAMES[tensor.device_type],
-                  tensor.device_id if tensor.device_type == CUDA else -1, writable, capsule)
+        _contiguous(shape, tensor.strides[: tensor.ndim], 1, name)
+    return Tensor(
+        (tensor.data or 0) + tensor.byte_offset,
+        number,
+        shape,
+        _DEVICE_NAMES[tensor.device_type],
+        tensor.device_id if tensor.device_type == CUDA else -1,
+        writable,
+        capsule,
+    )
 
 
 def _from_buffer(array: Any, name: str) -> Tensor:
@@ -184,8 +256,11 @@ def _from_buffer(array: Any, name: str) -> Tensor:
     try:
         view = memoryview(array)
     except TypeError:
-        refuse(name, "is %s, which is no array: it has neither DLPack nor an array interface" % type(array).__name__,
-               kind=ArgumentTypeError)
+        refuse(
+            name,
+            "is %s, which is no array: it has neither DLPack nor an array interface" % type(array).__name__,
+            kind=ArgumentTypeError,
+        )
     number = _dtype(_BY_FORMAT.get(view.format.lstrip("<=@"), view.format), name)
     if not view.c_contiguous:
         refuse(name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (view.shape, view.strides))

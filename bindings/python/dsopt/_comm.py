@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comms, and collectives that are methods of a Python object."""
+
 from __future__ import annotations
 
 import ctypes
@@ -23,7 +24,8 @@ class Comm(Handle):
     """One rank's end of a set of ranks that communicate. Made by one of the class methods.
 
     timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
-    enqueue     NCCL, and tables of device memory: exchanges are enqueued and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
+    enqueue     NCCL, and tables of device memory: exchanges are enqueued and the host does not wait
+                (DSOPT_COMM_FLAG_ENQUEUE)
     """
 
     rank: int
@@ -34,8 +36,13 @@ class Comm(Handle):
         self.context = context
         self.hooked = hooked or context.hooked
         with _hooks.gated(self):
-            self._create(abi.lib.dsopt_comm_create, context.handle, byref(desc), destroy=abi.lib.dsopt_comm_destroy,
-                         needed=(context, *needed))
+            self._create(
+                abi.lib.dsopt_comm_create,
+                context.handle,
+                byref(desc),
+                destroy=abi.lib.dsopt_comm_destroy,
+                needed=(context, *needed),
+            )
         info = self.query()
         self.rank, self.ranks = info.rank, info.ranks
 
@@ -52,15 +59,29 @@ class Comm(Handle):
         abi.check(abi.lib.dsopt_comm_unique_id(number, None, byref(size)))
         id = ctypes.create_string_buffer(size.value)
         abi.check(abi.lib.dsopt_comm_unique_id(number, id, byref(size)))
-        return id.raw[:size.value]
+        return id.raw[: size.value]
 
     @classmethod
-    def _from_id(cls, context: Context, kind: int, id: bytes, rank: int, ranks: int, timeout_ms: int, flags: int = 0) -> Comm:
+    def _from_id(
+        cls, context: Context, kind: int, id: bytes, rank: int, ranks: int, timeout_ms: int, flags: int = 0
+    ) -> Comm:
         if not isinstance(id, bytes):
-            raise ArgumentError("id is %s, and must be the bytes of unique_id" % type(id).__name__, 10, "DSOPT_ERR_ARGUMENT")
+            raise ArgumentError(
+                "id is %s, and must be the bytes of unique_id" % type(id).__name__, 10, "DSOPT_ERR_ARGUMENT"
+            )
         place = ctypes.create_string_buffer(id, len(id))
-        return cls(context, abi.dsopt_comm_desc(kind=kind, rank=rank, ranks=ranks, timeout_ms=timeout_ms, flags=flags,
-                                                id=ctypes.addressof(place), id_bytes=len(id)))
+        return cls(
+            context,
+            abi.dsopt_comm_desc(
+                kind=kind,
+                rank=rank,
+                ranks=ranks,
+                timeout_ms=timeout_ms,
+                flags=flags,
+                id=ctypes.addressof(place),
+                id_bytes=len(id),
+            ),
+        )
 
     @classmethod
     def local(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
@@ -68,9 +89,13 @@ class Comm(Handle):
         return cls._from_id(context, abi.DSOPT_COMM_KIND_LOCAL, id, rank, ranks, timeout_ms)
 
     @classmethod
-    def nccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0, enqueue: bool = False) -> Comm:
+    def nccl(
+        cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0, enqueue: bool = False
+    ) -> Comm:
         """NCCL, by the bytes of unique_id("nccl"). Collective."""
-        return cls._from_id(context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue)
+        return cls._from_id(
+            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue
+        )
 
     @classmethod
     def hccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
@@ -78,16 +103,40 @@ class Comm(Handle):
         return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms)
 
     @classmethod
-    def native(cls, context: Context, kind: str, address: int, *, owner: object = None, timeout_ms: int = 0,
-               enqueue: bool = False) -> Comm:
+    def native(
+        cls,
+        context: Context,
+        kind: str,
+        address: int,
+        *,
+        owner: object = None,
+        timeout_ms: int = 0,
+        enqueue: bool = False,
+    ) -> Comm:
         """A communicator of the caller by its address: "nccl" (an ncclComm_t) or "hccl". `owner` is kept."""
         choices = {"nccl": abi.DSOPT_COMM_KIND_NCCL, "hccl": abi.DSOPT_COMM_KIND_HCCL}
-        return cls(context, abi.dsopt_comm_desc(kind=choice("kind", kind, choices), native=address, timeout_ms=timeout_ms,
-                                                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue), owner)
+        return cls(
+            context,
+            abi.dsopt_comm_desc(
+                kind=choice("kind", kind, choices),
+                native=address,
+                timeout_ms=timeout_ms,
+                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+            ),
+            owner,
+        )
 
     @classmethod
-    def table(cls, context: Context, collectives: object, rank: int, ranks: int, *, memory: str = "host",
-              enqueue: bool = False) -> Comm:
+    def table(
+        cls,
+        context: Context,
+        collectives: object,
+        rank: int,
+        ranks: int,
+        *,
+        memory: str = "host",
+        enqueue: bool = False,
+    ) -> Comm:
         """Collectives of a Python object. Its methods:
 
         all_reduce(send, recv, count, dtype, op, stream)   dtype F32, F64 or I32 and op SUM or MAX as numbers of dsopt.h
@@ -97,14 +146,23 @@ class Comm(Handle):
         abort()    optional, any thread, more than once: makes blocked calls return
         destroy()  optional, the last call
 
-        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when it is
-        done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError counts as one.
+        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when it
+        is
+        done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError counts as
+        one.
         """
         table = _table(collectives, rank, ranks, choice("memory", memory, MEMORY))
         key = table.self
         try:
-            return cls(context, abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table),
-                                                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue), hooked=True)
+            return cls(
+                context,
+                abi.dsopt_comm_desc(
+                    kind=abi.DSOPT_COMM_KIND_TABLE,
+                    table=ctypes.addressof(table),
+                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+                ),
+                hooked=True,
+            )
         except BaseException:
             _tables.pop(key, None)
             raise
@@ -117,8 +175,10 @@ class Comm(Handle):
         return info
 
     def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
-        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed over."""
+        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed
+        over."""
         from ._functions import all_reduce  # which needs this module
+
         all_reduce(self, arrays, op, stream=stream)
 
     def abort(self) -> None:
@@ -149,7 +209,9 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         if method is not None:
             setattr(table, name, kinds[name](_collective(method)))
         elif name == "all_reduce":
-            raise ArgumentError("collectives: %s has no method all_reduce" % type(collectives).__name__, 10, "DSOPT_ERR_ARGUMENT")
+            raise ArgumentError(
+                "collectives: %s has no method all_reduce" % type(collectives).__name__, 10, "DSOPT_ERR_ARGUMENT"
+            )
     error = getattr(collectives, "error", None)
     if error is not None:
         table.error = kinds["error"](_error(error))
@@ -173,6 +235,7 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
 def _collective(method: Callable[..., Any]) -> Callable[..., int]:
     def call(_self: int, *arguments: Any) -> int:
         return int(method(*arguments) or 0)
+
     return _hooks.guarded(call, _failure)
 
 
@@ -181,7 +244,8 @@ def _error(method: Callable[[], Optional[str]]) -> Callable[[int, int, int], int
         problem = method()
         if problem is None:
             return 0
-        said = str(problem).encode()[:max(capacity - 1, 0)] + b"\0"
+        said = str(problem).encode()[: max(capacity - 1, 0)] + b"\0"
         ctypes.memmove(text, said, min(len(said), capacity))
         return -int(abi.DSOPT_ERR_COMM)
+
     return _hooks.guarded(error, _failure)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A status of the library as an exception. Every class also derives from the matching class of the language."""
+
 from __future__ import annotations
 
 import builtins
@@ -68,8 +69,16 @@ class CheckpointError(Error, ValueError):
 
 
 _KINDS: Dict[int, Type[Error]] = {
-    18: UnsupportedError, 19: StateError, 30: OutOfMemoryError, 31: MissingError, 32: FileError, 34: BackendError,
-    50: CommError, 51: TimeoutError, 52: CommError}
+    18: UnsupportedError,
+    19: StateError,
+    30: OutOfMemoryError,
+    31: MissingError,
+    32: FileError,
+    34: BackendError,
+    50: CommError,
+    51: TimeoutError,
+    52: CommError,
+}
 _DECADES: Dict[int, Type[Error]] = {1: ArgumentError, 2: StateError, 7: CheckpointError}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in files, and in anything that reads and writes like a binary file."""
+
 from __future__ import annotations
 
 import ctypes
@@ -22,8 +23,11 @@ def _is_path(file: Any) -> bool:
 def _require(file: Any, *methods: str) -> None:
     for method in methods:
         if not callable(getattr(file, method, None)):
-            refuse("file", "is %s, which is neither a path nor a binary file: it has no %s" % (type(file).__name__, method),
-                   kind=ArgumentTypeError)
+            refuse(
+                "file",
+                "is %s, which is neither a path nor a binary file: it has no %s" % (type(file).__name__, method),
+                kind=ArgumentTypeError,
+            )
 
 
 def _failed(problem: BaseException) -> int:
@@ -87,7 +91,9 @@ def _from_objects(optimizer: Any, files: List[Any], several: bool, flags: int) -
             done += len(part)
         return 0
 
-    io = abi.dsopt_io(flags=flags, read=_KINDS["read"](guarded(read, _failed)), user=1, total=begins_and_sizes[0][1] if files else 0)
+    io = abi.dsopt_io(
+        flags=flags, read=_KINDS["read"](guarded(read, _failed)), user=1, total=begins_and_sizes[0][1] if files else 0
+    )
     if several:
         users = (ctypes.c_void_p * len(files))(*range(1, len(files) + 1))
         totals = (ctypes.c_uint64 * len(files))(*(size for _, size in begins_and_sizes))

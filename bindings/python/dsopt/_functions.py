@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions on lists of arrays, without an optimizer."""
+
 from __future__ import annotations
 
 import ctypes
@@ -33,8 +34,15 @@ def build_info() -> Dict[str, Any]:
     return {**info, "library": abi.path}
 
 
-def tensors(arrays: Sequence[Any], label: str, context: Context, *, write: bool, dtypes: Sequence[int] = FLOATS,
-            stream: Optional[int] = None) -> Tuple[Any, List[Any]]:
+def tensors(
+    arrays: Sequence[Any],
+    label: str,
+    context: Context,
+    *,
+    write: bool,
+    dtypes: Sequence[int] = FLOATS,
+    stream: Optional[int] = None,
+) -> Tuple[Any, List[Any]]:
     """A dsopt_tensor list of any arrays, and what must be kept; None is an entry without data."""
     structs, kept = (abi.dsopt_tensor * len(arrays))(), []
     for i, array in enumerate(arrays):
@@ -50,7 +58,8 @@ def tensors(arrays: Sequence[Any], label: str, context: Context, *, write: bool,
 
 @dataclass(frozen=True)
 class NormResult:
-    """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the first
+    """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the
+    first
     array with an Inf or NaN, None without one."""
 
     norm: float
@@ -59,11 +68,19 @@ class NormResult:
     first_bad: Optional[int]
 
 
-def norm(arrays: Sequence[Any], *, kind: str = "l2", max_norm: float = 0, comm: Optional[Comm] = None,
-         context: Optional[Context] = None) -> NormResult:
+def norm(
+    arrays: Sequence[Any],
+    *,
+    kind: str = "l2",
+    max_norm: float = 0,
+    comm: Optional[Comm] = None,
+    context: Optional[Context] = None,
+) -> NormResult:
     """Norm and finite check of a list in one read; with a comm over all its ranks. CPU backend."""
     result = _norm(arrays, kind, max_norm, comm, context)
-    return NormResult(result.norm, result.coefficient, result.nonfinite, None if result.first_bad < 0 else result.first_bad)
+    return NormResult(
+        result.norm, result.coefficient, result.nonfinite, None if result.first_bad < 0 else result.first_bad
+    )
 
 
 def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm], context: Optional[Context]) -> Any:
@@ -73,12 +90,24 @@ def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm
     structs, kept = tensors(arrays, "arrays", context, write=False)
     result = abi.dsopt_norm_result()
     with gated(context, comm):
-        abi.check(abi.lib.dsopt_tensors_norm(context.handle, structs, len(structs), choice("kind", kind, NORMS), max_norm,
-                                             None if comm is None else comm.handle, byref(result), None))
+        abi.check(
+            abi.lib.dsopt_tensors_norm(
+                context.handle,
+                structs,
+                len(structs),
+                choice("kind", kind, NORMS),
+                max_norm,
+                None if comm is None else comm.handle,
+                byref(result),
+                None,
+            )
+        )
     return result
 
 
-def clip(arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None, context: Optional[Context] = None) -> float:
+def clip(
+    arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None, context: Optional[Context] = None
+) -> float:
     """Scale a list in place so that its L2 norm is at most max_norm. Returns the norm before. CPU backend."""
     if not max_norm > 0:
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
@@ -88,13 +117,25 @@ def clip(arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None,
     if result.coefficient != 1:
         coefficient = ctypes.c_float(result.coefficient)
         with gated(context):
-            abi.check(abi.lib.dsopt_tensors_axpby(context.handle, byref(coefficient), structs, 0.0, structs, len(structs), None))
+            abi.check(
+                abi.lib.dsopt_tensors_axpby(
+                    context.handle, byref(coefficient), structs, 0.0, structs, len(structs), None
+                )
+            )
     return float(result.norm)
 
 
-def axpby(a: Any, x: Sequence[Any], b: float, y: Sequence[Any], *, context: Optional[Context] = None,
-          stream: Optional[int] = None) -> None:
-    """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a number on the
+def axpby(
+    a: Any,
+    x: Sequence[Any],
+    b: float,
+    y: Sequence[Any],
+    *,
+    context: Optional[Context] = None,
+    stream: Optional[int] = None,
+) -> None:
+    """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a
+    number on the
     CPU backend, elsewhere an array of one float32; None = 1."""
     context = context or default_context()
     if len(x) != len(y):
@@ -106,7 +147,9 @@ def axpby(a: Any, x: Sequence[Any], b: float, y: Sequence[Any], *, context: Opti
         abi.check(abi.lib.dsopt_tensors_axpby(context.handle, factor, sources, b, targets, len(sources), stream))
 
 
-def clamp(arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
+def clamp(
+    arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None
+) -> None:
     """Clip every element to [-limit, limit], in place. NaN stays."""
     context = context or default_context()
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
@@ -143,12 +186,18 @@ class CompressedAllReduce:
         structs, _ = tensors(arrays, "arrays", comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
         self._numels = [struct.numel for struct in structs]
         self._args = abi.dsopt_compressed(
-            tensors=ctypes.addressof(structs), count=len(structs), node=None if node is None else node.handle,
-            compat=choice("compat", compat, {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}))
+            tensors=ctypes.addressof(structs),
+            count=len(structs),
+            node=None if node is None else node.handle,
+            compat=choice("compat", compat, {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}),
+        )
         worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-        abi.check(abi.lib.dsopt_compressed_sizes(comm.handle, byref(self._args), byref(worker), byref(server), byref(space)))
-        (self._args.worker_error, self._args.server_error, self._args.workspace), self._memory = \
-            aligned_zeros([4 * worker.value, 4 * server.value, space.value])
+        abi.check(
+            abi.lib.dsopt_compressed_sizes(comm.handle, byref(self._args), byref(worker), byref(server), byref(space))
+        )
+        (self._args.worker_error, self._args.server_error, self._args.workspace), self._memory = aligned_zeros(
+            [4 * worker.value, 4 * server.value, space.value]
+        )
         self._args.workspace_bytes = space.value
         self.worker_error = array_at(self._args.worker_error, abi.DSOPT_DTYPE_F32, (worker.value,), self._memory)
         """Sums and scales; `errors` makes the errors."""

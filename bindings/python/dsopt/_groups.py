@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms with their hyper-parameters. The defaults are the library's, dsopt_group_init."""
+
 from __future__ import annotations
 
 import ctypes
@@ -39,8 +40,9 @@ class Group:
                 else:
                     setattr(group, field.name, value)
             except (TypeError, ValueError) as problem:
-                raise ArgumentTypeError("%s of %s is %r: %s" % (field.name, type(self).__name__, value, problem),
-                                        10, "DSOPT_ERR_ARGUMENT") from problem
+                raise ArgumentTypeError(
+                    "%s of %s is %r: %s" % (field.name, type(self).__name__, value, problem), 10, "DSOPT_ERR_ARGUMENT"
+                ) from problem
         return group
 
 
@@ -112,7 +114,6 @@ class OnebitLamb(Group):
     trust_threshold: float = 0.1
     trust_min_change: float = 0.5
     trust_max_change: float = 4.0
-
 
 
 class GroupView:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owner of a handle of the library.
 
-A handle is destroyed when its owner is closed or collected. The library keeps alive what a handle was made from, so owners may
+A handle is destroyed when its owner is closed or collected. The library keeps alive what a handle was made from, so
+owners may
 go in any order. Nothing is destroyed at interpreter exit, because a thread may be inside a call then.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -20,7 +22,9 @@ def choice(parameter: str, value: Any, choices: Dict[str, int]) -> int:
     """The number of a word."""
     if isinstance(value, str) and value in choices:
         return choices[value]
-    raise ArgumentError("%s is %r, and must be one of %s" % (parameter, value, ", ".join(map(repr, choices))), 10, "DSOPT_ERR_ARGUMENT")
+    raise ArgumentError(
+        "%s is %r, and must be one of %s" % (parameter, value, ", ".join(map(repr, choices))), 10, "DSOPT_ERR_ARGUMENT"
+    )
 
 
 class Handle:
@@ -30,13 +34,16 @@ class Handle:
     hooked = False
 
     def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
-        """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it borrows."""
+        """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it
+        borrows."""
         assert handle.value is not None
         self._handle = handle.value
         self._finalizer = weakref.finalize(self, _destroy, destroy, handle.value, needed)
         self._finalizer.atexit = False
 
-    def _create(self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]) -> None:
+    def _create(
+        self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]
+    ) -> None:
         """Own what `create` makes with these arguments."""
         handle = ctypes.c_void_p()
         status = create(*arguments, ctypes.byref(handle))
@@ -67,8 +74,10 @@ class Handle:
         self.close()
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        raise TypeError("a dsopt.%s cannot be pickled or copied: it belongs to this process. Make a new one, and take over "
-                        "the state by save and load" % type(self).__name__)
+        raise TypeError(
+            "a dsopt.%s cannot be pickled or copied: it belongs to this process. Make a new one, and take over "
+            "the state by save and load" % type(self).__name__
+        )
 
 
 def _destroy(destroy: Callable[[int], None], handle: int, needed: Tuple[object, ...]) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts and loss scalers."""
+
 from __future__ import annotations
 
 import ctypes
@@ -31,16 +32,32 @@ class Context(Handle):
     check_pointers  CUDA, for debugging: each step asks the driver to which device each pointer belongs
     """
 
-    def __init__(self, backend: str = "cpu", device: int = 0, threads: int = 0, *, parallel_for: Optional[ParallelFor] = None,
-                 log: Optional[Callable[[int, str], object]] = None, log_level: int = 0, chunk: int = 0,
-                 check_pointers: bool = False) -> None:
+    def __init__(
+        self,
+        backend: str = "cpu",
+        device: int = 0,
+        threads: int = 0,
+        *,
+        parallel_for: Optional[ParallelFor] = None,
+        log: Optional[Callable[[int, str], object]] = None,
+        log_level: int = 0,
+        chunk: int = 0,
+        check_pointers: bool = False,
+    ) -> None:
         self.backend, self.device = backend, device
         desc = abi.dsopt_context_desc(
             backend=choice("backend", backend, {"cpu": abi.DSOPT_BACKEND_CPU, "cuda": abi.DSOPT_BACKEND_CUDA}),
-            device=device, threads=threads, log_level=log_level, chunk=chunk,
-            flags=abi.DSOPT_CONTEXT_CHECK_POINTERS if check_pointers else 0)
+            device=device,
+            threads=threads,
+            log_level=log_level,
+            chunk=chunk,
+            flags=abi.DSOPT_CONTEXT_CHECK_POINTERS if check_pointers else 0,
+        )
         hooks = []
-        candidates: Tuple[Tuple[str, Any, Any], ...] = (("parallel_for", parallel_for, _hooks.parallel_for), ("log", log, _hooks.log))
+        candidates: Tuple[Tuple[str, Any, Any], ...] = (
+            ("parallel_for", parallel_for, _hooks.parallel_for),
+            ("log", log, _hooks.log),
+        )
         for name, function, make in candidates:
             if function is not None:
                 if not callable(function):
@@ -49,28 +66,63 @@ class Context(Handle):
                 setattr(desc, name, hooks[-1])
         self.hooked = bool(hooks)
         self.hooks = tuple(hooks)  # what is made from a context has it as `needed`, and with it these
-        self._create(abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks)
+        self._create(
+            abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks
+        )
 
 
-PROFILES = {"default": abi.DSOPT_PROFILE_DEFAULT, "fused": abi.DSOPT_PROFILE_FUSED, "unfused": abi.DSOPT_PROFILE_UNFUSED,
-            "dynamic": abi.DSOPT_PROFILE_DYNAMIC}
+PROFILES = {
+    "default": abi.DSOPT_PROFILE_DEFAULT,
+    "fused": abi.DSOPT_PROFILE_FUSED,
+    "unfused": abi.DSOPT_PROFILE_UNFUSED,
+    "dynamic": abi.DSOPT_PROFILE_DYNAMIC,
+}
 
 
 class Scaler(Handle):
     """A loss scale. The fields are those of dsopt_scaler_desc; 0 = the profile's value."""
 
-    def __init__(self, context: Context, *, profile: str = "default", init: float = 0, factor: float = 0, min: float = 0,
-                 max: float = 0, window: int = 0, hysteresis: int = 0, static: bool = False, refill: bool = False,
-                 fail_at_min: bool = False, keep_at_min: bool = False, shared: bool = False,
-                 growth_at_window: bool = False) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        profile: str = "default",
+        init: float = 0,
+        factor: float = 0,
+        min: float = 0,
+        max: float = 0,
+        window: int = 0,
+        hysteresis: int = 0,
+        static: bool = False,
+        refill: bool = False,
+        fail_at_min: bool = False,
+        keep_at_min: bool = False,
+        shared: bool = False,
+        growth_at_window: bool = False,
+    ) -> None:
         self.context, self.hooked = context, context.hooked
         desc = abi.dsopt_scaler_desc(
-            profile=choice("profile", profile, PROFILES), init=init, factor=factor, min=min, max=max, window=window,
+            profile=choice("profile", profile, PROFILES),
+            init=init,
+            factor=factor,
+            min=min,
+            max=max,
+            window=window,
             hysteresis=hysteresis,
-            flags=abi.DSOPT_SCALER_STATIC * static | abi.DSOPT_SCALER_REFILL * refill |
-            abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min |
-            abi.DSOPT_SCALER_SHARED * shared | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window)
-        self._create(abi.lib.dsopt_scaler_create, context.handle, byref(desc), destroy=abi.lib.dsopt_scaler_destroy, needed=(context,))
+            flags=abi.DSOPT_SCALER_STATIC * static
+            | abi.DSOPT_SCALER_REFILL * refill
+            | abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min
+            | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min
+            | abi.DSOPT_SCALER_SHARED * shared
+            | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window,
+        )
+        self._create(
+            abi.lib.dsopt_scaler_create,
+            context.handle,
+            byref(desc),
+            destroy=abi.lib.dsopt_scaler_destroy,
+            needed=(context,),
+        )
 
     def query(self) -> Any:
         """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,

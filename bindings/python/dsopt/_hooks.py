@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python functions that the library calls: what they raise, and the end of the interpreter.
 
-A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle of the
-library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes, and
+A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle
+of the
+library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes,
+and
 exit waits for those inside.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -40,7 +43,9 @@ class Gate:
     def __enter__(self) -> None:
         with self._changed:
             if self._closed:
-                raise StateError("the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE")
+                raise StateError(
+                    "the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE"
+                )
             self._inside += 1
 
     def __exit__(self, *_: Any) -> None:
@@ -73,6 +78,7 @@ def keep(problem: BaseException) -> None:
 
 def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) -> Callable[..., T]:
     """`function`, with what it raises kept, and the result that tells the library of it."""
+
     @functools.wraps(function)
     def hook(*arguments: Any) -> T:
         try:
@@ -80,24 +86,34 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
         except BaseException as problem:  # KeyboardInterrupt and SystemExit too: nothing may pass through C
             keep(problem)
             return failed(problem)
+
     return hook
 
 
 def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
     """For hooks that come at any time, also outside of a call that could raise: as exceptions in a destructor."""
+
     @functools.wraps(function)
     def hook(argument: Any) -> None:
         try:
             function(argument)
         except BaseException as problem:
-            sys.unraisablehook(types.SimpleNamespace(
-                exc_type=type(problem), exc_value=problem, exc_traceback=problem.__traceback__,
-                err_msg="Exception ignored in a method of a dsopt comm", object=function))
+            sys.unraisablehook(
+                types.SimpleNamespace(
+                    exc_type=type(problem),
+                    exc_value=problem,
+                    exc_traceback=problem.__traceback__,
+                    err_msg="Exception ignored in a method of a dsopt comm",
+                    object=function,
+                )
+            )
+
     return hook
 
 
 def parallel_for(run: ParallelFor) -> Any:
     """A dsopt_parallel_for that calls run(n, body), where body(i) runs piece i."""
+
     def hook(_user: Any, n: int, body: Callable[[Any, int], None], arg: Any) -> None:
         active = True
 
@@ -112,14 +128,18 @@ def parallel_for(run: ParallelFor) -> Any:
             run(n, piece)
         finally:
             active = False
+
     return abi.dsopt_parallel_for(guarded(hook, lambda problem: None))
 
 
 def log(write: Callable[[int, str], object]) -> Any:
     """The `log` of a context that calls write(level, text)."""
     kinds = dict(abi.dsopt_context_desc._fields_)
-    return kinds["log"](guarded(lambda _user, level, text: _nothing(write(level, text.decode("utf-8", "replace"))),
-                                lambda problem: None))
+    return kinds["log"](
+        guarded(
+            lambda _user, level, text: _nothing(write(level, text.decode("utf-8", "replace"))), lambda problem: None
+        )
+    )
 
 
 def _nothing(_: object) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of arrays as the library takes them, quickly."""
+
 from __future__ import annotations
 
 import ctypes
@@ -27,7 +28,9 @@ class TensorList:
     A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it.
     """
 
-    def __init__(self, label: str, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], context: Any, *, write: bool) -> None:
+    def __init__(
+        self, label: str, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], context: Any, *, write: bool
+    ) -> None:
         self._label, self._names, self._shapes = label, names, shapes
         self._context, self._write = context, write
         count = len(names)
@@ -46,12 +49,18 @@ class TensorList:
     def fill(self, arrays: Sequence[Any], stream: Optional[int] = None, write: bool = False) -> Any:
         """Take the addresses of `arrays`, None = no memory. What is returned must be kept for the call."""
         seen = self._seen
-        if seen is not None and write <= self._writes and len(arrays) == len(seen) and \
-                all(map(operator.is_, arrays, [get() for get in seen])):
+        if (
+            seen is not None
+            and write <= self._writes
+            and len(arrays) == len(seen)
+            and all(map(operator.is_, arrays, [get() for get in seen]))
+        ):
             return arrays
         self._seen = None
         if len(arrays) != len(self._names):
-            refuse(self._label, "has %d arrays, and must have %d" % (len(arrays), len(self._names)), abi.DSOPT_ERR_SHAPE)
+            refuse(
+                self._label, "has %d arrays, and must have %d" % (len(arrays), len(self._names)), abi.DSOPT_ERR_SHAPE
+            )
         return arrays if self._quickly(arrays) else self._one_by_one(arrays, stream, write)
 
     def _quickly(self, arrays: Sequence[Any]) -> bool:
@@ -75,7 +84,14 @@ class TensorList:
                 place.data, place.numel, place.dtype = None, math.prod(self._shapes[i]), abi.DSOPT_DTYPE_F32
                 continue
             tensor = tensor_of(array, self.name(i), stream=stream)
-            require(tensor, self.name(i), context=self._context, write=write or self._write, dtypes=FLOATS, shape=self._shapes[i])
+            require(
+                tensor,
+                self.name(i),
+                context=self._context,
+                write=write or self._write,
+                dtypes=FLOATS,
+                shape=self._shapes[i],
+            )
             place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
             kept.append(tensor.owner)
         self._writes = write or self._write

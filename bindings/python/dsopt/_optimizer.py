@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer."""
+
 from __future__ import annotations
 
 import ctypes
@@ -24,19 +25,30 @@ from ._state import State, allocate, structs_of
 COMPAT = {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}
 NONFINITE = {"auto": abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 MASTERS = {"per_tensor": abi.DSOPT_MASTERS_PER_TENSOR, "flat": abi.DSOPT_MASTERS_FLAT}
-REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed", abi.DSOPT_REDUCTION_LOCAL: "local"}
-PARTS = {"masters": abi.DSOPT_RESET_MASTERS, "moments": abi.DSOPT_RESET_MOMENTS, "counters": abi.DSOPT_RESET_COUNTERS,
-         "grads": abi.DSOPT_RESET_GRADS, "errors": abi.DSOPT_RESET_ERRORS}
+REDUCTIONS = {
+    abi.DSOPT_REDUCTION_FULL: "full",
+    abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
+    abi.DSOPT_REDUCTION_LOCAL: "local",
+}
+PARTS = {
+    "masters": abi.DSOPT_RESET_MASTERS,
+    "moments": abi.DSOPT_RESET_MOMENTS,
+    "counters": abi.DSOPT_RESET_COUNTERS,
+    "grads": abi.DSOPT_RESET_GRADS,
+    "errors": abi.DSOPT_RESET_ERRORS,
+}
 Values = Union[float, Sequence[float], Any]
 
 
 def _setting(key: int, kind: type, text: str) -> property:
     """A hyper-parameter of the whole optimizer."""
+
     def get(self: Any) -> Any:
         return kind(self._all._get(key))
 
     def put(self: Any, value: Any) -> None:
         self._all._set(key, value)
+
     return property(get, put, doc=text)
 
 
@@ -59,32 +71,74 @@ class Optimizer(Handle):
     The rest is named as in dsopt.h. One thread at a time; another one gets StateError.
     """
 
-    def __init__(self, params: Optional[Arrays] = None, group: Optional[Group] = None, *, context: Optional[Context] = None,
-                 scaler: Optional[Scaler] = None, data: Optional[Comm] = None, model: Optional[Comm] = None,
-                 experts: Sequence[Comm] = (), node: Optional[Comm] = None, max_norm: float = 0, max_value: float = 0,
-                 compat: str = "none", nonfinite: str = "auto", masters: str = "per_tensor", no_master: bool = False,
-                 report_norms: bool = False, stochastic_rounding: bool = False, accumulate: bool = False, timing: bool = False,
-                 averages: bool = False, check_ranks: bool = False, momentum_bits: bool = False, skip_budget: int = 0,
-                 seed: int = 0) -> None:
+    def __init__(
+        self,
+        params: Optional[Arrays] = None,
+        group: Optional[Group] = None,
+        *,
+        context: Optional[Context] = None,
+        scaler: Optional[Scaler] = None,
+        data: Optional[Comm] = None,
+        model: Optional[Comm] = None,
+        experts: Sequence[Comm] = (),
+        node: Optional[Comm] = None,
+        max_norm: float = 0,
+        max_value: float = 0,
+        compat: str = "none",
+        nonfinite: str = "auto",
+        masters: str = "per_tensor",
+        no_master: bool = False,
+        report_norms: bool = False,
+        stochastic_rounding: bool = False,
+        accumulate: bool = False,
+        timing: bool = False,
+        averages: bool = False,
+        check_ranks: bool = False,
+        momentum_bits: bool = False,
+        skip_budget: int = 0,
+        seed: int = 0,
+    ) -> None:
         self.context = context if context is not None else default_context()
         self.scaler, self.data = scaler, data
         comms = [comm for comm in (data, model, node, *experts) if comm is not None]
         self.hooked = self.context.hooked or any(comm.hooked for comm in comms)
         expert_handles = (ctypes.c_void_p * len(experts))(*[comm.handle for comm in experts])
-        flags = (abi.DSOPT_OPTIMIZER_NO_MASTER * no_master | abi.DSOPT_OPTIMIZER_REPORT_NORMS * report_norms |
-                 abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING * stochastic_rounding | abi.DSOPT_OPTIMIZER_ACCUMULATE * accumulate |
-                 abi.DSOPT_OPTIMIZER_TIMING * timing | abi.DSOPT_OPTIMIZER_AVERAGES * averages |
-                 abi.DSOPT_OPTIMIZER_CHECK_RANKS * check_ranks | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * momentum_bits)
+        flags = (
+            abi.DSOPT_OPTIMIZER_NO_MASTER * no_master
+            | abi.DSOPT_OPTIMIZER_REPORT_NORMS * report_norms
+            | abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING * stochastic_rounding
+            | abi.DSOPT_OPTIMIZER_ACCUMULATE * accumulate
+            | abi.DSOPT_OPTIMIZER_TIMING * timing
+            | abi.DSOPT_OPTIMIZER_AVERAGES * averages
+            | abi.DSOPT_OPTIMIZER_CHECK_RANKS * check_ranks
+            | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * momentum_bits
+        )
         desc = abi.dsopt_optimizer_desc(
-            compat=choice("compat", compat, COMPAT), flags=flags, nonfinite=choice("nonfinite", nonfinite, NONFINITE),
-            masters=choice("masters", masters, MASTERS), max_norm=max_norm, max_value=max_value, scaler=_handle(scaler),
-            data=_handle(data), model=_handle(model), experts=ctypes.addressof(expert_handles) if experts else None,
-            expert_count=len(experts), skip_budget=skip_budget, seed=seed, node=_handle(node))
+            compat=choice("compat", compat, COMPAT),
+            flags=flags,
+            nonfinite=choice("nonfinite", nonfinite, NONFINITE),
+            masters=choice("masters", masters, MASTERS),
+            max_norm=max_norm,
+            max_value=max_value,
+            scaler=_handle(scaler),
+            data=_handle(data),
+            model=_handle(model),
+            experts=ctypes.addressof(expert_handles) if experts else None,
+            expert_count=len(experts),
+            skip_budget=skip_budget,
+            seed=seed,
+            node=_handle(node),
+        )
         # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
         self._needed = (self.context, scaler, *comms)
         with gated(self):
-            self._create(abi.lib.dsopt_optimizer_create, self.context.handle, byref(desc), destroy=abi.lib.dsopt_optimizer_destroy,
-                         needed=self._needed)
+            self._create(
+                abi.lib.dsopt_optimizer_create,
+                self.context.handle,
+                byref(desc),
+                destroy=abi.lib.dsopt_optimizer_destroy,
+                needed=self._needed,
+            )
         self._exclusive = Exclusive()
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._group_count = 0
@@ -102,8 +156,11 @@ class Optimizer(Handle):
     def add_group(self, group: Group, params: Arrays = ()) -> None:
         """Append a group and its parameters. State that is there is kept."""
         if not isinstance(group, Group):
-            refuse("group", "is %s, and must be an algorithm, such as AdamW(lr=1e-3)" % type(group).__name__,
-                   kind=ArgumentTypeError)
+            refuse(
+                "group",
+                "is %s, and must be an algorithm, such as AdamW(lr=1e-3)" % type(group).__name__,
+                kind=ArgumentTypeError,
+            )
         pairs = named(params, len(self._names))
         structs, kept = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
@@ -171,22 +228,32 @@ class Optimizer(Handle):
 
     max_norm = _setting(abi.DSOPT_KEY_MAX_NORM, float, "Clip by the norm of all gradients. 0 = off.")
     max_value = _setting(abi.DSOPT_KEY_MAX_VALUE, float, "Clip every element. 0 = off.")
-    skip_budget = _setting(abi.DSOPT_KEY_SKIP_BUDGET, int, "So many steps may be skipped in a row. Setting it forgives those so far.")
+    skip_budget = _setting(
+        abi.DSOPT_KEY_SKIP_BUDGET, int, "So many steps may be skipped in a row. Setting it forgives those so far."
+    )
     calls = _setting(abi.DSOPT_KEY_CALLS, int, "Steps so far, skipped ones included.")
     freeze_step = _setting(abi.DSOPT_KEY_FREEZE_STEP, int, "The 1-bit family: last step that changes the variance.")
 
     # ------------------------------------------------------------------------------------------------------------ step
-    def bind(self, *, params: Optional[Arrays] = None, grads: Optional[Arrays] = None,
-             state: Optional[Mapping[str, Any]] = None) -> None:
+    def bind(
+        self,
+        *,
+        params: Optional[Arrays] = None,
+        grads: Optional[Arrays] = None,
+        state: Optional[Mapping[str, Any]] = None,
+    ) -> None:
         """Say where parameters, gradients or state are from now on. The arrays are kept, and their addresses not
-        asked for again: an array that is moved or resized by its owner must be bound again. NumPy refuses to resize them.
+        asked for again: an array that is moved or resized by its owner must be bound again. NumPy refuses to resize
+        them.
         Contents are not changed: bound state must hold its values, from init_state or from a saved state."""
         with self._exclusive:
             if params is not None:
                 arrays = in_order("params", params, self._names)
                 new = self._list("params", write=True)
                 kept = new.fill(arrays)
-                abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_PARAMS, new.struct, len(self._names)))
+                abi.check(
+                    abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_PARAMS, new.struct, len(self._names))
+                )
                 self._pinned, self._arrays, self._params_kept = new, list(arrays), kept
             if grads is not None:
                 arrays = in_order("grads", grads, self._names, missing=True)
@@ -198,16 +265,31 @@ class Optimizer(Handle):
                 abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
                 self._bound_state = kept_state
 
-    def step(self, grads: Optional[Arrays] = None, *, lr: Optional[Values] = None, hyper: Any = None,
-             grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,
-             out: Optional[Arrays] = None, params: Optional[Arrays] = None, report: Any = None, zero_grads: bool = False,
-             out_only: bool = False, delta: bool = False, accumulated: bool = False, no_nan: bool = False,
-             stream: Optional[int] = None) -> None:
+    def step(
+        self,
+        grads: Optional[Arrays] = None,
+        *,
+        lr: Optional[Values] = None,
+        hyper: Any = None,
+        grad_scale: Optional[Values] = None,
+        skip: Any = None,
+        grad_norms: Optional[Values] = None,
+        out: Optional[Arrays] = None,
+        params: Optional[Arrays] = None,
+        report: Any = None,
+        zero_grads: bool = False,
+        out_only: bool = False,
+        delta: bool = False,
+        accumulated: bool = False,
+        no_nan: bool = False,
+        stream: Optional[int] = None,
+    ) -> None:
         """Update every parameter that has a gradient, once.
 
         grads       dict by name (those that lack stay as they are) or list in flat order (None = no gradient). None =
                     those that are bound. On a device their memory belongs to the stream until it has passed the step.
-        lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend memory
+        lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend
+                    memory
         hyper       one row of 8 float32 per group, see enum dsopt_hyper_place
         grad_scale  gradients are this much too large
         skip        nonzero = skip this step
@@ -236,8 +318,16 @@ class Optimizer(Handle):
                 kept = self._bound.fill(self._bound_grads, stream, zero_grads) if zero_grads else None
                 plain, step = self._bound_plain
             plain.flags, plain.stream = flags, stream
-            if not (lr is None and hyper is None and grad_scale is None and skip is None and grad_norms is None and out is None
-                    and params is None and report is None):
+            if not (
+                lr is None
+                and hyper is None
+                and grad_scale is None
+                and skip is None
+                and grad_norms is None
+                and out is None
+                and params is None
+                and report is None
+            ):
                 if isinstance(lr, (int, float)):
                     self.lr, lr = lr, None
                 args = abi.dsopt_step.from_buffer_copy(plain)
@@ -251,22 +341,37 @@ class Optimizer(Handle):
             if status or abi.raised:
                 abi.check(status)
 
-    def _optional(self, args: Any, lr: Any, hyper: Any, grad_scale: Any, skip: Any, grad_norms: Any, out: Optional[Arrays],
-                  params: Optional[Arrays], report: Any) -> Any:
+    def _optional(
+        self,
+        args: Any,
+        lr: Any,
+        hyper: Any,
+        grad_scale: Any,
+        skip: Any,
+        grad_norms: Any,
+        out: Optional[Arrays],
+        params: Optional[Arrays],
+        report: Any,
+    ) -> Any:
         """Fill in what a step need not have. What is returned must be kept for the call."""
         groups, context, stream, kept = self._group_count, self.context, args.stream, []
         for field, value, count, dtype in (
-                ("lr", lr, groups, abi.DSOPT_DTYPE_F32), ("hyper", hyper, groups * abi.DSOPT_HYPER_FLOATS, abi.DSOPT_DTYPE_F32),
-                ("grad_scale", grad_scale, 1, abi.DSOPT_DTYPE_F32), ("skip", skip, 1, abi.DSOPT_DTYPE_I32),
-                ("grad_norms", grad_norms, groups, abi.DSOPT_DTYPE_F32),
-                ("report", report, abi.DSOPT_REPORT_FLOATS, abi.DSOPT_DTYPE_F32)):
+            ("lr", lr, groups, abi.DSOPT_DTYPE_F32),
+            ("hyper", hyper, groups * abi.DSOPT_HYPER_FLOATS, abi.DSOPT_DTYPE_F32),
+            ("grad_scale", grad_scale, 1, abi.DSOPT_DTYPE_F32),
+            ("skip", skip, 1, abi.DSOPT_DTYPE_I32),
+            ("grad_norms", grad_norms, groups, abi.DSOPT_DTYPE_F32),
+            ("report", report, abi.DSOPT_REPORT_FLOATS, abi.DSOPT_DTYPE_F32),
+        ):
             if value is not None:
                 address, memory = scalars(value, field, count, context, dtype, write=field == "report", stream=stream)
                 setattr(args, field, address)
                 kept.append(memory)
         for field, arrays in (("out", out), ("params", params)):
             if arrays is not None:
-                given = TensorList(field, self._names, self._shapes, context, write=field == "out" or not args.flags & 6)
+                given = TensorList(
+                    field, self._names, self._shapes, context, write=field == "out" or not args.flags & 6
+                )
                 kept.append((given, given.fill(in_order(field, arrays, self._names, missing=field == "out"), stream)))
                 setattr(args, field, ctypes.addressof(given.struct))
         return kept
@@ -287,7 +392,11 @@ class Optimizer(Handle):
             arrays = self._bound_grads if grads is None else in_order("grads", grads, self._names, missing=True)
             kept = into.fill(arrays, stream, True)
             with gated(self):
-                abi.check(abi.lib.dsopt_zero_grad(self.context.handle, into.struct, len(self._names), abi.DSOPT_ZERO_FILL, stream))
+                abi.check(
+                    abi.lib.dsopt_zero_grad(
+                        self.context.handle, into.struct, len(self._names), abi.DSOPT_ZERO_FILL, stream
+                    )
+                )
 
     def report(self) -> Report:
         """What happened so far. Waits for the last step."""
@@ -330,14 +439,32 @@ class Optimizer(Handle):
         """Write a checkpoint, a safetensors file. `file` is a path, or a binary file that is open for writing."""
         save(self, file, abi.DSOPT_IO_PARAMS * params)
 
-    def load(self, file: Any, *, params: bool = False, state: bool = True, masters: bool = True, hyper: bool = True,
-             scaler: bool = True, reset_errors: bool = False) -> None:
-        """Read a checkpoint: a path, a binary file that can seek, or a list of either, one of each rank that saved. What is
+    def load(
+        self,
+        file: Any,
+        *,
+        params: bool = False,
+        state: bool = True,
+        masters: bool = True,
+        hyper: bool = True,
+        scaler: bool = True,
+        reset_errors: bool = False,
+    ) -> None:
+        """Read a checkpoint: a path, a binary file that can seek, or a list of either, one of each rank that saved.
+        What is
         False is left as it is now."""
-        load(self, file, abi.DSOPT_IO_PARAMS * params | abi.DSOPT_IO_NO_STATE * (not state) | abi.DSOPT_IO_NO_MASTERS * (not masters) |
-             abi.DSOPT_IO_NO_HYPER * (not hyper) | abi.DSOPT_IO_NO_SCALER * (not scaler) | abi.DSOPT_IO_RESET_ERRORS * reset_errors)
+        load(
+            self,
+            file,
+            abi.DSOPT_IO_PARAMS * params
+            | abi.DSOPT_IO_NO_STATE * (not state)
+            | abi.DSOPT_IO_NO_MASTERS * (not masters)
+            | abi.DSOPT_IO_NO_HYPER * (not hyper)
+            | abi.DSOPT_IO_NO_SCALER * (not scaler)
+            | abi.DSOPT_IO_RESET_ERRORS * reset_errors,
+        )
 
-    # --------------------------------------------------------------------------------------------------- functional form
+    # -------------------------------------------------------------------------------------------------- functional form
     @property
     def workspace(self) -> int:
         """Bytes of workspace that `apply` needs."""
@@ -345,7 +472,9 @@ class Optimizer(Handle):
         abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
         return size.value
 
-    def init_state(self, params: Arrays, state: Optional[Dict[str, Any]] = None, *, stream: Optional[int] = None) -> Dict[str, Any]:
+    def init_state(
+        self, params: Arrays, state: Optional[Dict[str, Any]] = None, *, stream: Optional[int] = None
+    ) -> Dict[str, Any]:
         """Starting values of the state of these parameters, in new host memory or in the arrays of `state`, by name."""
         if state is None:
             if self.context.backend != "cpu":
@@ -358,15 +487,33 @@ class Optimizer(Handle):
             abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, given.struct, structs, len(structs), stream))
         return state
 
-    def apply(self, params: Arrays, grads: Arrays, state: Mapping[str, Any], *, lr: Optional[Values] = None, hyper: Any = None,
-              grad_scale: Optional[Values] = None, skip: Any = None, grad_norms: Optional[Values] = None,
-              out: Optional[Arrays] = None, report: Any = None, workspace: Any = None, zero_grads: bool = False,
-              out_only: bool = False, delta: bool = False, no_nan: bool = False, stream: Optional[int] = None) -> None:
-        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to `state`. The
+    def apply(
+        self,
+        params: Arrays,
+        grads: Arrays,
+        state: Mapping[str, Any],
+        *,
+        lr: Optional[Values] = None,
+        hyper: Any = None,
+        grad_scale: Optional[Values] = None,
+        skip: Any = None,
+        grad_norms: Optional[Values] = None,
+        out: Optional[Arrays] = None,
+        report: Any = None,
+        workspace: Any = None,
+        zero_grads: bool = False,
+        out_only: bool = False,
+        delta: bool = False,
+        no_nan: bool = False,
+        stream: Optional[int] = None,
+    ) -> None:
+        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to `state`.
+        The
         optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call. `workspace` is
         any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
-        step = abi.dsopt_step(count=len(self._names), stream=stream,
-                              flags=zero_grads | out_only << 1 | delta << 2 | no_nan << 4)
+        step = abi.dsopt_step(
+            count=len(self._names), stream=stream, flags=zero_grads | out_only << 1 | delta << 2 | no_nan << 4
+        )
         structs, kept_state = structs_of(self, state, stream)
         step.state, step.state_count = ctypes.addressof(structs), len(structs)
         given = self._list("grads", write=zero_grads)
@@ -415,8 +562,11 @@ class Exclusive:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(False):
-            raise error_of(abi.DSOPT_ERR_BUSY, "DSOPT_ERR_BUSY", "the optimizer is in a call of another thread, or in the call that "
-                                                                 "led to this hook")
+            raise error_of(
+                abi.DSOPT_ERR_BUSY,
+                "DSOPT_ERR_BUSY",
+                "the optimizer is in a call of another thread, or in the call that " "led to this hook",
+            )
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

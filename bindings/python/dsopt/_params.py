@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and state as they are registered, and what is given for them."""
+
 from __future__ import annotations
 
 import ctypes
@@ -15,7 +16,8 @@ Arrays = Union[Mapping[str, Any], Sequence[Any]]
 
 @dataclass
 class Param:
-    """A parameter with more than an array: dsopt_param. Without an array it is a shape and a dtype, for Optimizer.apply."""
+    """A parameter with more than an array: dsopt_param. Without an array it is a shape and a dtype, for
+    Optimizer.apply."""
 
     array: Any = None
     shape: Tuple[int, ...] = ()
@@ -35,13 +37,28 @@ class Param:
         else:
             number = {DTYPE_NAMES[dtype]: dtype for dtype in FLOATS}.get(self.dtype)
             if number is None:
-                refuse(label, "has dtype %r, and must have float32, float16 or bfloat16" % (self.dtype,), abi.DSOPT_ERR_DTYPE)
+                refuse(
+                    label,
+                    "has dtype %r, and must have float32, float16 or bfloat16" % (self.dtype,),
+                    abi.DSOPT_ERR_DTYPE,
+                )
             tensor, place = None, abi.dsopt_tensor(None, math.prod(self.shape), number)
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
-        flags = (abi.DSOPT_PARAM_MODEL_PARALLEL * self.model_parallel | abi.DSOPT_PARAM_REPLICATED * self.replicated |
-                 abi.DSOPT_PARAM_MASKED * self.masked)
-        return abi.dsopt_param(tensor=place, name=name.encode(), dims=ctypes.addressof(shape) if self.shape else None,
-                               ndim=len(self.shape), flags=flags, offset=self.offset, expert=self.expert, group=group), (shape, tensor)
+        flags = (
+            abi.DSOPT_PARAM_MODEL_PARALLEL * self.model_parallel
+            | abi.DSOPT_PARAM_REPLICATED * self.replicated
+            | abi.DSOPT_PARAM_MASKED * self.masked
+        )
+        return abi.dsopt_param(
+            tensor=place,
+            name=name.encode(),
+            dims=ctypes.addressof(shape) if self.shape else None,
+            ndim=len(self.shape),
+            flags=flags,
+            offset=self.offset,
+            expert=self.expert,
+            group=group,
+        ), (shape, tensor)
 
 
 def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
@@ -65,7 +82,9 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
     if isinstance(arrays, tuple):
         return list(arrays)
     if not isinstance(arrays, Mapping):
-        refuse(label, "is %s, and must be a dict by name or a list in the order of the parameters" % type(arrays).__name__)
+        refuse(
+            label, "is %s, and must be a dict by name or a list in the order of the parameters" % type(arrays).__name__
+        )
     if len(arrays) == len(names):
         try:
             return [arrays[name] for name in names]
@@ -82,8 +101,16 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
     return [arrays.get(name) for name in names]
 
 
-def scalars(value: Any, label: str, count: int, context: Any, dtype: int = abi.DSOPT_DTYPE_F32, *, write: bool = False,
-            stream: Optional[int] = None) -> Tuple[Optional[int], Any]:
+def scalars(
+    value: Any,
+    label: str,
+    count: int,
+    context: Any,
+    dtype: int = abi.DSOPT_DTYPE_F32,
+    *,
+    write: bool = False,
+    stream: Optional[int] = None,
+) -> Tuple[Optional[int], Any]:
     """Address of so many values in backend memory, and what keeps it: of an array, or on the CPU of numbers."""
     if value is None:
         return None, None
@@ -100,5 +127,7 @@ def scalars(value: Any, label: str, count: int, context: Any, dtype: int = abi.D
         except TypeError as problem:
             refuse(label, "has values that are no numbers: %s" % problem)
         return ctypes.addressof(memory), memory
-    tensor = require(tensor_of(value, label, stream=stream), label, context=context, write=write, dtype=dtype, numel=count)
+    tensor = require(
+        tensor_of(value, label, stream=stream), label, context=context, write=write, dtype=dtype, numel=count
+    )
     return tensor.address, tensor

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """State tensors by name, as arrays that live as long as somebody has them."""
+
 from __future__ import annotations
 
 import ctypes
@@ -16,9 +17,18 @@ try:
 except ImportError:  # then arrays are those of ctypes
     numpy = None  # type: ignore[assignment]
 
-_CTYPES: Dict[int, Any] = {abi.DSOPT_DTYPE_F32: ctypes.c_float, abi.DSOPT_DTYPE_F16: ctypes.c_uint16, abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
-           abi.DSOPT_DTYPE_I32: ctypes.c_int32}
-_TYPESTRS = {abi.DSOPT_DTYPE_F32: "<f4", abi.DSOPT_DTYPE_F16: "<f2", abi.DSOPT_DTYPE_BF16: "<V2", abi.DSOPT_DTYPE_I32: "<i4"}
+_CTYPES: Dict[int, Any] = {
+    abi.DSOPT_DTYPE_F32: ctypes.c_float,
+    abi.DSOPT_DTYPE_F16: ctypes.c_uint16,
+    abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
+    abi.DSOPT_DTYPE_I32: ctypes.c_int32,
+}
+_TYPESTRS = {
+    abi.DSOPT_DTYPE_F32: "<f4",
+    abi.DSOPT_DTYPE_F16: "<f2",
+    abi.DSOPT_DTYPE_BF16: "<V2",
+    abi.DSOPT_DTYPE_I32: "<i4",
+}
 
 
 def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> Any:
@@ -58,16 +68,25 @@ class DeviceArray:
 
     def __init__(self, address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> None:
         self.shape, self._owner = shape, owner
-        self.__cuda_array_interface__ = {"version": 3, "shape": shape, "typestr": _TYPESTRS[dtype], "strides": None,
-                                         "data": (address, False)}
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": _TYPESTRS[dtype],
+            "strides": None,
+            "data": (address, False),
+        }
 
 
 class Retained(Handle):
     """One more handle to an optimizer, for arrays that outlive it."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._create(abi.lib.dsopt_optimizer_retain, optimizer.handle, destroy=abi.lib.dsopt_optimizer_destroy,
-                     needed=optimizer.needed)
+        self._create(
+            abi.lib.dsopt_optimizer_retain,
+            optimizer.handle,
+            destroy=abi.lib.dsopt_optimizer_destroy,
+            needed=optimizer.needed,
+        )
 
 
 class Info:
@@ -78,7 +97,10 @@ class Info:
     def __init__(self, index: int, info: Any, optimizer: Any) -> None:
         self.index, self.param = index, info.param
         whole = info.param < 0
-        self.name = "%s.%s" % ("optimizer" if whole else optimizer.names[info.param], info.name.decode())  # as in checkpoints
+        self.name = "%s.%s" % (
+            "optimizer" if whole else optimizer.names[info.param],
+            info.name.decode(),
+        )  # as in checkpoints
         self.dtype = info.tensor.dtype
         self.shape: Tuple[int, ...] = (info.tensor.numel,) if whole else optimizer.shapes[info.param]
         self.rank_local = bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)
@@ -142,10 +164,16 @@ class State(Mapping[str, Any]):
         if tensor.device != "cpu":
             refuse(label, "is set from host memory only", abi.DSOPT_ERR_DEVICE)
         if tensor.dtype != info.dtype:
-            refuse(label, "is %s, and was given %s" % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]), abi.DSOPT_ERR_DTYPE)
+            refuse(
+                label,
+                "is %s, and was given %s" % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]),
+                abi.DSOPT_ERR_DTYPE,
+            )
         if tensor.numel != math.prod(info.shape):
             refuse(label, "has shape %s, and was given %s" % (info.shape, tensor.shape), abi.DSOPT_ERR_SHAPE)
-        abi.check(abi.lib.dsopt_optimizer_import(self._optimizer.handle, info.index, tensor.address or None, info.bytes))
+        abi.check(
+            abi.lib.dsopt_optimizer_import(self._optimizer.handle, info.index, tensor.address or None, info.bytes)
+        )
 
 
 def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> Tuple[Any, Any]:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [torch]: the tests of the package, or those of dsopt.torch. It is the package beside this folder; with DSOPT_INSTALLED=1
+"""run.py [torch]: the tests of the package, or those of dsopt.torch. It is the package beside this folder; with
+DSOPT_INSTALLED=1
 the one that is installed.
 
 The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
 """
+
 import os
 import sys
 import unittest

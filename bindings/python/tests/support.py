@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several test files need."""
+
 import os
 import pathlib
 import subprocess
@@ -22,7 +23,7 @@ def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):
     """One step of AdamW in float64, in place."""
     m += (1 - betas[0]) * (g - m)
     v += (1 - betas[1]) * (g * g - v)
-    p -= lr * (m / (1 - betas[0]**t) / (np.sqrt(v / (1 - betas[1]**t)) + eps) + wd * p)
+    p -= lr * (m / (1 - betas[0] ** t) / (np.sqrt(v / (1 - betas[1] ** t)) + eps) + wd * p)
 
 
 def python(program, *arguments, timeout=120, library=None, preload=False):
@@ -30,6 +31,12 @@ def python(program, *arguments, timeout=120, library=None, preload=False):
     environment = dict(os.environ, DSOPT_LIBRARY=library or dsopt._abi.path, PYTHONPATH=str(PACKAGE))
     if preload:  # it needs more thread-local storage than there is for what a program loads later
         environment["LD_PRELOAD"] = environment["DSOPT_LIBRARY"]
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *arguments], env=environment, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, universal_newlines=True, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=timeout,
+    )
     return done.returncode, done.stdout, done.stderr

@@ -16,13 +16,36 @@ new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, 
 class Producer:
     """An array that speaks DLPack only, made by hand so that every field can be wrong."""
 
-    def __init__(self, memory, shape, *, strides=None, code=2, bits=32, lanes=1, device=(CPU, 0), versioned=True, flags=0, major=1,
-                 offset=0, label=None):
+    def __init__(
+        self,
+        memory,
+        shape,
+        *,
+        strides=None,
+        code=2,
+        bits=32,
+        lanes=1,
+        device=(CPU, 0),
+        versioned=True,
+        flags=0,
+        major=1,
+        offset=0,
+        label=None,
+    ):
         self.memory, self.device, self.versioned = memory, device, versioned
         self.shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
         self.strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
-        tensor = _DLTensor(data=ctypes.addressof(memory), device_type=device[0], device_id=device[1], ndim=len(shape), code=code,
-                           bits=bits, lanes=lanes, shape=self.shape, byte_offset=offset)
+        tensor = _DLTensor(
+            data=ctypes.addressof(memory),
+            device_type=device[0],
+            device_id=device[1],
+            ndim=len(shape),
+            code=code,
+            bits=bits,
+            lanes=lanes,
+            shape=self.shape,
+            byte_offset=offset,
+        )
         if self.strides is not None:
             tensor.strides = self.strides
         self.managed = _Versioned(major=major, flags=flags, tensor=tensor) if versioned else tensor
@@ -50,11 +73,17 @@ class Arrays(unittest.TestCase):
             self.assertIn(word, str(caught.exception))
 
     def test_numpy(self):
-        for dtype, number in (("float32", abi.DSOPT_DTYPE_F32), ("float16", abi.DSOPT_DTYPE_F16), ("int32", abi.DSOPT_DTYPE_I32)):
+        for dtype, number in (
+            ("float32", abi.DSOPT_DTYPE_F32),
+            ("float16", abi.DSOPT_DTYPE_F16),
+            ("int32", abi.DSOPT_DTYPE_I32),
+        ):
             x = np.zeros((3, 4), dtype)
             tensor = tensor_of(x, "x")
-            self.assertEqual((tensor.address, tensor.numel, tensor.dtype, tensor.shape, tensor.device, tensor.writable),
-                             (x.ctypes.data, 12, number, (3, 4), "cpu", True))
+            self.assertEqual(
+                (tensor.address, tensor.numel, tensor.dtype, tensor.shape, tensor.device, tensor.writable),
+                (x.ctypes.data, 12, number, (3, 4), "cpu", True),
+            )
         for shape in ((), (0,), (3, 0), (1, 5, 1)):
             self.assertEqual(tensor_of(np.zeros(shape, np.float32), "x").shape, shape)
 
@@ -77,11 +106,18 @@ class Arrays(unittest.TestCase):
         class Named(np.ndarray):  # as ml_dtypes: the typestr is <V2 and only the dtype has a name
             @property
             def __array_interface__(self):
-                return {"typestr": "<V2", "shape": (4,), "data": (self.ctypes.data, False), "strides": None, "version": 3}
+                return {
+                    "typestr": "<V2",
+                    "shape": (4,),
+                    "data": (self.ctypes.data, False),
+                    "strides": None,
+                    "version": 3,
+                }
 
             @property
             def dtype(self):
                 return type("bf16", (), {"name": "bfloat16"})()
+
         self.assertEqual(tensor_of(np.zeros(4, np.uint16).view(Named), "x").dtype, abi.DSOPT_DTYPE_BF16)
         self.assertEqual(tensor_of(Producer(floats, (4,), code=4, bits=16), "x").dtype, abi.DSOPT_DTYPE_BF16)
 
@@ -90,13 +126,17 @@ class Arrays(unittest.TestCase):
             for strides in (None, (4, 1)):
                 producer = Producer(floats, (3, 4), strides=strides, versioned=versioned)
                 tensor = tensor_of(producer, "x")
-                self.assertEqual((tensor.address, tensor.shape, tensor.dtype, tensor.device, tensor.writable),
-                                 (ctypes.addressof(floats), (3, 4), abi.DSOPT_DTYPE_F32, "cpu", True))
+                self.assertEqual(
+                    (tensor.address, tensor.shape, tensor.dtype, tensor.device, tensor.writable),
+                    (ctypes.addressof(floats), (3, 4), abi.DSOPT_DTYPE_F32, "cpu", True),
+                )
                 self.assertEqual(producer.asked, {"max_version": (1, 0)} if versioned else {})
         self.assertEqual(tensor_of(Producer(floats, (2,), offset=16), "x").address, ctypes.addressof(floats) + 16)
         self.assertEqual(tensor_of(Producer(floats, ()), "x").numel, 1)
         self.assertFalse(tensor_of(Producer(floats, (2,), flags=1), "x").writable)
-        self.assertFalse(tensor_of(Producer(floats, (2,), flags=2), "x").writable)  # a copy: writing to it would be lost
+        self.assertFalse(
+            tensor_of(Producer(floats, (2,), flags=2), "x").writable
+        )  # a copy: writing to it would be lost
 
     def test_dlpack_of_a_device(self):
         on_device = Producer(floats, (4,), device=(2, 3))
@@ -124,6 +164,7 @@ class Arrays(unittest.TestCase):
 
             def __dlpack__(self, **_):
                 raise BufferError("it requires grad")
+
         self.refused(Unwilling(), "it requires grad")
 
     def test_the_capsule_is_released(self):
@@ -137,7 +178,9 @@ class Arrays(unittest.TestCase):
 
             def __dlpack__(self, **asked):
                 return x.__dlpack__(**asked)
+
         import sys
+
         before = sys.getrefcount(x)
         tensor = tensor_of(Only(), "x")
         self.assertEqual(tensor.address, x.ctypes.data)
@@ -148,7 +191,14 @@ class Arrays(unittest.TestCase):
     def test_cuda_array_interface(self):
         class Device:
             def __init__(self, **other):
-                self.__cuda_array_interface__ = {"version": 3, "shape": (2, 3), "typestr": "<f4", "data": (4096, False), **other}
+                self.__cuda_array_interface__ = {
+                    "version": 3,
+                    "shape": (2, 3),
+                    "typestr": "<f4",
+                    "data": (4096, False),
+                    **other,
+                }
+
         tensor = tensor_of(Device(), "x")
         self.assertEqual((tensor.address, tensor.device, tensor.shape), (4096, "cuda", (2, 3)))
         self.assertFalse(tensor_of(Device(data=(4096, True)), "x").writable)

@@ -72,12 +72,14 @@ class Checkpoints(unittest.TestCase):
         class Full(io.RawIOBase):
             def write(self, data):
                 raise OSError(28, "the disk is full")
+
         with self.assertRaisesRegex(OSError, "the disk is full"):
             opt.save(Full())
 
         class Short(io.BytesIO):
             def read(self, size=-1):
                 return b""
+
         with self.assertRaisesRegex(EOFError, "early"):
             opt.load(Short(b"x" * 1000))
         memory = io.BytesIO()
@@ -95,7 +97,11 @@ class Checkpoints(unittest.TestCase):
         opt.state["w.exp_avg"] = np.full((3, 4), 7, np.float32)
         self.assertTrue((opt.state["w.exp_avg"] == 7).all())
         self.assertFalse((copied == 7).any())
-        for value, text in ((np.zeros((3, 4), np.int32), "int32"), (np.zeros(5, np.float32), r"\(5,\)"), ([1], "no array")):
+        for value, text in (
+            (np.zeros((3, 4), np.int32), "int32"),
+            (np.zeros(5, np.float32), r"\(5,\)"),
+            ([1], "no array"),
+        ):
             with self.assertRaisesRegex(dsopt.ArgumentError, r"state\['w.exp_avg'\].*" + text):
                 opt.state["w.exp_avg"] = value
         opt.reset("moments", "counters")

@@ -23,6 +23,7 @@ def ranks(count, work):
             results[rank] = work(rank)
         except BaseException as problem:
             problems.append(problem)
+
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
@@ -84,8 +85,13 @@ class Comms(unittest.TestCase):
             comm.all_reduce([*x, None], "mean")
             y = arrays((5,), seed=rank)
             comm.all_reduce(y, "max")
-            opt = dsopt.Optimizer(arrays((130,), (7,)), dsopt.OnebitAdam(lr=0.1, freeze_step=2), data=comm, averages=True,
-                                  context=comm.context)
+            opt = dsopt.Optimizer(
+                arrays((130,), (7,)),
+                dsopt.OnebitAdam(lr=0.1, freeze_step=2),
+                data=comm,
+                averages=True,
+                context=comm.context,
+            )
             stages = []
             for t in range(5):
                 stages.append(opt.next_reduction())
@@ -123,17 +129,24 @@ class Comms(unittest.TestCase):
             with self.assertRaisesRegex(dsopt.ArgumentError, "sizes"):
                 exchange(x[:1])
             return total / 60
+
         one, two = ranks(2, work)
         np.testing.assert_array_equal(one, two)
         mean = (arrays((100,), seed=0)[0] + arrays((100,), seed=1)[0]) / 2
-        self.assertLess(abs(one - mean).mean(), 0.1 * abs(mean).mean())  # errors are fed back, so the mean is right in the end
+        self.assertLess(
+            abs(one - mean).mean(), 0.1 * abs(mean).mean()
+        )  # errors are fed back, so the mean is right in the end
 
     def test_what_methods_raise(self):
         class Broken(Rank):
             def all_reduce(self, *arguments):
                 raise self.problem
-        for problem, status in ((ValueError("the cable is cut"), "DSOPT_ERR_COMM"), (KeyboardInterrupt(), "DSOPT_ERR_COMM"),
-                                (TimeoutError("too late"), "DSOPT_ERR_TIMEOUT")):
+
+        for problem, status in (
+            (ValueError("the cable is cut"), "DSOPT_ERR_COMM"),
+            (KeyboardInterrupt(), "DSOPT_ERR_COMM"),
+            (TimeoutError("too late"), "DSOPT_ERR_TIMEOUT"),
+        ):
             broken = Broken(None, 0)
             broken.problem = problem
             comm = dsopt.Comm.table(dsopt.Context(), broken, 0, 2)
@@ -154,6 +167,7 @@ class Comms(unittest.TestCase):
         class Rude(Rank):
             def destroy(self):
                 raise ValueError("not now")
+
         with mock.patch.object(sys, "unraisablehook") as hook:
             dsopt.Comm.table(dsopt.Context(), Rude(None, 0), 0, 2).close()
         self.assertEqual(str(hook.call_args[0][0].exc_value), "not now")
@@ -169,6 +183,7 @@ class Comms(unittest.TestCase):
                 comm.all_reduce(arrays((5,)))
             self.assertIsInstance(caught.exception, dsopt.TimeoutError)
             return comm
+
         comms = ranks(2, work)
         comm = dsopt.Comm.single(comms[0].context)
         comm.abort()
@@ -177,15 +192,18 @@ class Comms(unittest.TestCase):
 
     def test_refusals(self):
         context = dsopt.Context()
-        for make, text in ((lambda: dsopt.Comm.local(context, "id", 0, 2), "id"), (lambda: dsopt.Comm.local(context, b"short", 0, 2), "id"),
-                           (lambda: dsopt.Comm.local(context, dsopt.Comm.unique_id(), 2, 2), "rank"),
-                           (lambda: dsopt.Comm.unique_id("mpi"), "kind.*'local'"),
-                           (lambda: dsopt.Comm.native(context, "mpi", 1), "kind"),
-                           (lambda: dsopt.Comm.table(context, object(), 0, 2), "all_reduce"),
-                           (lambda: dsopt.Comm.table(context, Rank(None, 0), 5, 2), "rank"),
-                           (lambda: dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="disk"), "memory"),
-                           (lambda: dsopt.Comm.single(context).all_reduce([np.zeros(3)]), r"arrays\[0\].*float64"),
-                           (lambda: dsopt.Comm.single(context).all_reduce([], "product"), "op.*'mean'")):
+        for make, text in (
+            (lambda: dsopt.Comm.local(context, "id", 0, 2), "id"),
+            (lambda: dsopt.Comm.local(context, b"short", 0, 2), "id"),
+            (lambda: dsopt.Comm.local(context, dsopt.Comm.unique_id(), 2, 2), "rank"),
+            (lambda: dsopt.Comm.unique_id("mpi"), "kind.*'local'"),
+            (lambda: dsopt.Comm.native(context, "mpi", 1), "kind"),
+            (lambda: dsopt.Comm.table(context, object(), 0, 2), "all_reduce"),
+            (lambda: dsopt.Comm.table(context, Rank(None, 0), 5, 2), "rank"),
+            (lambda: dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="disk"), "memory"),
+            (lambda: dsopt.Comm.single(context).all_reduce([np.zeros(3)]), r"arrays\[0\].*float64"),
+            (lambda: dsopt.Comm.single(context).all_reduce([], "product"), "op.*'mean'"),
+        ):
             with self.assertRaisesRegex(dsopt.ArgumentError, text):
                 make()
         self.assertFalse(_comm._tables)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA backend on the emulated device of the repository's tests, which DSOPT_EMULATED names."""
+
 import os
 import unittest
 
@@ -77,7 +78,8 @@ comm = dsopt.Comm.single(context)
 comm.all_reduce([kept[0]], "mean")
 
 pure = dsopt.Optimizer({"w": dsopt.Param(shape=(5, 7))}, dsopt.AdamW(lr=0.1), context=context)
-state = {name: Device(np.zeros(35 if "exp" in name else 1, np.int32 if "step" in name else np.float32)) for name in pure.state}
+state = {"w.exp_avg": Device(np.zeros(35, np.float32)), "w.exp_avg_sq": Device(np.zeros(35, np.float32)),
+         "optimizer.step": Device(np.zeros(1, np.int32))}
 weights = Device(start)
 pure.init_state({"w": weights}, state)
 pure.apply({"w": weights}, [Device(grads[0])], state, workspace=Device(np.zeros(pure.workspace, np.int32)))

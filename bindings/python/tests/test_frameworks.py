@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of frameworks that are here."""
+
 import unittest
 
 import numpy as np
@@ -30,16 +31,22 @@ class Torch(unittest.TestCase):
             (start,), (g,) = arrays((3, 4)), arrays((3, 4), seed=1)
             w, peer = torch.from_numpy(start.copy()).to(dtype), torch.from_numpy(start.copy()).to(dtype).float().numpy()
             master = peer.copy()
-            opt, other = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.1)), dsopt.Optimizer({"w": master}, dsopt.AdamW(lr=0.1))
+            opt, other = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.1)), dsopt.Optimizer(
+                {"w": master}, dsopt.AdamW(lr=0.1)
+            )
             for _ in range(3):
                 opt.step([torch.from_numpy(g)])
                 other.step([g])
             np.testing.assert_array_equal(w.float().numpy(), torch.from_numpy(master).to(dtype).float().numpy())
 
     def test_refusals(self):
-        for value, text in ((torch.zeros(4, 4)[:, 1], "not contiguous"), (torch.zeros(4, requires_grad=True), "grad"),
-                            (torch.zeros(4, dtype=torch.float64), "float64"), (torch.zeros(4, dtype=torch.int8), "int8"),
-                            (torch.zeros(4).to_sparse(), "DLPack")):
+        for value, text in (
+            (torch.zeros(4, 4)[:, 1], "not contiguous"),
+            (torch.zeros(4, requires_grad=True), "grad"),
+            (torch.zeros(4, dtype=torch.float64), "float64"),
+            (torch.zeros(4, dtype=torch.int8), "int8"),
+            (torch.zeros(4).to_sparse(), "DLPack"),
+        ):
             with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*" + text):
                 tensor_of(value, "grads['w']")
         self.assertEqual(tensor_of(torch.zeros(0, 3), "x").shape, (0, 3))

@@ -58,6 +58,7 @@ class Functional(unittest.TestCase):
         def run(p, state):
             for t in range(50):
                 opt.apply(p, values(t), state)
+
         threads = [threading.Thread(target=run, args=(p, state)) for (p, _), state in zip(runs, states)]
         for thread in threads:
             thread.start()
@@ -73,9 +74,12 @@ class Functional(unittest.TestCase):
         state = opt.init_state(p)
         with self.assertRaisesRegex(dsopt.StateError, "memory"):
             opt.step(values())
-        for change, text in ((lambda s: s.pop("w.exp_avg"), "state lacks 'w.exp_avg'"), (lambda s: s.update(x=1), "'x'"),
-                             (lambda s: s.update({"w.exp_avg": np.zeros((3, 5), np.float32)}), r"state\['w.exp_avg'\] has 15 elements"),
-                             (lambda s: s.update({"optimizer.step": np.zeros(2, np.float32)}), r"state\['optimizer.step'\].*int32")):
+        for change, text in (
+            (lambda s: s.pop("w.exp_avg"), "state lacks 'w.exp_avg'"),
+            (lambda s: s.update(x=1), "'x'"),
+            (lambda s: s.update({"w.exp_avg": np.zeros((3, 5), np.float32)}), r"state\['w.exp_avg'\] has 15 elements"),
+            (lambda s: s.update({"optimizer.step": np.zeros(2, np.float32)}), r"state\['optimizer.step'\].*int32"),
+        ):
             wrong = dict(state)
             change(wrong)
             with self.assertRaisesRegex(dsopt.ArgumentError, text):

@@ -26,25 +26,31 @@ class ParallelFor(unittest.TestCase):
     def test_same_bits_with_any_pool(self):
         expected = stepped(threads=1)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
+
             def run(n, body):
                 others = [pool.submit(body, i) for i in range(1, n)]
                 body(0)
                 for other in others:
                     other.result()
+
             np.testing.assert_array_equal(stepped(threads=4, parallel_for=run), expected)
 
         def backwards(n, body):
             for i in reversed(range(n)):
                 body(i)
+
         np.testing.assert_array_equal(stepped(threads=4, parallel_for=backwards), expected)
 
     def test_what_it_raises(self):
         class Unusual(BaseException):
             pass
+
         for kind in (RuntimeError, KeyboardInterrupt, SystemExit, Unusual):
+
             def run(n, body):
                 body(0)
                 raise kind("the pool is down")
+
             opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
             with self.assertRaisesRegex(kind, "the pool is down") as caught:
                 opt.step(large(1))
@@ -52,11 +58,14 @@ class ParallelFor(unittest.TestCase):
             self.assertEqual(caught.exception.__cause__.name, "DSOPT_ERR_HOOK")
 
     def test_interrupt(self):
-        """Control-C while a piece runs, as the interpreter gives it: in the main thread, between two of its instructions."""
+        """Control-C while a piece runs, as the interpreter gives it: in the main thread, between two of its
+        instructions."""
+
         def run(n, body):
             signal.raise_signal(signal.SIGINT)
             for i in range(n):
                 body(i)
+
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
         with self.assertRaises(KeyboardInterrupt):
             opt.step(large(1))
@@ -74,7 +83,12 @@ class ParallelFor(unittest.TestCase):
         def twice(n, body):
             for i in [0, *range(n)]:
                 body(i)
-        for pool, kind, text in ((late, dsopt.StateError, "HOOK"), (beyond, IndexError, "pieces"), (twice, dsopt.StateError, "HOOK")):
+
+        for pool, kind, text in (
+            (late, dsopt.StateError, "HOOK"),
+            (beyond, IndexError, "pieces"),
+            (twice, dsopt.StateError, "HOOK"),
+        ):
             opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=pool))
             with self.assertRaisesRegex(kind, text):
                 opt.step(large(1))
@@ -84,6 +98,7 @@ class ParallelFor(unittest.TestCase):
     def test_a_step_in_a_hook(self):
         def run(n, body):
             opt.step(grads)
+
         grads = large(1)
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
         with self.assertRaisesRegex(dsopt.StateError, "hook"):
@@ -94,6 +109,7 @@ class ParallelFor(unittest.TestCase):
             def __call__(self, n, body):
                 for i in range(n):
                     body(i)
+
         pool = Pool()
         watch = weakref.ref(pool)
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=pool))
@@ -123,6 +139,7 @@ class Log(unittest.TestCase):
     def test_log_that_raises(self):
         def write(level, text):
             raise OSError("no space for logs")
+
         with self.assertRaisesRegex(OSError, "no space for logs"):
             dsopt.Context(log=write, log_level=4)
 

@@ -71,6 +71,7 @@ class Lists(unittest.TestCase):
         status, said, _ = python("import runpy; runpy.run_module('dsopt')")
         self.assertEqual(status, 0)
         import json
+
         self.assertEqual(json.loads(said), dsopt.build_info())
         self.assertEqual(json.loads(said)["version"], dsopt.__version__)
 

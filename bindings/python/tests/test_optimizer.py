@@ -70,7 +70,9 @@ class Steps(unittest.TestCase):
             opt.step(grads)
             opt.step(grads)
             for _ in range(2):  # through one list that is rewritten
-                values = [None if g is None else np.array(g) for g in (grads.values() if isinstance(grads, dict) else grads)]
+                values = [
+                    None if g is None else np.array(g) for g in (grads.values() if isinstance(grads, dict) else grads)
+                ]
                 peer.step(values)
         for a, b in zip(p, q):
             np.testing.assert_array_equal(a, b)
@@ -167,7 +169,11 @@ class Steps(unittest.TestCase):
         self.assertEqual((lamb.lr, adam.lr), (0.25, 0.25))
         lamb.lr, adam.betas, lamb.min_trust = 1.0, (0.1, 0.2), 0.5
         self.assertEqual((opt.groups[0].lr, opt.groups[1].lr, adam.betas, lamb.min_trust), (1, 0.25, (0.1, 0.2), 0.5))
-        for change in (lambda: setattr(adam, "lr", -1), lambda: setattr(adam, "betas", (0.3, 2)), lambda: setattr(adam, "eps", np.nan)):
+        for change in (
+            lambda: setattr(adam, "lr", -1),
+            lambda: setattr(adam, "betas", (0.3, 2)),
+            lambda: setattr(adam, "eps", np.nan),
+        ):
             with self.assertRaises(ValueError):
                 change()
         self.assertEqual((adam.lr, adam.betas), (0.25, (0.1, 0.2)))
@@ -182,8 +188,15 @@ class Steps(unittest.TestCase):
         self.assertEqual(list(opt.state["optimizer.step"]), [2, 2, 1])
 
     def test_every_algorithm_steps(self):
-        for group in (dsopt.Adam(), dsopt.AdamW(), dsopt.AdamLegacy(eps_inside_sqrt=True), dsopt.Lamb(), dsopt.OnebitAdam(freeze_step=2),
-                      dsopt.ZeroOneAdam(freeze_step=2), dsopt.OnebitLamb(freeze_step=2)):
+        for group in (
+            dsopt.Adam(),
+            dsopt.AdamW(),
+            dsopt.AdamLegacy(eps_inside_sqrt=True),
+            dsopt.Lamb(),
+            dsopt.OnebitAdam(freeze_step=2),
+            dsopt.ZeroOneAdam(freeze_step=2),
+            dsopt.OnebitLamb(freeze_step=2),
+        ):
             with self.subTest(group=group):
                 (w,) = arrays((9,))
                 before = w.copy()
@@ -207,22 +220,25 @@ class Steps(unittest.TestCase):
         (w,) = arrays((4,))
         group = dsopt.AdamW()
         for make, text in (
-                (lambda: dsopt.Optimizer({"w": w}), "group"), (lambda: dsopt.Optimizer({"w": w}, 1e-3), "group"),
-                (lambda: dsopt.Optimizer({"w": np.zeros(4)}, group), r"params\['w'\].*float64"),
-                (lambda: dsopt.Optimizer({"w": w[::2]}, group), r"params\['w'\].*contiguous"),
-                (lambda: dsopt.Optimizer({"w": np.zeros(4, np.int32)}, group), r"params\['w'\].*int32"),
-                (lambda: dsopt.Optimizer({3: w}, group), "params"), (lambda: dsopt.Optimizer(w, group), "params"),
-                (lambda: dsopt.Optimizer({"w": "text"}, group), r"params\['w'\]"),
-                (lambda: dsopt.Optimizer({"a": w, "b": w}, group), "a.*b|b.*a"),
-                (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr=-1)), "lr"),
-                (lambda: dsopt.Optimizer([w], dsopt.AdamW(betas=0.9)), "betas"),
-                (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr="big")), "lr"),
-                (lambda: dsopt.Optimizer([w], group, compat="apex"), "compat.*'deepspeed'"),
-                (lambda: dsopt.Optimizer([w], group, max_norm=-1), "max_norm"),
-                (lambda: dsopt.Context("tpu"), "backend.*'cuda'"),
-                (lambda: dsopt.Context(chunk=5), "chunk"),
-                (lambda: dsopt.Context(parallel_for=3), "parallel_for"),
-                (lambda: dsopt.Scaler(dsopt.Context(), factor=0.5), "factor")):
+            (lambda: dsopt.Optimizer({"w": w}), "group"),
+            (lambda: dsopt.Optimizer({"w": w}, 1e-3), "group"),
+            (lambda: dsopt.Optimizer({"w": np.zeros(4)}, group), r"params\['w'\].*float64"),
+            (lambda: dsopt.Optimizer({"w": w[::2]}, group), r"params\['w'\].*contiguous"),
+            (lambda: dsopt.Optimizer({"w": np.zeros(4, np.int32)}, group), r"params\['w'\].*int32"),
+            (lambda: dsopt.Optimizer({3: w}, group), "params"),
+            (lambda: dsopt.Optimizer(w, group), "params"),
+            (lambda: dsopt.Optimizer({"w": "text"}, group), r"params\['w'\]"),
+            (lambda: dsopt.Optimizer({"a": w, "b": w}, group), "a.*b|b.*a"),
+            (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr=-1)), "lr"),
+            (lambda: dsopt.Optimizer([w], dsopt.AdamW(betas=0.9)), "betas"),
+            (lambda: dsopt.Optimizer([w], dsopt.AdamW(lr="big")), "lr"),
+            (lambda: dsopt.Optimizer([w], group, compat="apex"), "compat.*'deepspeed'"),
+            (lambda: dsopt.Optimizer([w], group, max_norm=-1), "max_norm"),
+            (lambda: dsopt.Context("tpu"), "backend.*'cuda'"),
+            (lambda: dsopt.Context(chunk=5), "chunk"),
+            (lambda: dsopt.Context(parallel_for=3), "parallel_for"),
+            (lambda: dsopt.Scaler(dsopt.Context(), factor=0.5), "factor"),
+        ):
             with self.assertRaisesRegex(ValueError, text):
                 make()
         frozen = w.copy()
@@ -230,9 +246,13 @@ class Steps(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"params\['w'\].*read-only"):
             dsopt.Optimizer({"w": frozen}, group)
         opt = dsopt.Optimizer({"w": w}, group)
-        for grads, text in (({"w": np.zeros(4)}, "float64"), ({"w": np.zeros(3, np.float32)}, "shape"),
-                            ({"w": np.zeros((2, 2), np.float32)}, "shape"), ({"w": np.zeros(8, np.float32)[::2]}, "contiguous"),
-                            ({"w": [0.0] * 4}, "no array")):
+        for grads, text in (
+            ({"w": np.zeros(4)}, "float64"),
+            ({"w": np.zeros(3, np.float32)}, "shape"),
+            ({"w": np.zeros((2, 2), np.float32)}, "shape"),
+            ({"w": np.zeros(8, np.float32)[::2]}, "contiguous"),
+            ({"w": [0.0] * 4}, "no array"),
+        ):
             with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*" + text):
                 opt.step(grads)
         self.assertEqual(opt.report().calls, 0)
@@ -287,6 +307,7 @@ class Lifetimes(unittest.TestCase):
 
     def test_any_order(self):
         import itertools
+
         for order in itertools.permutations(range(4)):
             context = dsopt.Context(parallel_for=lambda n, body: [body(i) for i in range(n)])
             scaler, comm = dsopt.Scaler(context), dsopt.Comm.single(context)
@@ -337,8 +358,10 @@ class Lifetimes(unittest.TestCase):
         with self.assertRaises(dsopt.ArgumentError) as caught:
             dsopt.Context(chunk=5)
         again = pickle.loads(pickle.dumps(caught.exception))
-        self.assertEqual((type(again), str(again), again.status, again.name),
-                         (dsopt.ArgumentError, str(caught.exception), 10, "DSOPT_ERR_ARGUMENT"))
+        self.assertEqual(
+            (type(again), str(again), again.status, again.name),
+            (dsopt.ArgumentError, str(caught.exception), 10, "DSOPT_ERR_ARGUMENT"),
+        )
 
     def test_one_thread_at_a_time(self):
         inside, go_on = threading.Event(), threading.Event()
@@ -348,6 +371,7 @@ class Lifetimes(unittest.TestCase):
             go_on.wait(60)
             for i in range(n):
                 body(i)
+
         grads = arrays((100000,))
         opt = dsopt.Optimizer(arrays((100000,)), dsopt.AdamW(), context=dsopt.Context(threads=2, parallel_for=slow))
         thread = threading.Thread(target=lambda: opt.step(grads))

@@ -11,7 +11,8 @@ class Processes(unittest.TestCase):
 
     def test_fork(self):
         """In the child what the parent made says so; what the child makes works, also on threads."""
-        self.runs("""
+        self.runs(
+            """
             import multiprocessing
             import numpy as np
             import dsopt
@@ -24,7 +25,8 @@ class Processes(unittest.TestCase):
 
             def child(connection):
                 said = []
-                for call in (lambda: opt.step(grads), opt.report, lambda: dsopt.Optimizer([], dsopt.AdamW(), context=comm.context),
+                for call in (lambda: opt.step(grads), opt.report,
+                             lambda: dsopt.Optimizer([], dsopt.AdamW(), context=comm.context),
                              comm.query):
                     try:
                         call()
@@ -44,13 +46,16 @@ class Processes(unittest.TestCase):
             process.join()
             print(process.exitcode)
             opt.step(grads)
-            """, "['DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', True]\n0\n")
+            """,
+            "['DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', True]\n0\n",
+        )
 
     def test_exit_while_a_step_runs(self):
         """Daemon threads are inside a call, with and without functions of Python, when the interpreter goes away."""
         for pool in ("None", "lambda n, body: [body(i) for i in range(n)]"):
             for _ in range(3):
-                self.runs("""
+                self.runs(
+                    """
                     import threading
                     import numpy as np
                     import dsopt
@@ -74,11 +79,14 @@ class Processes(unittest.TestCase):
                     for _ in range(3):
                         started.acquire()
                     print("the end")
-                    """ % pool, "the end\n")
+                    """ % pool,
+                    "the end\n",
+                )
 
     def test_objects_at_exit(self):
         """Globals, cycles and atexit functions go in an order of the interpreter's own."""
-        self.runs("""
+        self.runs(
+            """
             import atexit
             import sys
             import numpy as np
@@ -93,17 +101,21 @@ class Processes(unittest.TestCase):
             context = dsopt.Context(parallel_for=lambda n, body: [body(i) for i in range(n)])
             scaler = dsopt.Scaler(context)
             comm = dsopt.Comm.table(context, Comm(), 0, 1)
-            opt = dsopt.Optimizer([np.ones(100000, np.float32)], dsopt.AdamW(), context=context, scaler=scaler, data=comm)
+            weights = [np.ones(100000, np.float32)]
+            opt = dsopt.Optimizer(weights, dsopt.AdamW(), context=context, scaler=scaler, data=comm)
             opt.cycle = opt
             view = opt.state["p0.exp_avg"]
             sys.kept = opt, view
             plain = dsopt.Optimizer([np.ones(4, np.float32)], dsopt.AdamW())
             atexit.register(lambda: (plain.step([np.ones(4, np.float32)]), print(plain.calls)))
             opt.step([np.ones(100000, np.float32)])
-            """, "1\n")
+            """,
+            "1\n",
+        )
 
     def test_finalizers_in_threads(self):
-        self.runs("""
+        self.runs(
+            """
             import threading
             import gc
             import numpy as np
@@ -122,7 +134,9 @@ class Processes(unittest.TestCase):
                 thread.join()
             gc.collect()
             print("done")
-            """, "done\n")
+            """,
+            "done\n",
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 class Readme(unittest.TestCase):
     def test_program(self):
         """It prints what the README says."""
-        (found,) = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S)
+        (found,) = re.findall(
+            r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S
+        )
         source, expected = found
         with tempfile.TemporaryDirectory() as folder:
             status, said, complaint = python("import os\nos.chdir(%r)\n%s" % (folder, source))

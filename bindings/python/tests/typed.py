@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program of a user, for `mypy --strict`. The last function is wrong on purpose."""
+
 import sys
 from typing import Dict, List
 
@@ -9,7 +10,9 @@ import dsopt
 def train(params: Dict[str, memoryview], grads: List[memoryview]) -> float:
     with dsopt.Context("cpu", threads=2, parallel_for=serial) as context:
         scaler = dsopt.Scaler(context, init=1024.0)
-        opt = dsopt.Optimizer(params, dsopt.AdamW(lr=1e-3, betas=(0.9, 0.95)), context=context, scaler=scaler, max_norm=1.0)
+        opt = dsopt.Optimizer(
+            params, dsopt.AdamW(lr=1e-3, betas=(0.9, 0.95)), context=context, scaler=scaler, max_norm=1.0
+        )
         opt.step(grads, lr=1e-4)
         for group in opt.groups:
             group.lr = group.lr / 2
