@@ -14,8 +14,8 @@ namespace {
 constexpr int kRanks = 3;
 constexpr int64_t kCall = 4; // a compressed step
 // Long, beside what a step takes on a busy machine; and what the others may take at most.
-constexpr int kTimeout = 2000;
-constexpr auto kBound = std::chrono::milliseconds(20000);
+constexpr int kTimeout = 10000;
+constexpr auto kBound = std::chrono::milliseconds(60000);
 
 /// The pool of rank 0, which stops at the piece of work with a number, in one step.
 struct Stopper {
