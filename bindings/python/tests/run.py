@@ -24,6 +24,7 @@ def main():
     sys.path.insert(0, folder)
     if not os.environ.get("DSOPT_INSTALLED"):
         sys.path.insert(0, os.path.dirname(HERE))
+        os.environ["PYTHONPATH"] = os.path.dirname(HERE)  # of the processes that tests start
     names = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
     suite = unittest.defaultTestLoader.loadTestsFromNames(names)
     result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
