@@ -67,6 +67,7 @@ pub const DSOPT_ALGORITHM_ONEBIT_LAMB: i32 = 18;
 // enum dsopt_group_flags
 pub const DSOPT_GROUP_NO_BIAS_CORRECTION: i32 = 1;
 pub const DSOPT_GROUP_EPS_INSIDE_SQRT: i32 = 2;
+pub const DSOPT_GROUP_EPS_UNCORRECTED: i32 = 4;
 pub const DSOPT_GROUP_NON_FREEZE: i32 = 16;
 
 // enum dsopt_param_flags
@@ -113,6 +114,7 @@ pub const DSOPT_KEY_BIAS_CORRECTION: i32 = 9;
 pub const DSOPT_KEY_EPS_INSIDE_SQRT: i32 = 10;
 pub const DSOPT_KEY_ALGORITHM: i32 = 11;
 pub const DSOPT_KEY_FREEZE_STEP: i32 = 12;
+pub const DSOPT_KEY_EPS_UNCORRECTED: i32 = 13;
 pub const DSOPT_KEY_MAX_NORM: i32 = 32;
 pub const DSOPT_KEY_CALLS: i32 = 33;
 pub const DSOPT_KEY_MAX_VALUE: i32 = 34;

@@ -358,6 +358,7 @@ fn constants() {
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_LAMB, 18);
     assert_eq!(DSOPT_GROUP_NO_BIAS_CORRECTION, 1);
     assert_eq!(DSOPT_GROUP_EPS_INSIDE_SQRT, 2);
+    assert_eq!(DSOPT_GROUP_EPS_UNCORRECTED, 4);
     assert_eq!(DSOPT_GROUP_NON_FREEZE, 16);
     assert_eq!(DSOPT_PARAM_MODEL_PARALLEL, 1);
     assert_eq!(DSOPT_PARAM_REPLICATED, 2);
@@ -390,6 +391,7 @@ fn constants() {
     assert_eq!(DSOPT_KEY_EPS_INSIDE_SQRT, 10);
     assert_eq!(DSOPT_KEY_ALGORITHM, 11);
     assert_eq!(DSOPT_KEY_FREEZE_STEP, 12);
+    assert_eq!(DSOPT_KEY_EPS_UNCORRECTED, 13);
     assert_eq!(DSOPT_KEY_MAX_NORM, 32);
     assert_eq!(DSOPT_KEY_CALLS, 33);
     assert_eq!(DSOPT_KEY_MAX_VALUE, 34);
