@@ -139,6 +139,8 @@ pub enum Key {
     EpsInsideSqrt = 10,
     /// Only for all groups at once.
     FreezeStep = 12,
+    /// 0 or 1.
+    EpsUncorrected = 13,
     /// Of the optimizer.
     MaxNorm = 32,
     /// Of the optimizer: number of steps so far.
