@@ -32,18 +32,23 @@ template <class Options> void set_trust(dsopt_group &group, const Options &from)
     group.min_trust = from.min_trust;
     group.max_trust = from.max_trust;
 }
-inline void set_flags(dsopt_group &group, bool bias_correction, bool eps_inside_sqrt = false) noexcept {
-    if (!bias_correction) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
-    if (eps_inside_sqrt) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
+inline void set_bias_correction(dsopt_group &group, bool on) noexcept {
+    if (!on) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+}
+inline void set_flag(dsopt_group &group, std::int32_t flag, bool on) noexcept {
+    if (on) group.flags |= flag;
 }
 } // namespace detail
 
 struct adam {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     bool bias_correction = true;
+    /// eps beside the root of the uncorrected variance, as in Keras.
+    bool eps_uncorrected = false;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM, *this);
-        detail::set_flags(group, bias_correction);
+        detail::set_bias_correction(group, bias_correction);
+        detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
         return group;
     }
 };
@@ -51,9 +56,12 @@ struct adam {
 struct adamw {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     bool bias_correction = true;
+    /// eps beside the root of the uncorrected variance, as in Keras.
+    bool eps_uncorrected = false;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAMW, *this);
-        detail::set_flags(group, bias_correction);
+        detail::set_bias_correction(group, bias_correction);
+        detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
         return group;
     }
 };
@@ -63,7 +71,8 @@ struct adam_legacy {
     bool bias_correction = true, eps_inside_sqrt = false;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM_LEGACY, *this);
-        detail::set_flags(group, bias_correction, eps_inside_sqrt);
+        detail::set_bias_correction(group, bias_correction);
+        detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
         return group;
     }
 };
@@ -75,7 +84,8 @@ struct lamb {
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_LAMB, *this);
         detail::set_trust(group, *this);
-        detail::set_flags(group, bias_correction, eps_inside_sqrt);
+        detail::set_bias_correction(group, bias_correction);
+        detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
         return group;
     }
 };
@@ -88,7 +98,7 @@ struct onebit_adam {
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ONEBIT_ADAM, *this);
         group.freeze_step = freeze_step;
-        if (non_freeze) group.flags |= DSOPT_GROUP_NON_FREEZE;
+        detail::set_flag(group, DSOPT_GROUP_NON_FREEZE, non_freeze);
         return group;
     }
 };

@@ -200,6 +200,7 @@ enum class key : std::int32_t {
     eps_inside_sqrt = DSOPT_KEY_EPS_INSIDE_SQRT,
     algorithm = DSOPT_KEY_ALGORITHM,
     freeze_step = DSOPT_KEY_FREEZE_STEP,
+    eps_uncorrected = DSOPT_KEY_EPS_UNCORRECTED,
     max_norm = DSOPT_KEY_MAX_NORM,
     calls = DSOPT_KEY_CALLS,
     max_value = DSOPT_KEY_MAX_VALUE,

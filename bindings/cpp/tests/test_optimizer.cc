@@ -269,6 +269,25 @@ TEST(CppOptimizer, AddsParametersInTheirOwnOrder) {
     EXPECT_REFUSED(opt.get(dsopt::key::lr, 7), dsopt::argument_error, "group");
 }
 
+TEST(CppOptimizer, TakesTheFormulaOfKeras) {
+    dsopt::context ctx;
+    std::vector<float> w = {0, 0}, g = {1, -2};
+    dsopt::optimizer opt(ctx);
+    dsopt::adamw keras;
+    keras.lr = 1, keras.eps = 0.1, keras.eps_uncorrected = true;
+    opt.add_group(keras, {{dsopt::view(w), "w"}});
+    opt.step({dsopt::view(g)});
+    // v = 0.001 g^2, and the bias corrections make sqrt(0.001) g of m = 0.1 g.
+    const double root = std::sqrt(0.001);
+    EXPECT_NEAR(w[0], -root / (root + 0.1), 1e-6);
+    EXPECT_NEAR(w[1], 2 * root / (2 * root + 0.1), 1e-6);
+    EXPECT_EQ(opt.get(dsopt::key::eps_uncorrected), 1);
+    opt.set(dsopt::key::eps_uncorrected, 0);
+    EXPECT_EQ(opt.get(dsopt::key::eps_uncorrected), 0);
+    keras.bias_correction = false;
+    EXPECT_REFUSED(opt.add_group(keras, {}), dsopt::unsupported_error, "eps_uncorrected");
+}
+
 TEST(CppOptimizer, HandsOutItsState) {
     Model model;
     dsopt::context ctx;

@@ -159,6 +159,10 @@ TEST(CppGroup, GivesEveryFieldToTheLibrary) {
     dsopt::adamw adamw;
     adamw.bias_correction = false;
     EXPECT_EQ(common(adamw).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
+    adam = {}, adam.eps_uncorrected = true;
+    EXPECT_EQ(common(adam).flags, DSOPT_GROUP_EPS_UNCORRECTED);
+    adamw = {}, adamw.eps_uncorrected = true;
+    EXPECT_EQ(common(adamw).flags, DSOPT_GROUP_EPS_UNCORRECTED);
     dsopt::adam_legacy legacy;
     legacy.eps_inside_sqrt = true;
     EXPECT_EQ(common(legacy).flags, DSOPT_GROUP_EPS_INSIDE_SQRT);

@@ -169,7 +169,8 @@ impl OptimizerBuilder {
             // SAFETY: context, scaler and comms live, and the list of experts outlives the call.
             unsafe { sys::dsopt_optimizer_create(self.context.as_ptr(), &self.desc, &mut handle) }
         };
+        let deepspeed = self.desc.compat == sys::DSOPT_COMPAT_DEEPSPEED;
         let (context, scaler, comms) = (self.context, self.scaler, self.comms);
-        owned(status, NonNull::new(handle).map(|handle| Optimizer::own(handle, context, scaler, comms)))
+        owned(status, NonNull::new(handle).map(|handle| Optimizer::own(handle, context, scaler, comms, deepspeed)))
     }
 }

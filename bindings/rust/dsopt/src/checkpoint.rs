@@ -153,8 +153,7 @@ impl Optimizer {
                 io.paths = pointers.as_ptr();
             }
         }
-        let params: Vec<_> = params.iter_mut().map(|tensor| tensor.as_ref()).collect();
-        self.with_params(&params, |opt| {
+        self.with_params_mut(params, |opt| {
             // SAFETY: paths and struct outlive the call; bound parameters are borrowed mutably.
             check(unsafe { sys::dsopt_optimizer_load(opt, only, &io) })
         })
@@ -192,8 +191,7 @@ impl Optimizer {
                 io.totals = totals.as_ptr();
             }
         }
-        let params: Vec<_> = params.iter_mut().map(|tensor| tensor.as_ref()).collect();
-        self.with_params(&params, |opt| {
+        self.with_params_mut(params, |opt| {
             // SAFETY: streams and struct outlive the call; bound parameters are borrowed mutably.
             check(unsafe { sys::dsopt_optimizer_load(opt, ptr::null(), &io) })
         })

@@ -121,7 +121,10 @@ groups! {
     /// let group = dsopt::AdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
     /// ```
     AdamW = DSOPT_ALGORITHM_ADAMW {}
-    set {}
+    set {
+        /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
+        eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
+    }
     unset {
         /// Divide the means by `1 - beta^t`.
         bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
@@ -129,7 +132,10 @@ groups! {
 
     /// Adam with weight decay as L2 (Kingma and Ba 2015).
     Adam = DSOPT_ALGORITHM_ADAM {}
-    set {}
+    set {
+        /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
+        eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
+    }
     unset {
         /// Divide the means by `1 - beta^t`.
         bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,

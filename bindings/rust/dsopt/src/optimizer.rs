@@ -98,6 +98,7 @@ pub struct Optimizer {
     pub(crate) handle: Handle,
     /// Behind the handle, so that they are dropped after it.
     comms: Comms,
+    deepspeed: bool,
     /// While a call through `&self` uses the comms. It also makes the optimizer !Sync.
     busy: Cell<bool>,
     /// One owner, and one for each applier.
@@ -139,6 +140,8 @@ pub enum Key {
     EpsInsideSqrt = 10,
     /// Only for all groups at once.
     FreezeStep = 12,
+    /// 0 or 1.
+    EpsUncorrected = 13,
     /// Of the optimizer.
     MaxNorm = 32,
     /// Of the optimizer: number of steps so far.
@@ -223,8 +226,10 @@ impl Optimizer {
         context: Context,
         scaler: Option<Scaler>,
         comms: Comms,
+        deepspeed: bool,
     ) -> Optimizer {
-        Optimizer { handle: Handle { pointer, context, scaler }, comms, busy: Cell::new(false), appliers: Arc::new(()) }
+        let handle = Handle { pointer, context, scaler };
+        Optimizer { handle, comms, deepspeed, busy: Cell::new(false), appliers: Arc::new(()) }
     }
 
     /// The handle, for calls of `dsopt-sys`. It is valid as long as this optimizer.
@@ -386,22 +391,60 @@ impl Optimizer {
     }
 
     /// Make the state before the first step, masters from `params`. For [`Optimizer::import`] and views of the state.
-    pub fn init(&mut self, params: &[TensorRef<'_>]) -> Result<()> {
+    ///
+    /// Parameters are written to only in DeepSpeed's mode with masters, which takes a step on zero gradients first.
+    pub fn init(&mut self, params: &mut [TensorMut<'_>]) -> Result<()> {
         let index = match self.state()?.iter().position(|entry| entry.numel > 0 && !entry.of_scaler()) {
             Some(index) => index,
             None => return Ok(()),
         };
         let size = self.state()?[index].bytes();
         let mut unused = vec![0u8; size];
-        self.with_params(params, |opt| {
-            // SAFETY: as many bytes as the entry has. The parameters are borrowed.
+        self.with_params_mut(params, |opt| {
+            // SAFETY: as many bytes as the entry has. The parameters are borrowed mutably.
             check(unsafe { sys::dsopt_optimizer_export(opt, count(index), unused.as_mut_ptr().cast(), size) })
         })
     }
 
+    /// Refuse a call that may only read the parameters, but would make the state: in DeepSpeed's mode that takes a step
+    /// on zero gradients, which decays fp32 parameters in place.
+    pub(crate) fn only_reads(&self) -> Result<()> {
+        if self.deepspeed {
+            for index in 0..self.state_count()? {
+                if self.raw_state(index)?.tensor.data.is_null() {
+                    let text = "the state is not made yet, which changes parameters in DeepSpeed's mode: call init";
+                    return Err(Error::new(sys::DSOPT_ERR_STATE, text));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Run a call that reads the parameters, or nothing if there are none.
+    pub(crate) fn with_params<R>(
+        &mut self,
+        params: &[TensorRef<'_>],
+        call: impl FnOnce(*mut sys::dsopt_optimizer) -> Result<R>,
+    ) -> Result<R> {
+        if !params.is_empty() {
+            self.only_reads()?;
+        }
+        self.with_bound(params, call)
+    }
+
+    /// The same of one that also writes to them.
+    pub(crate) fn with_params_mut<R>(
+        &mut self,
+        params: &mut [TensorMut<'_>],
+        call: impl FnOnce(*mut sys::dsopt_optimizer) -> Result<R>,
+    ) -> Result<R> {
+        let params: Vec<_> = params.iter_mut().map(|tensor| tensor.as_ref()).collect();
+        self.with_bound(&params, call)
+    }
+
     /// Run a call with the parameters bound, and let go of them after it, however it ends. Without parameters: just run
     /// it.
-    pub(crate) fn with_params<R>(
+    fn with_bound<R>(
         &mut self,
         params: &[TensorRef<'_>],
         call: impl FnOnce(*mut sys::dsopt_optimizer) -> Result<R>,

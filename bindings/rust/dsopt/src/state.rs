@@ -97,7 +97,7 @@ pub struct Schedule {
 }
 
 impl Optimizer {
-    fn raw_state(&self, index: usize) -> Result<sys::dsopt_state_info> {
+    pub(crate) fn raw_state(&self, index: usize) -> Result<sys::dsopt_state_info> {
         let mut info = sys::zeroed!(dsopt_state_info);
         // SAFETY: the handle lives, and the struct's size is set. The library refuses an index out of range.
         check(unsafe { sys::dsopt_optimizer_state(self.as_ptr(), count(index), &mut info) })?;
@@ -107,10 +107,14 @@ impl Optimizer {
     /// The entries of the state, in the order of every state list. It follows from the groups, before the first step
     /// too.
     pub fn state(&self) -> Result<Vec<StateInfo>> {
+        (0..self.state_count()?).map(|index| self.state_info(index)).collect()
+    }
+
+    pub(crate) fn state_count(&self) -> Result<usize> {
         let mut length = 0;
         // SAFETY: the handle lives.
         check(unsafe { sys::dsopt_optimizer_state_count(self.as_ptr(), &mut length) })?;
-        (0..usize::try_from(length).unwrap_or(0)).map(|index| self.state_info(index)).collect()
+        Ok(usize::try_from(length).unwrap_or(0))
     }
 
     /// One entry of the state.

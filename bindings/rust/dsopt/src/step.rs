@@ -267,6 +267,9 @@ impl Optimizer {
 
     /// A step with options.
     pub fn step_with(&mut self, step: Step<'_>) -> Result<()> {
+        if step.raw.flags & (sys::DSOPT_STEP_OUT_ONLY | sys::DSOPT_STEP_DELTA) != 0 {
+            self.only_reads()?;
+        }
         let _inside = self.enter()?;
         let opt = self.as_ptr();
         // SAFETY: the lists are as long as the library takes them for, and what they hold is borrowed for this call.

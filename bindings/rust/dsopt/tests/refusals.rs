@@ -101,7 +101,7 @@ fn state_before_the_first_step_and_from_elsewhere() {
     let mut values = [0.0f32; 2];
     refused(opt.export(master, &mut values), ErrorKind::State, "'w'");
     let mut w = vec![F16::from_f32(1.5), F16::from_f32(-2.0)];
-    opt.init(&[(&w).into()]).unwrap();
+    opt.init(&mut [(&mut w).into()]).unwrap();
     opt.export(master, &mut values).unwrap();
     assert_eq!(values, [1.5, -2.0]);
     refused(opt.export(master, &mut [0.0f32; 3]), ErrorKind::Shape, "12");
@@ -135,6 +135,38 @@ fn state_before_the_first_step_and_from_elsewhere() {
     scaler.set(8.0).unwrap();
     scaler.update(Some(true)).unwrap();
     assert_eq!(scaler.scale().unwrap(), 4.0);
+}
+
+#[test]
+fn what_is_only_lent_is_not_written_to() {
+    // In memory that cannot be written to. DeepSpeed's mode decays fp32 parameters when the state is made.
+    static WIDE: [f32; 4] = [1.0; 4];
+    static HALF: [F16; 4] = [F16(0x3c00); 4];
+    let ctx = Context::cpu().unwrap();
+    let (params, grads) = ([(&WIDE).into(), (&HALF).into()], [TensorRef::from(&WIDE); 2]);
+    let make = |deepspeed: bool| {
+        let builder = Optimizer::builder(&ctx);
+        let mut opt = if deepspeed { builder.deepspeed() } else { builder }.build().unwrap();
+        let list = [Param::new("w", Dtype::F32, 4), Param::new("h", Dtype::F16, 4)];
+        opt.add_group(&AdamW { weight_decay: 0.1, ..Default::default() }, &list).unwrap();
+        opt
+    };
+    let (mut wide, mut half) = ([0.0f32; 4], [F16(0); 4]);
+    let out = &mut [(&mut wide).into(), (&mut half).into()];
+    let mut calls: [Box<dyn FnMut(&mut Optimizer) -> dsopt::Result<()>>; 3] = [
+        Box::new(|opt| opt.save_to(Vec::new(), &params)),
+        Box::new(|opt| opt.reset(&[Reset::Masters], &params)),
+        Box::new(|opt| opt.step_with(Step::out_only(&params, &grads, out))),
+    ];
+    for call in &mut calls {
+        call(&mut make(false)).unwrap();
+        let mut opt = make(true);
+        refused(call(&mut opt), ErrorKind::State, "call init");
+        let (mut wide, mut half) = (WIDE, HALF);
+        opt.init(&mut [(&mut wide).into(), (&mut half).into()]).unwrap();
+        assert!(wide[0] < 1.0, "init took the step on zero gradients");
+        call(&mut opt).unwrap();
+    }
 }
 
 struct Broken;

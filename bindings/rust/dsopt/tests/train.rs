@@ -2,8 +2,8 @@
 //! Trains a small network beside AdamW written down in f64, and the same in half precision with a loss scale.
 mod support;
 use dsopt::{
-    AdamW, Array, Context, Dtype, Hyper, Nonfinite, Optimizer, Param, Scaler, ScalerOptions, Step, StepReport,
-    TensorMut, TensorRef, BF16, F16,
+    Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Nonfinite, Optimizer, Param, Scaler,
+    ScalerOptions, Step, StepReport, TensorMut, TensorRef, BF16, F16,
 };
 use support::Random;
 
@@ -69,6 +69,7 @@ fn follows_adamw_in_f64() {
         eps: 1e-8,
         weight_decay: 0.01,
         max_norm: 0.0,
+        eps_uncorrected: false,
         bias_correction: true,
     };
     let ctx = Context::builder().threads(2).build().unwrap();
@@ -203,6 +204,30 @@ fn apply_gives_the_bits_of_step() {
         opt.apply(Step::new(&mut tensors(&mut q), &refs(&grads)).hyper(&rows), &mut state, &mut workspace).unwrap();
         assert_eq!(p, q);
     }
+}
+
+#[test]
+fn takes_the_formula_of_keras() {
+    let adamw = AdamW { lr: 1.0, eps: 0.1, eps_uncorrected: true, ..Default::default() };
+    let adam = Adam { lr: 1.0, eps: 0.1, eps_uncorrected: true, ..Default::default() };
+    for group in [&adamw as &dyn Group, &adam] {
+        let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
+        opt.add_group(group, &support::f32_params(&[2])).unwrap();
+        let (mut w, g) = ([0.0f32; 2], [1.0f32, -2.0]);
+        opt.step(&mut [(&mut w[..]).into()], &[(&g[..]).into()]).unwrap();
+        // v = 0.001 g^2, and the bias corrections make sqrt(0.001) g of m = 0.1 g.
+        let root = 0.001f32.sqrt();
+        for (w, g) in w.iter().zip(g) {
+            assert!((w + root * g / (root * g.abs() + 0.1)).abs() < 1e-6, "{w} for {g}");
+        }
+        assert_eq!(opt.get(None, Key::EpsUncorrected).unwrap(), 1.0);
+        opt.set(None, Key::EpsUncorrected, 0.0).unwrap();
+        assert_eq!(opt.get(None, Key::EpsUncorrected).unwrap(), 0.0);
+    }
+    let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
+    let refused = opt.add_group(&AdamW { bias_correction: false, ..adamw }, &[]).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    assert!(refused.text().contains("eps_uncorrected"), "{refused}");
 }
 
 #[test]
