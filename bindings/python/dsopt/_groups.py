@@ -10,7 +10,11 @@ from typing import Any, ClassVar, Tuple
 from . import _abi as abi
 from ._errors import ArgumentTypeError
 
-_FLAGS = {"eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT, "non_freeze": abi.DSOPT_GROUP_NON_FREEZE}
+_FLAGS = {
+    "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
+    "eps_uncorrected": abi.DSOPT_GROUP_EPS_UNCORRECTED,
+    "non_freeze": abi.DSOPT_GROUP_NON_FREEZE,
+}
 
 
 @dataclass
@@ -48,18 +52,20 @@ class Group:
 
 @dataclass
 class Adam(Group):
-    """Weight decay as L2."""
+    """Weight decay as L2. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM
     bias_correction: bool = True
+    eps_uncorrected: bool = False
 
 
 @dataclass
 class AdamW(Group):
-    """Decoupled weight decay."""
+    """Decoupled weight decay. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAMW
     bias_correction: bool = True
+    eps_uncorrected: bool = False
 
 
 @dataclass
@@ -221,6 +227,15 @@ class GroupView:
     @eps_inside_sqrt.setter
     def eps_inside_sqrt(self, value: bool) -> None:
         self._set(abi.DSOPT_KEY_EPS_INSIDE_SQRT, value)
+
+    @property
+    def eps_uncorrected(self) -> bool:
+        """Adam and AdamW."""
+        return bool(self._get(abi.DSOPT_KEY_EPS_UNCORRECTED))
+
+    @eps_uncorrected.setter
+    def eps_uncorrected(self, value: bool) -> None:
+        self._set(abi.DSOPT_KEY_EPS_UNCORRECTED, value)
 
 
 ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, OnebitAdam, ZeroOneAdam, OnebitLamb)

@@ -187,6 +187,30 @@ class Steps(unittest.TestCase):
         opt.step({"w": w.copy(), "b": b.copy(), "c": c.copy()})
         self.assertEqual(list(opt.state["optimizer.step"]), [2, 2, 1])
 
+    def test_eps_beside_the_uncorrected_variance(self):
+        lr, eps, wd = 0.1, 0.01, 0.5
+        for group, decay in ((dsopt.Adam, 0.0), (dsopt.AdamW, wd)):
+            for later in (False, True):  # as a group's property
+                with self.subTest(group=group, later=later):
+                    (w,) = arrays((5,))
+                    p = w.astype(np.float64)
+                    m, v = np.zeros(5), np.zeros(5)
+                    opt = dsopt.Optimizer([w], group(lr=lr, eps=eps, weight_decay=decay, eps_uncorrected=not later))
+                    opt.groups[0].eps_uncorrected = True
+                    for t in range(1, 6):
+                        (g,) = arrays((5,), seed=t, scale=0.01)
+                        opt.step([g])
+                        m += 0.1 * (g - m)
+                        v += 0.001 * (g.astype(np.float64) ** 2 - v)
+                        p -= lr * ((1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * m / (np.sqrt(v) + eps) + decay * p)
+                    self.assertTrue(opt.groups[0].eps_uncorrected)
+                    np.testing.assert_allclose(w, p, rtol=1e-5)
+        opt = dsopt.Optimizer(arrays((5,)), dsopt.Lamb())
+        with self.assertRaises(NotImplementedError):
+            opt.groups[0].eps_uncorrected = True
+        with self.assertRaisesRegex(NotImplementedError, "eps_uncorrected"):
+            dsopt.Optimizer(arrays((5,)), dsopt.Adam(bias_correction=False, eps_uncorrected=True))
+
     def test_every_algorithm_steps(self):
         for group in (
             dsopt.Adam(),

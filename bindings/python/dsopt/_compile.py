@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A library of C++ between libdsopt and a framework: compiled against the framework that is installed, on first use."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import List, Sequence
+
+from . import _abi as abi
+from ._errors import MissingError
+
+_HEADERS = ("dsopt.h", "dsopt_dl.h")
+
+
+def missing(text: str) -> MissingError:
+    return MissingError(text, abi.DSOPT_ERR_MISSING, "DSOPT_ERR_MISSING")
+
+
+def headers() -> str:
+    """The folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or beside an installed library."""
+    library = os.path.dirname(os.path.realpath(abi.path))
+    places = [
+        os.path.join(abi.HERE, "include"),
+        os.path.join(abi.HERE, "..", "..", "..", "include"),
+        os.path.join(library, "..", "include"),
+        "/usr/include",
+        "/usr/local/include",
+    ]
+    for place in map(os.path.abspath, places):
+        if all(os.path.exists(os.path.join(place, name)) for name in _HEADERS):
+            return place
+    raise missing("dsopt_dl.h is not in %s: it is needed to compile" % ", ".join(places))
+
+
+def _cache() -> str:
+    return os.environ.get("DSOPT_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "dsopt"
+    )
+
+
+@dataclass
+class Extension:
+    """What is compiled, for what, and how. `variable` names the environment's path of one that is there already."""
+
+    module: str
+    what: str
+    framework: str
+    framework_version: str
+    variable: str
+    source: str
+    other_sources: Sequence[str]
+    flags: Sequence[str]
+    libraries: Sequence[str]
+
+    def path(self) -> str:
+        """Of the library for the installed framework, compiled if it is not there yet."""
+        chosen = os.environ.get(self.variable)
+        if chosen:
+            return chosen
+        include = headers()
+        path = os.path.join(_cache(), self._file_name(include))
+        if not os.path.exists(path):
+            self._build(path, include)
+        return path
+
+    def _file_name(self, include: str) -> str:
+        """Versions, and a hash of everything that is compiled and how."""
+        digest = hashlib.sha256("\0".join([*self.flags, "", *self.libraries]).encode())
+        for path in (__file__, self.source, *self.other_sources, *(os.path.join(include, name) for name in _HEADERS)):
+            with open(path, "rb") as file:
+                digest.update(file.read())
+        return "%s-%s-%s-%s-%s.so" % (
+            self.module.replace(".", "-"),
+            abi.description["version"],
+            self.framework.lower(),
+            self.framework_version,
+            digest.hexdigest()[:16],
+        )
+
+    def _compiler(self) -> List[str]:
+        chosen = os.environ.get("CXX")
+        if chosen:
+            return shlex.split(chosen)
+        for name in ("c++", "g++", "clang++"):
+            if shutil.which(name):
+                return [name]
+        raise missing(
+            "%s compiles its %s against the headers of %s %s on first use, and there is no C++ compiler. Install one "
+            "(Debian: g++), name it in CXX, or set %s to the path of one that was compiled elsewhere for this %s"
+            % (self.module, self.what, self.framework, self.framework_version, self.variable, self.framework)
+        )
+
+    def _build(self, path: str, include: str) -> None:
+        """The library appears under `path` at once and whole, so processes may compile at the same time."""
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            folder = tempfile.TemporaryDirectory(dir=os.path.dirname(path))
+        except OSError as problem:
+            raise missing(
+                "%s cannot keep its compiled %s in %s: %s. Set DSOPT_CACHE to a folder that can be written"
+                % (self.module, self.what, os.path.dirname(path), problem)
+            ) from None
+        with folder as name:
+            result = os.path.join(name, "result.so")
+            common = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-I" + include]
+            command = [*self._compiler(), *common, *self.flags, self.source, "-o", result, *self.libraries, "-ldl"]
+            try:
+                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            except OSError as problem:
+                raise missing("%s could not run the C++ compiler: %s" % (self.module, problem)) from None
+            if done.returncode:
+                raise missing(
+                    "%s could not compile its %s for %s %s:\n%s\n%s"
+                    % (
+                        self.module,
+                        self.what,
+                        self.framework,
+                        self.framework_version,
+                        shlex.join(command),
+                        done.stdout.decode("utf-8", "replace")[-4000:],
+                    )
+                )
+            os.replace(result, path)
