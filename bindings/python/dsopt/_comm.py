@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 from . import _abi as abi
 from . import _hooks
 from ._errors import ArgumentError
-from ._handle import Handle, choice
+from ._handle import Handle, choice, require_handle
 
 if TYPE_CHECKING:
     from ._handles import Context
@@ -33,7 +33,9 @@ class Comm(Handle):
 
     def __init__(self, context: Context, desc: Any, *needed: object, hooked: bool = False) -> None:
         """From a dsopt_comm_desc; the class methods fill it."""
-        self.context = context
+        from ._handles import Context  # which needs this module
+
+        self.context = require_handle(context, Context, "context")
         self.hooked = hooked or context.hooked
         with _hooks.gated(self):
             self._create(
@@ -94,7 +96,7 @@ class Comm(Handle):
     ) -> Comm:
         """NCCL, by the bytes of unique_id("nccl"). Collective."""
         return cls._from_id(
-            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue
+            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
         )
 
     @classmethod
@@ -121,7 +123,7 @@ class Comm(Handle):
                 kind=choice("kind", kind, choices),
                 native=address,
                 timeout_ms=timeout_ms,
-                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
             ),
             owner,
         )
@@ -159,7 +161,7 @@ class Comm(Handle):
                 abi.dsopt_comm_desc(
                     kind=abi.DSOPT_COMM_KIND_TABLE,
                     table=ctypes.addressof(table),
-                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
                 ),
                 hooked=True,
             )

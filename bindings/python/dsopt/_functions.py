@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from . import _abi as abi
 from ._arrays import FLOATS, refuse, require, tensor_of
 from ._comm import Comm
-from ._handle import choice
+from ._handle import choice, require_handle
 from ._handles import Context, default_context
 from ._hooks import gated
 from ._params import scalars
@@ -56,6 +56,14 @@ def tensors(
     return structs, kept
 
 
+def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context:
+    if comm is not None:
+        require_handle(comm, Comm, "comm")
+    if context is not None:
+        return require_handle(context, Context, "context")
+    return comm.context if comm is not None else default_context()
+
+
 @dataclass(frozen=True)
 class NormResult:
     """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the
@@ -84,7 +92,7 @@ def norm(
 
 
 def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm], context: Optional[Context]) -> Any:
-    context = context or (comm.context if comm is not None else default_context())
+    context = _context(context, comm)
     if context.backend != "cpu":
         refuse("context", "works on cuda, where the result would be in memory of the device", abi.DSOPT_ERR_UNSUPPORTED)
     structs, kept = tensors(arrays, "arrays", context, write=False)
@@ -111,7 +119,7 @@ def clip(
     """Scale a list in place so that its L2 norm is at most max_norm. Returns the norm before. CPU backend."""
     if not max_norm > 0:
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
-    context = context or (comm.context if comm is not None else default_context())
+    context = _context(context, comm)
     structs, kept = tensors(arrays, "arrays", context, write=True)
     result = _norm(arrays, "l2", max_norm, comm, context)
     if result.coefficient != 1:
@@ -137,7 +145,7 @@ def axpby(
     """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a
     number on the
     CPU backend, elsewhere an array of one float32; None = 1."""
-    context = context or default_context()
+    context = _context(context)
     if len(x) != len(y):
         refuse("x", "has %d arrays, and y has %d" % (len(x), len(y)), abi.DSOPT_ERR_SHAPE)
     factor, memory = scalars(a, "a", 1, context, stream=stream)
@@ -151,7 +159,7 @@ def clamp(
     arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None
 ) -> None:
     """Clip every element to [-limit, limit], in place. NaN stays."""
-    context = context or default_context()
+    context = _context(context)
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_tensors_clamp(context.handle, structs, len(structs), limit, stream))
@@ -159,7 +167,7 @@ def clamp(
 
 def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
     """Set every element to zero."""
-    context = context or default_context()
+    context = _context(context)
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_zero_grad(context.handle, structs, len(structs), abi.DSOPT_ZERO_FILL, stream))
@@ -180,7 +188,9 @@ class CompressedAllReduce:
     """
 
     def __init__(self, comm: Comm, arrays: Sequence[Any], *, compat: str = "none", node: Optional[Comm] = None) -> None:
-        if comm.context.backend != "cpu":
+        if node is not None:
+            require_handle(node, Comm, "node")
+        if require_handle(comm, Comm, "comm").context.backend != "cpu":
             refuse("comm", "works on cuda, and the buffers would be in host memory", abi.DSOPT_ERR_UNSUPPORTED)
         self._comm, self._node = comm, node
         structs, _ = tensors(arrays, "arrays", comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
