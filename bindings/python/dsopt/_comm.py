@@ -116,6 +116,10 @@ class Comm(Handle):
         enqueue: bool = False,
     ) -> Comm:
         """A communicator of the caller by its address: "nccl" (an ncclComm_t) or "hccl". `owner` is kept."""
+        if not isinstance(address, int):
+            raise ArgumentError(
+                "address is %s, and must be a number" % type(address).__name__, 10, "DSOPT_ERR_ARGUMENT"
+            )
         choices = {"nccl": abi.DSOPT_COMM_KIND_NCCL, "hccl": abi.DSOPT_COMM_KIND_HCCL}
         return cls(
             context,
@@ -200,8 +204,13 @@ def _failure(problem: BaseException) -> int:
     return -int(abi.DSOPT_ERR_TIMEOUT if isinstance(problem, TimeoutError) else abi.DSOPT_ERR_COMM)
 
 
+def _nothing(_: object) -> None:
+    return None
+
+
 def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
-    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables."""
+    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables. What `abort` and `destroy` raise,
+    which come at any time, goes to sys.unraisablehook, as ctypes has it."""
     _done.clear()
     number = next(_numbers)
     table = abi.dsopt_comm_table(self=number, rank=rank, ranks=ranks, memory=memory)
@@ -219,7 +228,7 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         table.error = kinds["error"](_error(error))
     abort = getattr(collectives, "abort", None)
     if abort is not None:
-        table.abort = kinds["abort"](_hooks.reported(lambda _self: abort()))
+        table.abort = kinds["abort"](lambda _self: _nothing(abort()))
     destroy = getattr(collectives, "destroy", None)
 
     def last(_self: int) -> None:
@@ -229,14 +238,15 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         if destroy is not None:
             destroy()
 
-    table.destroy = kinds["destroy"](_hooks.reported(last))
+    table.destroy = kinds["destroy"](last)
     _tables[number] = table, collectives
     return table
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., int]:
     def call(_self: int, *arguments: Any) -> int:
-        return int(method(*arguments) or 0)
+        result = method(*arguments)
+        return 0 if result is None else int(abi.number(result, ctypes.c_int, "what a collective returned"))
 
     return _hooks.guarded(call, _failure)
 

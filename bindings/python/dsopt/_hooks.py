@@ -14,10 +14,8 @@ import atexit
 import ctypes
 import functools
 import os
-import sys
 import threading
 import time
-import types
 from typing import Any, Callable, Sequence, TypeVar
 
 from . import _abi as abi
@@ -109,27 +107,6 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
         except BaseException as problem:  # KeyboardInterrupt and SystemExit too: nothing may pass through C
             keep(problem)
             return failed(problem)
-
-    return hook
-
-
-def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
-    """For hooks that come at any time, also outside of a call that could raise: as exceptions in a destructor."""
-
-    @functools.wraps(function)
-    def hook(argument: Any) -> None:
-        try:
-            function(argument)
-        except BaseException as problem:
-            sys.unraisablehook(
-                types.SimpleNamespace(
-                    exc_type=type(problem),
-                    exc_value=problem,
-                    exc_traceback=problem.__traceback__,
-                    err_msg="Exception ignored in a method of a dsopt comm",
-                    object=function,
-                )
-            )
 
     return hook
 

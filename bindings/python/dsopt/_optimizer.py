@@ -422,7 +422,7 @@ class Optimizer(Handle):
     def next_reduction(self, call: int = 0) -> str:
         """What happens to the gradients of call 1, 2, ... (0: the next one): "full" = they must be averaged over the
         data-parallel ranks before the step, "compressed" or "local" = leave them local."""
-        reduction = ctypes.c_int32()
+        reduction, call = ctypes.c_int32(), abi.number(call, ctypes.c_int64, "call")
         abi.check(abi.lib.dsopt_optimizer_next_reduction(self.handle, call, byref(reduction)))
         return REDUCTIONS[reduction.value]
 

@@ -304,6 +304,12 @@ class Steps(unittest.TestCase):
             (lambda: setattr(opt.groups[0], "betas", 0.9), "betas"),
             (lambda: opt.step([w.copy()], report=[0] * 16), "report"),
             (lambda: dsopt.Optimizer([w], group, max_norm="x"), "max_norm"),
+            (lambda: opt.next_reduction(2**70), "call"),
+            (lambda: dsopt.zero([w], stream="x"), "stream"),
+            (lambda: dsopt.zero(None), "arrays is NoneType"),
+            (lambda: dsopt.clamp([w], "x"), "limit"),
+            (lambda: dsopt.clip([w], "x"), "max_norm"),
+            (lambda: dsopt.axpby(1, [w], "x", [w]), "b is 'x'"),
         ):
             with self.subTest(text=text), self.assertRaisesRegex(dsopt.ArgumentError, text):
                 call()
@@ -438,6 +444,20 @@ class Lifetimes(unittest.TestCase):
         gc.collect()
         np.testing.assert_array_equal(view, expected)
         view[:] = 3
+
+    def test_state_is_that_of_now(self):
+        """Also in a mapping that was made before parameters came or memory was bound."""
+        opt = dsopt.Optimizer({"w": np.ones(3, np.float32)}, dsopt.AdamW())
+        state = opt.state
+        opt.add_params({"b": np.ones(3, np.float32)}, 0)
+        opt.step([np.ones(3, np.float32)] * 2)
+        self.assertEqual(list(state), list(opt.state))
+        np.testing.assert_array_equal(state["optimizer.step"], [1, 1])
+        state["optimizer.step"] = np.array([5, 6], np.int32)
+        np.testing.assert_array_equal(opt.state.copy("optimizer.step"), [5, 6])
+        mine = opt.init_state([np.ones(3, np.float32)] * 2)
+        opt.bind(state=mine)
+        self.assertEqual(state["b.exp_avg"].ctypes.data, mine["b.exp_avg"].ctypes.data)
 
     def test_pickle_and_copy_are_refused(self):
         opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
