@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import os
 import sys
 import threading
 from typing import Any, Dict, List, Optional, Tuple
 
-from ._errors import MissingError, error_of
+from ._errors import ArgumentError, ArgumentTypeError, MissingError, error_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 _SCALARS: Dict[str, Any] = {
@@ -33,10 +34,32 @@ _SCALARS: Dict[str, Any] = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
 }
+_FLOATS = (ctypes.c_float, ctypes.c_double)
+_INTEGERS = (ctypes.c_int, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_size_t)
 
 
 def _missing(text: str) -> MissingError:
     return MissingError(text, 31, "DSOPT_ERR_MISSING")
+
+
+def number(value: Any, kind: Any, name: str) -> Any:
+    """`value` for an argument of a type of ctypes, which by itself drops the upper bits of an int without a word."""
+    try:
+        if kind in _FLOATS:
+            return float(value)
+        whole = operator.index(value)
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise ArgumentTypeError("%s is %r: %s" % (name, value, problem), 10, "DSOPT_ERR_ARGUMENT") from problem
+    if kind(whole).value != whole:
+        text = "%s is %d, which does not fit into %d bits" % (name, whole, 8 * ctypes.sizeof(kind))
+        raise ArgumentError(text, 10, "DSOPT_ERR_ARGUMENT")
+    return whole
+
+
+def assign(struct: Any, field: str, value: Any, name: str = "") -> None:
+    """Set a field of a struct; errors call it `name`."""
+    kind = struct.numbers.get(field)
+    setattr(struct, field, value if kind is None else number(value, kind, name or field))
 
 
 def _type_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
@@ -65,10 +88,13 @@ def _struct_type(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
     def init(self: Any, /, *values: Any, **named: Any) -> None:
         if sized and not values:
             named.setdefault("size", ctypes.sizeof(self))
-        ctypes.Structure.__init__(self, *values, **named)
+        ctypes.Structure.__init__(self, *values)
+        for name, value in named.items():
+            assign(self, name, value)
 
     fields = [(field["name"], _type_of(field, known)) for field in entry["fields"]]
-    return type(entry["name"], (ctypes.Structure,), {"_fields_": fields, "__init__": init})
+    numbers = {name: kind for name, kind in fields if kind in _FLOATS + _INTEGERS}
+    return type(entry["name"], (ctypes.Structure,), {"_fields_": fields, "__init__": init, "numbers": numbers})
 
 
 def types(description: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from typing import Any, Dict, NoReturn, Optional, Sequence, Tuple, Type
 
 from . import _abi as abi
@@ -80,12 +81,20 @@ class Tensor:
         return abi.dsopt_tensor(self.address if self.numel else None, self.numel, self.dtype)
 
 
+def require_stream(stream: Any) -> Optional[int]:
+    """None, or the address of a stream."""
+    if stream is not None and (not isinstance(stream, int) or not 0 <= stream < 1 << 64):
+        refuse("stream", "is %r, and must be the address of a stream" % (stream,), kind=ArgumentTypeError)
+    return stream
+
+
 def tensor_of(array: Any, name: str, *, stream: Optional[int] = None) -> Tensor:
     """Of any array. Errors call it `name`. `stream` is the CUDA stream on which the array will be used."""
     if isinstance(array, Tensor):
         return array
     interface = getattr(array, "__array_interface__", None)
     if interface is not None:
+        _refuse_copies(array, name)
         return _from_interface(array, interface, name, "cpu")
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _from_dlpack(array, name, stream)
@@ -152,6 +161,17 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: s
                 name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (tuple(shape), tuple(strides))
             )
         expected *= size
+
+
+def _refuse_copies(array: Any, name: str) -> None:
+    """Things of NumPy whose memory is not what they are: a scalar tells that of a copy, which is gone by now."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(array) is numpy.ndarray:
+        return
+    if isinstance(array, numpy.generic):
+        refuse(name, "is a scalar of NumPy, %s, and must be an array" % type(array).__name__, kind=ArgumentTypeError)
+    if isinstance(array, numpy.ma.MaskedArray):
+        refuse(name, "has a mask")
 
 
 def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tensor:

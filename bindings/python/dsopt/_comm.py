@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 from . import _abi as abi
 from . import _hooks
 from ._errors import ArgumentError
-from ._handle import Handle, choice
+from ._handle import Handle, choice, require_handle
 
 if TYPE_CHECKING:
     from ._handles import Context
@@ -33,7 +33,9 @@ class Comm(Handle):
 
     def __init__(self, context: Context, desc: Any, *needed: object, hooked: bool = False) -> None:
         """From a dsopt_comm_desc; the class methods fill it."""
-        self.context = context
+        from ._handles import Context  # which needs this module
+
+        self.context = require_handle(context, Context, "context")
         self.hooked = hooked or context.hooked
         with _hooks.gated(self):
             self._create(
@@ -94,7 +96,7 @@ class Comm(Handle):
     ) -> Comm:
         """NCCL, by the bytes of unique_id("nccl"). Collective."""
         return cls._from_id(
-            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue
+            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
         )
 
     @classmethod
@@ -114,6 +116,10 @@ class Comm(Handle):
         enqueue: bool = False,
     ) -> Comm:
         """A communicator of the caller by its address: "nccl" (an ncclComm_t) or "hccl". `owner` is kept."""
+        if not isinstance(address, int):
+            raise ArgumentError(
+                "address is %s, and must be a number" % type(address).__name__, 10, "DSOPT_ERR_ARGUMENT"
+            )
         choices = {"nccl": abi.DSOPT_COMM_KIND_NCCL, "hccl": abi.DSOPT_COMM_KIND_HCCL}
         return cls(
             context,
@@ -121,7 +127,7 @@ class Comm(Handle):
                 kind=choice("kind", kind, choices),
                 native=address,
                 timeout_ms=timeout_ms,
-                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
             ),
             owner,
         )
@@ -159,7 +165,7 @@ class Comm(Handle):
                 abi.dsopt_comm_desc(
                     kind=abi.DSOPT_COMM_KIND_TABLE,
                     table=ctypes.addressof(table),
-                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * enqueue,
+                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
                 ),
                 hooked=True,
             )
@@ -198,8 +204,13 @@ def _failure(problem: BaseException) -> int:
     return -int(abi.DSOPT_ERR_TIMEOUT if isinstance(problem, TimeoutError) else abi.DSOPT_ERR_COMM)
 
 
+def _nothing(_: object) -> None:
+    return None
+
+
 def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
-    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables."""
+    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables. What `abort` and `destroy` raise,
+    which come at any time, goes to sys.unraisablehook, as ctypes has it."""
     _done.clear()
     number = next(_numbers)
     table = abi.dsopt_comm_table(self=number, rank=rank, ranks=ranks, memory=memory)
@@ -217,7 +228,7 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         table.error = kinds["error"](_error(error))
     abort = getattr(collectives, "abort", None)
     if abort is not None:
-        table.abort = kinds["abort"](_hooks.reported(lambda _self: abort()))
+        table.abort = kinds["abort"](lambda _self: _nothing(abort()))
     destroy = getattr(collectives, "destroy", None)
 
     def last(_self: int) -> None:
@@ -227,14 +238,15 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         if destroy is not None:
             destroy()
 
-    table.destroy = kinds["destroy"](_hooks.reported(last))
+    table.destroy = kinds["destroy"](last)
     _tables[number] = table, collectives
     return table
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., int]:
     def call(_self: int, *arguments: Any) -> int:
-        return int(method(*arguments) or 0)
+        result = method(*arguments)
+        return 0 if result is None else int(abi.number(result, ctypes.c_int, "what a collective returned"))
 
     return _hooks.guarded(call, _failure)
 

@@ -14,6 +14,7 @@ from ._errors import ArgumentTypeError
 from ._hooks import guarded
 
 _KINDS = dict(abi.dsopt_io._fields_)
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def _is_path(file: Any) -> bool:
@@ -34,22 +35,45 @@ def _failed(problem: BaseException) -> int:
     return getattr(problem, "errno", None) or 5  # EIO
 
 
+def _wrong(text: str) -> ArgumentTypeError:
+    return ArgumentTypeError(text, abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT")
+
+
+def _kind(part: Any) -> str:
+    return "%d bytes" % memoryview(part).nbytes if isinstance(part, _BYTES) else type(part).__name__
+
+
+def _path(file: Any) -> bytes:
+    try:
+        path = os.fsencode(file)
+    except UnicodeEncodeError as problem:
+        refuse("file", "is %a: %s" % (file, problem))
+    if b"\0" in path:
+        refuse("file", "is %r, in which there is a NUL" % (file,))
+    return path
+
+
 def save(optimizer: Any, file: Any, flags: int) -> None:
     if _is_path(file):
         io = abi.dsopt_io(flags=flags)
-        abi.check(abi.lib.dsopt_optimizer_save(optimizer.handle, os.fsencode(file), byref(io)))
+        abi.check(abi.lib.dsopt_optimizer_save(optimizer.handle, _path(file), byref(io)))
         return
     _require(file, "write")
 
     def write(_user: Any, data: int, size: int) -> int:
-        left = memoryview((ctypes.c_char * size).from_address(data)) if size else memoryview(b"")
-        while len(left):
-            done = file.write(left)
-            if done is None and not hasattr(file, "fileno"):  # an object whose write returns nothing takes everything
-                break
-            if not done:
-                raise BlockingIOError("the file took nothing of %d bytes" % len(left))
-            left = left[done:]
+        # Released at the end: a file that keeps what it was given must not see the memory when it is something else.
+        with memoryview((ctypes.c_char * size).from_address(data)) as memory, memory.toreadonly() as all_of_it:
+            place = 0
+            while place < size:
+                with all_of_it[place:] as left:
+                    done = file.write(left)
+                if done is None and not hasattr(file, "fileno"):  # an object whose write returns nothing takes all
+                    break
+                if not done:
+                    raise BlockingIOError("the file took nothing of %d bytes" % (size - place))
+                if not isinstance(done, int) or not 0 < done <= size - place:
+                    raise _wrong("file.write returned %r, and was given %d bytes" % (done, size - place))
+                place += done
         return 0
 
     io = abi.dsopt_io(flags=flags, write=_KINDS["write"](guarded(write, _failed)))
@@ -59,11 +83,13 @@ def save(optimizer: Any, file: Any, flags: int) -> None:
 def load(optimizer: Any, file: Any, flags: int) -> None:
     if _is_path(file):
         io = abi.dsopt_io(flags=flags)
-        abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, os.fsencode(file), byref(io)))
+        abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, _path(file), byref(io)))
         return
     files = list(file) if isinstance(file, (list, tuple)) else None
+    if files == []:
+        refuse("file", "is an empty list")
     if files and all(map(_is_path, files)):
-        paths = (ctypes.c_char_p * len(files))(*map(os.fsencode, files))
+        paths = (ctypes.c_char_p * len(files))(*map(_path, files))
         io = abi.dsopt_io(flags=flags, files=len(files), paths=ctypes.addressof(paths))
         abi.check(abi.lib.dsopt_optimizer_load(optimizer.handle, None, byref(io)))
         return
@@ -76,18 +102,27 @@ def _from_objects(optimizer: Any, files: List[Any], several: bool, flags: int) -
     begins_and_sizes: List[Tuple[int, int]] = []
     for file in files:
         begin = file.tell()
-        begins_and_sizes.append((begin, file.seek(0, os.SEEK_END) - begin))
+        file.seek(0, os.SEEK_END)  # what it returns is None in some
+        end = file.tell()
+        if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
+            raise _wrong("file.tell returned %r at the place where it is read and %r at its end" % (begin, end))
+        begins_and_sizes.append((begin, end - begin))
 
     def read(user: Any, offset: int, data: int, size: int) -> int:
         which = (user or 1) - 1
         file, (begin, _) = files[which], begins_and_sizes[which]
         file.seek(begin + offset)
         done = 0
+        into = memoryview((ctypes.c_char * size).from_address(data)).cast("B")
         while done < size:
             part = file.read(size - done)
-            if not part:
+            if part is None or isinstance(part, _BYTES) and not len(part):
                 raise EOFError("the file ends %d bytes early" % (size - done))
-            ctypes.memmove(data + done, part, len(part))
+            if not isinstance(part, _BYTES) or memoryview(part).nbytes > size - done:
+                text = "file.read(%d) returned %s, and must return so many bytes at most"
+                raise _wrong(text % (size - done, _kind(part)))
+            part = memoryview(part).cast("B")
+            into[done : done + len(part)] = part
             done += len(part)
         return 0
 

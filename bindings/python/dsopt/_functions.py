@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _abi as abi
-from ._arrays import FLOATS, refuse, require, tensor_of
+from ._arrays import FLOATS, refuse, require, require_stream, tensor_of
 from ._comm import Comm
-from ._handle import choice
+from ._errors import ArgumentTypeError
+from ._handle import choice, require_handle
 from ._handles import Context, default_context
 from ._hooks import gated
 from ._params import scalars
@@ -34,6 +35,13 @@ def build_info() -> Dict[str, Any]:
     return {**info, "library": abi.path}
 
 
+def _listed(arrays: Any, label: str) -> List[Any]:
+    try:
+        return list(arrays)
+    except TypeError:
+        refuse(label, "is %s, and must be a list of arrays" % type(arrays).__name__, kind=ArgumentTypeError)
+
+
 def tensors(
     arrays: Sequence[Any],
     label: str,
@@ -44,6 +52,7 @@ def tensors(
     stream: Optional[int] = None,
 ) -> Tuple[Any, List[Any]]:
     """A dsopt_tensor list of any arrays, and what must be kept; None is an entry without data."""
+    arrays, stream = _listed(arrays, label), require_stream(stream)
     structs, kept = (abi.dsopt_tensor * len(arrays))(), []
     for i, array in enumerate(arrays):
         if array is None:
@@ -54,6 +63,14 @@ def tensors(
         structs[i] = tensor.struct()
         kept.append(tensor)
     return structs, kept
+
+
+def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context:
+    if comm is not None:
+        require_handle(comm, Comm, "comm")
+    if context is not None:
+        return require_handle(context, Context, "context")
+    return comm.context if comm is not None else default_context()
 
 
 @dataclass(frozen=True)
@@ -84,9 +101,10 @@ def norm(
 
 
 def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm], context: Optional[Context]) -> Any:
-    context = context or (comm.context if comm is not None else default_context())
+    context = _context(context, comm)
     if context.backend != "cpu":
         refuse("context", "works on cuda, where the result would be in memory of the device", abi.DSOPT_ERR_UNSUPPORTED)
+    limit = abi.number(max_norm, ctypes.c_double, "max_norm")
     structs, kept = tensors(arrays, "arrays", context, write=False)
     result = abi.dsopt_norm_result()
     with gated(context, comm):
@@ -96,7 +114,7 @@ def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm
                 structs,
                 len(structs),
                 choice("kind", kind, NORMS),
-                max_norm,
+                limit,
                 None if comm is None else comm.handle,
                 byref(result),
                 None,
@@ -109,9 +127,10 @@ def clip(
     arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None, context: Optional[Context] = None
 ) -> float:
     """Scale a list in place so that its L2 norm is at most max_norm. Returns the norm before. CPU backend."""
-    if not max_norm > 0:
+    if not abi.number(max_norm, ctypes.c_double, "max_norm") > 0:
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
-    context = context or (comm.context if comm is not None else default_context())
+    context = _context(context, comm)
+    arrays = _listed(arrays, "arrays")
     structs, kept = tensors(arrays, "arrays", context, write=True)
     result = _norm(arrays, "l2", max_norm, comm, context)
     if result.coefficient != 1:
@@ -137,7 +156,8 @@ def axpby(
     """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a
     number on the
     CPU backend, elsewhere an array of one float32; None = 1."""
-    context = context or default_context()
+    context = _context(context)
+    x, y, b = _listed(x, "x"), _listed(y, "y"), abi.number(b, ctypes.c_double, "b")
     if len(x) != len(y):
         refuse("x", "has %d arrays, and y has %d" % (len(x), len(y)), abi.DSOPT_ERR_SHAPE)
     factor, memory = scalars(a, "a", 1, context, stream=stream)
@@ -151,7 +171,7 @@ def clamp(
     arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None
 ) -> None:
     """Clip every element to [-limit, limit], in place. NaN stays."""
-    context = context or default_context()
+    context, limit = _context(context), abi.number(limit, ctypes.c_double, "limit")
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_tensors_clamp(context.handle, structs, len(structs), limit, stream))
@@ -159,7 +179,7 @@ def clamp(
 
 def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
     """Set every element to zero."""
-    context = context or default_context()
+    context = _context(context)
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_zero_grad(context.handle, structs, len(structs), abi.DSOPT_ZERO_FILL, stream))
@@ -180,7 +200,9 @@ class CompressedAllReduce:
     """
 
     def __init__(self, comm: Comm, arrays: Sequence[Any], *, compat: str = "none", node: Optional[Comm] = None) -> None:
-        if comm.context.backend != "cpu":
+        if node is not None:
+            require_handle(node, Comm, "node")
+        if require_handle(comm, Comm, "comm").context.backend != "cpu":
             refuse("comm", "works on cuda, and the buffers would be in host memory", abi.DSOPT_ERR_UNSUPPORTED)
         self._comm, self._node = comm, node
         structs, _ = tensors(arrays, "arrays", comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))

@@ -15,6 +15,19 @@ _FLAGS = {
     "eps_uncorrected": abi.DSOPT_GROUP_EPS_UNCORRECTED,
     "non_freeze": abi.DSOPT_GROUP_NON_FREEZE,
 }
+_KEYS = {
+    number: name[len("DSOPT_KEY_") :].lower()
+    for name, number in abi.description["constants"].items()
+    if name.startswith("DSOPT_KEY_")
+}
+
+
+def _pair(value: Any, label: str) -> Tuple[Any, Any]:
+    try:
+        first, second = value
+    except (TypeError, ValueError) as problem:
+        raise ArgumentTypeError("%s is %r: %s" % (label, value, problem), 10, "DSOPT_ERR_ARGUMENT") from problem
+    return first, second
 
 
 @dataclass
@@ -33,20 +46,16 @@ class Group:
         group = abi.dsopt_group()
         abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), self.algorithm))
         for field in fields(self):
-            value = getattr(self, field.name)
-            try:
-                if field.name == "betas":
-                    group.beta1, group.beta2 = value
-                elif field.name == "bias_correction":
-                    group.flags |= 0 if value else abi.DSOPT_GROUP_NO_BIAS_CORRECTION
-                elif field.name in _FLAGS:
-                    group.flags |= _FLAGS[field.name] if value else 0
-                else:
-                    setattr(group, field.name, value)
-            except (TypeError, ValueError) as problem:
-                raise ArgumentTypeError(
-                    "%s of %s is %r: %s" % (field.name, type(self).__name__, value, problem), 10, "DSOPT_ERR_ARGUMENT"
-                ) from problem
+            value, label = getattr(self, field.name), "%s of %s" % (field.name, type(self).__name__)
+            if field.name == "betas":
+                for place, beta in zip(("beta1", "beta2"), _pair(value, label)):
+                    abi.assign(group, place, beta, label)
+            elif field.name == "bias_correction":
+                group.flags |= 0 if value else abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+            elif field.name in _FLAGS:
+                group.flags |= _FLAGS[field.name] if value else 0
+            else:
+                abi.assign(group, field.name, value, label)
         return group
 
 
@@ -125,6 +134,8 @@ class OnebitLamb(Group):
 class GroupView:
     """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on."""
 
+    __slots__ = ("_optimizer", "_index")  # a name that is none is refused
+
     def __init__(self, optimizer: Any, index: int) -> None:
         self._optimizer, self._index = optimizer, index
 
@@ -134,7 +145,8 @@ class GroupView:
         return value.value
 
     def _set(self, key: int, value: float) -> None:
-        abi.check(abi.lib.dsopt_optimizer_set(self._optimizer.handle, self._index, key, value))
+        number = abi.number(value, ctypes.c_double, _KEYS[key])
+        abi.check(abi.lib.dsopt_optimizer_set(self._optimizer.handle, self._index, key, number))
 
     @property
     def betas(self) -> Tuple[float, float]:
@@ -142,10 +154,10 @@ class GroupView:
 
     @betas.setter
     def betas(self, value: Tuple[float, float]) -> None:
-        before = self.betas
-        self._set(abi.DSOPT_KEY_BETA1, value[0])
+        before, after = self.betas, _pair(value, "betas")
+        self._set(abi.DSOPT_KEY_BETA1, after[0])
         try:
-            self._set(abi.DSOPT_KEY_BETA2, value[1])
+            self._set(abi.DSOPT_KEY_BETA2, after[1])
         except BaseException:
             self._set(abi.DSOPT_KEY_BETA1, before[0])
             raise

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type, TypeVar
 
 from . import _abi as abi
-from ._errors import ArgumentError, StateError
+from ._errors import ArgumentError, ArgumentTypeError, StateError
 
 H = TypeVar("H", bound="Handle")
 
@@ -27,11 +27,27 @@ def choice(parameter: str, value: Any, choices: Dict[str, int]) -> int:
     )
 
 
+def require_handle(owner: Any, kind: Type[H], name: str) -> H:
+    """The library cannot tell one handle from another."""
+    if not isinstance(owner, kind):
+        raise ArgumentTypeError(
+            "%s is %s, and must be a dsopt.%s" % (name, type(owner).__name__, kind.__name__), 10, "DSOPT_ERR_ARGUMENT"
+        )
+    return owner
+
+
 class Handle:
     """Owns one handle. `hooked` says that calls with it may lead to a Python function."""
 
-    _handle: Optional[int]
+    _handle: Optional[int] = None
     hooked = False
+
+    def __new__(cls: Type[H], *_: Any, **__: Any) -> H:
+        self = super().__new__(cls)
+        self.uses = []
+        return self
+
+    uses: List[None]  # as many as there are calls with this handle now; appending is atomic
 
     def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
         """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it
@@ -63,8 +79,17 @@ class Handle:
         return self._handle is None
 
     def close(self) -> None:
-        """Release the handle now. No other thread may be in a call with it."""
-        self._handle = None
+        """Release the handle now. StateError in a call with it, such as in a hook."""
+        handle, self._handle = self._handle, None  # from here on no call begins
+        if handle is None:
+            return
+        if self.uses:
+            self._handle = handle
+            raise StateError(
+                "this %s is in a call, and cannot be closed before it is over" % type(self).__name__,
+                abi.DSOPT_ERR_BUSY,
+                "DSOPT_ERR_BUSY",
+            )
         self._finalizer()
 
     def __enter__(self: H) -> H:

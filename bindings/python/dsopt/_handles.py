@@ -10,9 +10,10 @@ from typing import Any, Callable, Optional, Tuple
 
 from . import _abi as abi
 from . import _hooks
+from ._arrays import require_stream
 from ._comm import Comm
 from ._errors import ArgumentError
-from ._handle import Handle, choice
+from ._handle import Handle, choice, require_handle
 
 __all__ = ["Comm", "Context", "Handle", "Scaler"]
 ParallelFor = _hooks.ParallelFor
@@ -100,7 +101,7 @@ class Scaler(Handle):
         shared: bool = False,
         growth_at_window: bool = False,
     ) -> None:
-        self.context, self.hooked = context, context.hooked
+        self.context, self.hooked = require_handle(context, Context, "context"), context.hooked
         desc = abi.dsopt_scaler_desc(
             profile=choice("profile", profile, PROFILES),
             init=init,
@@ -109,12 +110,12 @@ class Scaler(Handle):
             max=max,
             window=window,
             hysteresis=hysteresis,
-            flags=abi.DSOPT_SCALER_STATIC * static
-            | abi.DSOPT_SCALER_REFILL * refill
-            | abi.DSOPT_SCALER_FAIL_AT_MIN * fail_at_min
-            | abi.DSOPT_SCALER_KEEP_AT_MIN * keep_at_min
-            | abi.DSOPT_SCALER_SHARED * shared
-            | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * growth_at_window,
+            flags=abi.DSOPT_SCALER_STATIC * bool(static)
+            | abi.DSOPT_SCALER_REFILL * bool(refill)
+            | abi.DSOPT_SCALER_FAIL_AT_MIN * bool(fail_at_min)
+            | abi.DSOPT_SCALER_KEEP_AT_MIN * bool(keep_at_min)
+            | abi.DSOPT_SCALER_SHARED * bool(shared)
+            | abi.DSOPT_SCALER_GROWTH_AT_WINDOW * bool(growth_at_window),
         )
         self._create(
             abi.lib.dsopt_scaler_create,
@@ -138,12 +139,13 @@ class Scaler(Handle):
 
     @scale.setter
     def scale(self, value: float) -> None:
-        abi.check(abi.lib.dsopt_scaler_set(self.handle, abi.DSOPT_SCALE_VALUE, value, None))
+        abi.check(abi.lib.dsopt_scaler_set(self.handle, abi.DSOPT_SCALE_VALUE, _scale(value), None))
 
     def override(self, value: Optional[float], *, stream: Optional[int] = None) -> None:
         """A scale that is used in place of the scaler's own; None clears it."""
         what = abi.DSOPT_SCALE_CLEAR_OVERRIDE if value is None else abi.DSOPT_SCALE_OVERRIDE
-        abi.check(abi.lib.dsopt_scaler_set(self.handle, what, value or 0, stream))
+        scale = 0.0 if value is None else _scale(value)
+        abi.check(abi.lib.dsopt_scaler_set(self.handle, what, scale, require_stream(stream)))
 
     def detach(self) -> None:
         """Let go of the optimizers that were made with this scaler."""
@@ -151,15 +153,20 @@ class Scaler(Handle):
 
     def update(self, overflow: Optional[bool] = None, *, stream: Optional[int] = None) -> None:
         """One transition, once per iteration. None: what the optimizers recorded. CPU backend where it is a bool."""
-        word = None if overflow is None else ctypes.c_int32(overflow)
+        word = None if overflow is None else ctypes.c_int32(bool(overflow))
         if word is not None and self.context.backend != "cpu":
             raise ArgumentError("overflow: only None on this backend", 10, "DSOPT_ERR_ARGUMENT")
-        abi.check(abi.lib.dsopt_scaler_update(self.handle, None if word is None else byref(word), stream))
+        place = None if word is None else byref(word)
+        abi.check(abi.lib.dsopt_scaler_update(self.handle, place, require_stream(stream)))
 
     @property
     def device_scale(self) -> int:
         """Address of the scale, one float in backend memory, for the life of the scaler."""
         return int(abi.lib.dsopt_scaler_device_scale(self.handle))
+
+
+def _scale(value: Any) -> float:
+    return float(abi.number(value, ctypes.c_double, "scale"))
 
 
 _default: Tuple[int, Optional[Context]] = (0, None)

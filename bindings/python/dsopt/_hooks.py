@@ -11,14 +11,12 @@ exit waits for those inside.
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ctypes
 import functools
 import os
-import sys
 import threading
 import time
-import types
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Sequence, TypeVar
 
 from . import _abi as abi
 from ._errors import StateError
@@ -66,9 +64,32 @@ atexit.register(gate.close)
 os.register_at_fork(after_in_child=gate._reset)  # the threads that were inside are not in the child
 
 
-def gated(*owners: Any) -> Any:
-    """The gate if a call with one of these handles may lead to a Python function."""
-    return gate if any(owner is not None and owner.hooked for owner in owners) else contextlib.nullcontext()
+class Using:
+    """`with Using(handles):` around a call: meanwhile they refuse to be closed, as a hook or a thread might try. It
+    passes the gate if the call may lead to a Python function."""
+
+    __slots__ = ("_owners", "_gated")
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = [owner for owner in owners if owner is not None]
+        self._gated = any(owner.hooked for owner in self._owners)
+
+    def __enter__(self) -> None:
+        if self._gated:
+            gate.__enter__()
+        for owner in self._owners:
+            owner.uses.append(None)
+
+    def __exit__(self, *_: Any) -> None:
+        for owner in self._owners:
+            owner.uses.pop()
+        if self._gated:
+            gate.__exit__()
+
+
+def gated(*owners: Any) -> Using:
+    """For a call with these handles."""
+    return Using(owners)
 
 
 def keep(problem: BaseException) -> None:
@@ -90,44 +111,39 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
     return hook
 
 
-def reported(function: Callable[[Any], object]) -> Callable[[Any], None]:
-    """For hooks that come at any time, also outside of a call that could raise: as exceptions in a destructor."""
-
-    @functools.wraps(function)
-    def hook(argument: Any) -> None:
-        try:
-            function(argument)
-        except BaseException as problem:
-            sys.unraisablehook(
-                types.SimpleNamespace(
-                    exc_type=type(problem),
-                    exc_value=problem,
-                    exc_traceback=problem.__traceback__,
-                    err_msg="Exception ignored in a method of a dsopt comm",
-                    object=function,
-                )
-            )
-
-    return hook
-
-
 def parallel_for(run: ParallelFor) -> Any:
     """A dsopt_parallel_for that calls run(n, body), where body(i) runs piece i."""
 
     def hook(_user: Any, n: int, body: Callable[[Any, int], None], arg: Any) -> None:
-        active = True
+        changed = threading.Condition(threading.Lock())
+        active, running = True, 0
 
         def piece(i: int) -> None:
-            if not active:
-                raise StateError("a piece of work was run after parallel_for had returned", 23, "DSOPT_ERR_HOOK")
+            nonlocal running
+            i = abi.number(i, ctypes.c_int64, "parallel_for: number of a piece")
             if not 0 <= i < n:
                 raise IndexError("parallel_for: there are %d pieces, and number %d was run" % (n, i))
-            body(arg, i)
+            with changed:
+                if not active:
+                    raise StateError("a piece of work was run after parallel_for had returned", 23, "DSOPT_ERR_HOOK")
+                running += 1
+            try:
+                body(arg, i)
+            finally:
+                with changed:
+                    running -= 1
+                    changed.notify_all()
 
         try:
             run(n, piece)
         finally:
-            active = False
+            with changed:
+                active = False
+                while running:  # pieces that a thread still has work on memory of this call, whatever `run` says
+                    try:
+                        changed.wait()
+                    except BaseException as problem:  # an interrupt does not end them either
+                        keep(problem)
 
     return abi.dsopt_parallel_for(guarded(hook, lambda problem: None))
 

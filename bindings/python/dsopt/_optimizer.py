@@ -9,16 +9,16 @@ from ctypes import byref
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _abi as abi
-from ._arrays import DTYPE_SIZES, refuse, require, tensor_of
+from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
 from ._comm import Comm
 from ._errors import ArgumentTypeError, error_of
 from ._files import load, save
 from ._groups import Group, GroupView
-from ._handle import Handle, choice
+from ._handle import Handle, choice, require_handle
 from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
 from ._lists import TensorList
-from ._params import Arrays, Param, in_order, named, scalars
+from ._params import Arrays, Param, in_order, named, scalars, unboxed
 from ._report import Report, report_of
 from ._state import State, allocate, structs_of
 
@@ -98,20 +98,29 @@ class Optimizer(Handle):
         skip_budget: int = 0,
         seed: int = 0,
     ) -> None:
-        self.context = context if context is not None else default_context()
+        self.context = require_handle(context, Context, "context") if context is not None else default_context()
         self.scaler, self.data = scaler, data
+        if scaler is not None:
+            require_handle(scaler, Scaler, "scaler")
+        for name, comm in (("data", data), ("model", model), ("node", node)):
+            if comm is not None:
+                require_handle(comm, Comm, name)
+        if not isinstance(experts, (list, tuple)):
+            refuse("experts", "is %s, and must be a list of comms" % type(experts).__name__, kind=ArgumentTypeError)
+        for i, comm in enumerate(experts):
+            require_handle(comm, Comm, "experts[%d]" % i)
         comms = [comm for comm in (data, model, node, *experts) if comm is not None]
         self.hooked = self.context.hooked or any(comm.hooked for comm in comms)
         expert_handles = (ctypes.c_void_p * len(experts))(*[comm.handle for comm in experts])
         flags = (
-            abi.DSOPT_OPTIMIZER_NO_MASTER * no_master
-            | abi.DSOPT_OPTIMIZER_REPORT_NORMS * report_norms
-            | abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING * stochastic_rounding
-            | abi.DSOPT_OPTIMIZER_ACCUMULATE * accumulate
-            | abi.DSOPT_OPTIMIZER_TIMING * timing
-            | abi.DSOPT_OPTIMIZER_AVERAGES * averages
-            | abi.DSOPT_OPTIMIZER_CHECK_RANKS * check_ranks
-            | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * momentum_bits
+            abi.DSOPT_OPTIMIZER_NO_MASTER * bool(no_master)
+            | abi.DSOPT_OPTIMIZER_REPORT_NORMS * bool(report_norms)
+            | abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING * bool(stochastic_rounding)
+            | abi.DSOPT_OPTIMIZER_ACCUMULATE * bool(accumulate)
+            | abi.DSOPT_OPTIMIZER_TIMING * bool(timing)
+            | abi.DSOPT_OPTIMIZER_AVERAGES * bool(averages)
+            | abi.DSOPT_OPTIMIZER_CHECK_RANKS * bool(check_ranks)
+            | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * bool(momentum_bits)
         )
         desc = abi.dsopt_optimizer_desc(
             compat=choice("compat", compat, COMPAT),
@@ -129,6 +138,7 @@ class Optimizer(Handle):
             seed=seed,
             node=_handle(node),
         )
+        self._exclusive = Exclusive()
         # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
         self._needed = (self.context, scaler, *comms)
         with gated(self):
@@ -139,7 +149,6 @@ class Optimizer(Handle):
                 destroy=abi.lib.dsopt_optimizer_destroy,
                 needed=self._needed,
             )
-        self._exclusive = Exclusive()
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._group_count = 0
         self._names: List[str] = []
@@ -155,7 +164,7 @@ class Optimizer(Handle):
     # ------------------------------------------------------------------------------------------- groups and parameters
     def add_group(self, group: Group, params: Arrays = ()) -> None:
         """Append a group and its parameters. State that is there is kept."""
-        if not isinstance(group, Group):
+        if not isinstance(group, Group) or type(group) is Group:
             refuse(
                 "group",
                 "is %s, and must be an algorithm, such as AdamW(lr=1e-3)" % type(group).__name__,
@@ -172,7 +181,7 @@ class Optimizer(Handle):
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
         """Append parameters to groups that are there: one index, or one per parameter."""
         pairs = named(params, len(self._names))
-        groups = [group] * len(pairs) if isinstance(group, int) else list(group)
+        groups = list(group) if isinstance(group, (list, tuple)) else [group] * len(pairs)
         if len(groups) != len(pairs):
             refuse("group", "has %d indices for %d parameters" % (len(groups), len(pairs)), abi.DSOPT_ERR_SHAPE)
         structs, kept = self._structs(pairs, groups)
@@ -304,7 +313,11 @@ class Optimizer(Handle):
         What is a scalar may be a number on the CPU backend, and is an array in memory of the device elsewhere.
         """
         with self._exclusive:
-            flags = zero_grads | out_only << 1 | delta << 2 | accumulated << 3 | no_nan << 4
+            flags = 0
+            if zero_grads or out_only or delta or accumulated or no_nan:
+                flags = _flags(zero_grads, out_only, delta, accumulated, no_nan)
+            if stream is not None:
+                require_stream(stream)
             if grads is not None:
                 arrays = in_order("grads", grads, self._names, missing=True)
                 kept = self._grads.fill(arrays, stream, zero_grads)
@@ -328,6 +341,7 @@ class Optimizer(Handle):
                 and params is None
                 and report is None
             ):
+                lr = unboxed(lr)
                 if isinstance(lr, (int, float)):
                     self.lr, lr = lr, None
                 args = abi.dsopt_step.from_buffer_copy(plain)
@@ -379,7 +393,7 @@ class Optimizer(Handle):
     def accumulate(self, grads: Arrays, *, stream: Optional[int] = None) -> None:
         """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them."""
         with self._exclusive:
-            kept = self._grads.fill(in_order("grads", grads, self._names, missing=True), stream)
+            kept = self._grads.fill(in_order("grads", grads, self._names, missing=True), require_stream(stream))
             with gated(self):
                 abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, self._grads.struct, len(self._names), stream))
 
@@ -390,8 +404,8 @@ class Optimizer(Handle):
                 refuse("grads", "are neither given nor bound")
             into = self._bound if grads is None else self._grads
             arrays = self._bound_grads if grads is None else in_order("grads", grads, self._names, missing=True)
-            kept = into.fill(arrays, stream, True)
-            with gated(self):
+            kept = into.fill(arrays, require_stream(stream), True)
+            with gated(self, self.context):
                 abi.check(
                     abi.lib.dsopt_zero_grad(
                         self.context.handle, into.struct, len(self._names), abi.DSOPT_ZERO_FILL, stream
@@ -401,13 +415,14 @@ class Optimizer(Handle):
     def report(self) -> Report:
         """What happened so far. Waits for the last step."""
         struct = abi.dsopt_report()
-        abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))
+        with gated(self):
+            abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))
         return report_of(struct)
 
     def next_reduction(self, call: int = 0) -> str:
         """What happens to the gradients of call 1, 2, ... (0: the next one): "full" = they must be averaged over the
         data-parallel ranks before the step, "compressed" or "local" = leave them local."""
-        reduction = ctypes.c_int32()
+        reduction, call = ctypes.c_int32(), abi.number(call, ctypes.c_int64, "call")
         abi.check(abi.lib.dsopt_optimizer_next_reduction(self.handle, call, byref(reduction)))
         return REDUCTIONS[reduction.value]
 
@@ -432,12 +447,13 @@ class Optimizer(Handle):
         what = 0
         for part in parts:
             what |= choice("parts", part, PARTS)
-        with gated(self):
-            abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, stream))
+        with self._exclusive, gated(self):
+            abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, require_stream(stream)))
 
     def save(self, file: Any, *, params: bool = False) -> None:
         """Write a checkpoint, a safetensors file. `file` is a path, or a binary file that is open for writing."""
-        save(self, file, abi.DSOPT_IO_PARAMS * params)
+        with self._exclusive:
+            save(self, file, abi.DSOPT_IO_PARAMS * bool(params))
 
     def load(
         self,
@@ -453,16 +469,16 @@ class Optimizer(Handle):
         """Read a checkpoint: a path, a binary file that can seek, or a list of either, one of each rank that saved.
         What is
         False is left as it is now."""
-        load(
-            self,
-            file,
-            abi.DSOPT_IO_PARAMS * params
+        flags = (
+            abi.DSOPT_IO_PARAMS * bool(params)
             | abi.DSOPT_IO_NO_STATE * (not state)
             | abi.DSOPT_IO_NO_MASTERS * (not masters)
             | abi.DSOPT_IO_NO_HYPER * (not hyper)
             | abi.DSOPT_IO_NO_SCALER * (not scaler)
-            | abi.DSOPT_IO_RESET_ERRORS * reset_errors,
+            | abi.DSOPT_IO_RESET_ERRORS * bool(reset_errors)
         )
+        with self._exclusive:
+            load(self, file, flags)
 
     # -------------------------------------------------------------------------------------------------- functional form
     @property
@@ -480,7 +496,7 @@ class Optimizer(Handle):
             if self.context.backend != "cpu":
                 refuse("state", "must be given: arrays in memory of the device")
             state = allocate(self)
-        structs, kept = structs_of(self, state, stream)
+        structs, kept = structs_of(self, state, require_stream(stream))
         given = self._list("params", write=True)
         arrays = given.fill(in_order("params", params, self._names), stream)
         with gated(self):
@@ -512,13 +528,16 @@ class Optimizer(Handle):
         optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call. `workspace` is
         any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
         step = abi.dsopt_step(
-            count=len(self._names), stream=stream, flags=zero_grads | out_only << 1 | delta << 2 | no_nan << 4
+            count=len(self._names),
+            stream=require_stream(stream),
+            flags=_flags(zero_grads, out_only, delta, False, no_nan),
         )
         structs, kept_state = structs_of(self, state, stream)
         step.state, step.state_count = ctypes.addressof(structs), len(structs)
         given = self._list("grads", write=zero_grads)
         kept_grads = given.fill(in_order("grads", grads, self._names, missing=True), stream)
         step.grads = ctypes.addressof(given.struct)
+        lr = unboxed(lr)
         if isinstance(lr, (int, float)):
             lr = [lr] * self._group_count
         kept = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
@@ -548,8 +567,19 @@ class Optimizer(Handle):
         return self._bound_state
 
 
+    def close(self) -> None:
+        """Release the handle now. StateError in a call with it, such as in a hook."""
+        with self._exclusive:
+            super().close()
+
+
 def _handle(owner: Optional[Handle]) -> Optional[int]:
     return None if owner is None else owner.handle
+
+
+def _flags(*flags: Any) -> int:
+    """Those of a step, in the order of their bits."""
+    return sum(1 << bit for bit, flag in enumerate(flags) if flag)
 
 
 class Exclusive:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _abi as abi
 from ._arrays import DTYPE_NAMES, FLOATS, refuse, require, tensor_of
+from ._errors import ArgumentTypeError
 
 Arrays = Union[Mapping[str, Any], Sequence[Any]]
 
@@ -42,16 +44,17 @@ class Param:
                     "has dtype %r, and must have float32, float16 or bfloat16" % (self.dtype,),
                     abi.DSOPT_ERR_DTYPE,
                 )
+            self.shape = _shape(self.shape, label)
             tensor, place = None, abi.dsopt_tensor(None, math.prod(self.shape), number)
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
         flags = (
-            abi.DSOPT_PARAM_MODEL_PARALLEL * self.model_parallel
-            | abi.DSOPT_PARAM_REPLICATED * self.replicated
-            | abi.DSOPT_PARAM_MASKED * self.masked
+            abi.DSOPT_PARAM_MODEL_PARALLEL * bool(self.model_parallel)
+            | abi.DSOPT_PARAM_REPLICATED * bool(self.replicated)
+            | abi.DSOPT_PARAM_MASKED * bool(self.masked)
         )
         return abi.dsopt_param(
             tensor=place,
-            name=name.encode(),
+            name=_encoded(name),
             dims=ctypes.addressof(shape) if self.shape else None,
             ndim=len(self.shape),
             flags=flags,
@@ -59,6 +62,27 @@ class Param:
             expert=self.expert,
             group=group,
         ), (shape, tensor)
+
+
+def _shape(shape: Any, label: str) -> Tuple[int, ...]:
+    try:
+        sizes = tuple(abi.number(size, ctypes.c_int64, "%s: its shape" % label) for size in shape)
+    except TypeError as problem:
+        refuse(label, "has shape %r: %s" % (shape, problem), kind=ArgumentTypeError)
+    if any(size < 0 for size in sizes) or math.prod(sizes) >= 1 << 63:
+        refuse(label, "has shape %r, which no array has" % (sizes,), abi.DSOPT_ERR_SHAPE)
+    return sizes
+
+
+def _encoded(name: str) -> bytes:
+    """The library's strings end at a NUL."""
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError as problem:
+        refuse("params", "has the name %a: %s" % (name, problem))
+    if b"\0" in encoded:
+        refuse("params", "has the name %r, in which there is a NUL" % name)
+    return encoded
 
 
 def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
@@ -101,6 +125,12 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
     return [arrays.get(name) for name in names]
 
 
+def unboxed(value: Any) -> Any:
+    """A scalar of NumPy as a number of Python; all else as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
 def scalars(
     value: Any,
     label: str,
@@ -114,18 +144,18 @@ def scalars(
     """Address of so many values in backend memory, and what keeps it: of an array, or on the CPU of numbers."""
     if value is None:
         return None, None
+    value = unboxed(value)
     if isinstance(value, (int, float)):
         value = [value]
     if isinstance(value, (list, tuple)):
+        if write:
+            refuse(label, "is written to, and must be an array")
         if context.backend != "cpu":
             refuse(label, "must be an array in memory of the device")
         if len(value) != count:
             refuse(label, "has %d values, and must have %d" % (len(value), count), abi.DSOPT_ERR_SHAPE)
         kind = ctypes.c_float if dtype == abi.DSOPT_DTYPE_F32 else ctypes.c_int32
-        try:
-            memory = (kind * count)(*value)
-        except TypeError as problem:
-            refuse(label, "has values that are no numbers: %s" % problem)
+        memory = (kind * count)(*(abi.number(number, kind, label) for number in value))
         return ctypes.addressof(memory), memory
     tensor = require(
         tensor_of(value, label, stream=stream), label, context=context, write=write, dtype=dtype, numel=count

@@ -111,16 +111,18 @@ class Info:
         return math.prod(self.shape) * DTYPE_SIZES[self.dtype]
 
 
+def info_at(optimizer: Any, index: int) -> Info:
+    """One entry by its place in the list."""
+    info = abi.dsopt_state_info()
+    abi.check(abi.lib.dsopt_optimizer_state(optimizer.handle, index, byref(info)))
+    return Info(index, info, optimizer)
+
+
 def infos(optimizer: Any) -> List[Info]:
     """Every entry, in list order."""
     count = ctypes.c_int64()
     abi.check(abi.lib.dsopt_optimizer_state_count(optimizer.handle, byref(count)))
-    found = []
-    for index in range(count.value):
-        info = abi.dsopt_state_info()
-        abi.check(abi.lib.dsopt_optimizer_state(optimizer.handle, index, byref(info)))
-        found.append(Info(index, info, optimizer))
-    return found
+    return [info_at(optimizer, index) for index in range(count.value)]
 
 
 class State(Mapping[str, Any]):
@@ -132,20 +134,33 @@ class State(Mapping[str, Any]):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._infos: Dict[str, Info] = {info.name: info for info in infos(optimizer)}
+        self._indices: Dict[str, int] = {}
+        self._params = -1
+        self._index()
+
+    def _index(self) -> Dict[str, int]:
+        """Places in the list, which move when parameters are added."""
+        params = len(self._optimizer.names)
+        if params != self._params:
+            self._indices = {info.name: info.index for info in infos(self._optimizer)}
+            self._params = params
+        return self._indices
+
+    def _info(self, name: str) -> Info:
+        """As it is now: the memory is another one after `bind`."""
+        return info_at(self._optimizer, self._index()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
+        return iter(self._index())
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self._index())
 
     def __getitem__(self, name: str) -> Any:
-        info = self._infos[name]
+        info = self._info(name)
         if info.address is None and info.bytes:
             self.copy(name)  # which makes the state
-            self._infos = {info.name: info for info in infos(self._optimizer)}
-            info = self._infos[name]
+            info = self._info(name)
         owner = Retained(self._optimizer), self._optimizer.kept_state
         if self._optimizer.context.backend != "cpu":
             return DeviceArray(info.address, info.dtype, info.shape, owner)
@@ -153,13 +168,13 @@ class State(Mapping[str, Any]):
 
     def copy(self, name: str) -> Any:
         """A copy in host memory. Waits for the device."""
-        info = self._infos[name]
+        info = self._info(name)
         (place,), memory = aligned_zeros([info.bytes])
         abi.check(abi.lib.dsopt_optimizer_export(self._optimizer.handle, info.index, place, info.bytes))
         return array_at(place, info.dtype, info.shape, memory)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        info, label = self._infos[name], "state[%r]" % name
+        info, label = self._info(name), "state[%r]" % name
         tensor = tensor_of(value, label)
         if tensor.device != "cpu":
             refuse(label, "is set from host memory only", abi.DSOPT_ERR_DEVICE)

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(dsopt.__file__).resolve().parent.parent
 
 def arrays(*shapes, seed=0, dtype=np.float32, scale=1.0):
     rng = np.random.default_rng(seed)
-    return [(scale * rng.standard_normal(shape)).astype(dtype) for shape in shapes]
+    return [np.asarray(scale * rng.standard_normal(shape), dtype) for shape in shapes]
 
 
 def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):

@@ -110,6 +110,66 @@ class Checkpoints(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "parts"):
             opt.reset("everything")
 
+    def test_files_that_do_not_do_as_files(self):
+        opt = dsopt.Optimizer({"w": np.ones(4, np.float32)}, dsopt.AdamW())
+        opt.step([np.ones(4, np.float32)])
+        whole = io.BytesIO()
+        opt.save(whole)
+
+        class File(io.BytesIO):
+            def __init__(self, **methods):
+                super().__init__(whole.getvalue())
+                self.__dict__.update(methods)
+
+        class Writer:
+            def __init__(self, write):
+                self.write = write
+
+        for result in (-1, 10**9, "x", 1.5):
+            with self.subTest(write=result), self.assertRaisesRegex(dsopt.ArgumentError, "file.write returned"):
+                opt.save(Writer(lambda data: result))
+        kept = []
+        opt.save(Writer(lambda data: kept.append(data)))
+        for data in kept:  # of memory that is something else by now
+            with self.assertRaises(ValueError):
+                bytes(data)
+        for read in (lambda n: "x" * n, lambda n: 5, lambda n: b"x" * (n + 10**6), lambda n: [1] * n):
+            with self.assertRaisesRegex(dsopt.ArgumentError, "file.read"):
+                opt.load(File(read=read))
+        opt.load(File())
+        for tell in (lambda: None, lambda: 10**9, lambda: -1):
+            with self.assertRaises((dsopt.ArgumentError, dsopt.CheckpointError)):
+                opt.load(File(tell=tell))
+        silent = File()
+        seek = silent.seek
+        silent.seek = lambda *place: seek(*place) and None  # as in tempfile.SpooledTemporaryFile until Python 3.11
+        silent.read = lambda n, read=silent.read: bytearray(read(n))
+        opt.load(silent)
+        for path in ("a\0b", "\ud800"):
+            for call in (opt.save, opt.load):
+                with self.assertRaisesRegex(dsopt.ArgumentError, "file is"):
+                    call(path)
+        with self.assertRaisesRegex(dsopt.ArgumentError, "file is an empty list"):
+            opt.load([])
+
+    def test_files_that_close_the_optimizer(self):
+        opt = dsopt.Optimizer({"w": np.ones(4, np.float32)}, dsopt.AdamW())
+        whole = io.BytesIO()
+        opt.save(whole)
+
+        class Closes(io.BytesIO):
+            def write(self, data):
+                opt.close()
+
+            def read(self, size):
+                opt.close()
+
+        for call in (opt.save, opt.load):
+            with self.assertRaises(dsopt.StateError):
+                call(Closes(whole.getvalue()))
+        self.assertFalse(opt.closed)
+        opt.load(io.BytesIO(whole.getvalue()))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -210,6 +210,37 @@ class Comms(unittest.TestCase):
         with self.assertRaises(dsopt.Error):  # no device, no library
             dsopt.Comm.nccl(context, b"\0" * 128, 0, 1)
 
+    def test_what_methods_return_and_raise(self):
+        class Collectives:
+            def __init__(self, result):
+                self.result = result
+
+            def all_reduce(self, *_):
+                return self.result
+
+            def abort(self):
+                raise ValueError("in abort")
+
+        for result in (2**32, "x", object()):  # the first one would be 0 in C: all is well
+            comm = dsopt.Comm.table(dsopt.Context(), Collectives(result), 0, 2)
+            with self.assertRaisesRegex(dsopt.ArgumentError, "what a collective returned"):
+                comm.all_reduce([np.ones(3, np.float32)])
+        ignored = []
+        with mock.patch.object(sys, "unraisablehook", ignored.append):
+            dsopt.Comm.table(dsopt.Context(), Collectives(None), 0, 2).abort()
+        self.assertIn("in abort", [str(one.exc_value) for one in ignored])
+
+    def test_a_collective_that_closes_its_comm(self):
+        class Closes:
+            def all_reduce(self, *_):
+                comm.close()
+
+        comm = dsopt.Comm.table(dsopt.Context(), Closes(), 0, 2)
+        with self.assertRaisesRegex(dsopt.StateError, "Comm is in a call"):
+            comm.all_reduce([np.ones(3, np.float32)])
+        self.assertFalse(comm.closed)
+        comm.close()
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -2,6 +2,7 @@
 import concurrent.futures
 import gc
 import signal
+import threading
 import unittest
 import weakref
 
@@ -142,6 +143,56 @@ class Log(unittest.TestCase):
 
         with self.assertRaisesRegex(OSError, "no space for logs"):
             dsopt.Context(log=write, log_level=4)
+
+    def test_a_hook_that_closes(self):
+        """What a call is in cannot be closed; what the library keeps itself may go."""
+
+        def run(n, body):
+            closing.close()
+            for i in range(n):
+                body(i)
+
+        context = dsopt.Context(threads=2, parallel_for=run)
+        (w,), (g,) = np.ones((1, 300000), np.float32), np.ones((1, 300000), np.float32)
+        opt = closing = dsopt.Optimizer([w], dsopt.AdamW(), context=context)
+        with self.assertRaises(dsopt.StateError):
+            opt.step([g])
+        state = opt.init_state([w])
+        with self.assertRaises(dsopt.StateError):
+            opt.apply([w], [g], state)
+        self.assertFalse(opt.closed)
+        closing = context
+        opt.step([g])  # the optimizer keeps the context
+        self.assertTrue(context.closed)
+        context = closing = dsopt.Context(threads=2, parallel_for=run)
+        with self.assertRaisesRegex(dsopt.StateError, "Context is in a call"):
+            dsopt.zero([w], context=context)
+        self.assertFalse(context.closed)
+
+    def test_pieces_that_outlast_parallel_for(self):
+        """The memory of a call is there while a piece runs, even where the hook did not wait for its threads."""
+        refused = []
+
+        def piece(body, i):
+            try:
+                body(i)
+            except dsopt.StateError as problem:
+                refused.append(problem)
+
+        def run(n, body):
+            for i in range(n):
+                threading.Thread(target=piece, args=(body, i)).start()
+
+        context = dsopt.Context(threads=4, parallel_for=run)
+        done = 0
+        for _ in range(100):
+            opt = dsopt.Optimizer([np.ones(100000, np.float32)], dsopt.AdamW(), context=context)
+            try:
+                opt.step([np.ones(100000, np.float32)])
+                done += 1
+            except dsopt.StateError as problem:
+                self.assertIn("parallel_for", str(problem))
+        self.assertTrue(done or refused)
 
 
 if __name__ == "__main__":

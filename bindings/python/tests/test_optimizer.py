@@ -282,6 +282,80 @@ class Steps(unittest.TestCase):
         self.assertEqual(opt.report().calls, 0)
         opt.step({"w": np.zeros(4, np.float32)})  # and goes on
 
+    def test_numbers_that_do_not_fit(self):
+        """ctypes would take their lower bits."""
+        (w,), group = arrays((4,)), dsopt.AdamW()
+        opt = dsopt.Optimizer([w], group)
+        before = w.copy()
+        for call, text in (
+            (lambda: dsopt.Context(threads=2**33 + 1), "threads"),
+            (lambda: dsopt.Optimizer([w], group, skip_budget=2**40), "skip_budget"),
+            (lambda: dsopt.Optimizer([w], group, seed=2**70, stochastic_rounding=True), "seed"),
+            (lambda: dsopt.Optimizer([w], dsopt.OnebitAdam(freeze_step=2**65)), "freeze_step"),
+            (lambda: dsopt.Optimizer({"w": dsopt.Param(shape=(2**70,))}, group), "shape"),
+            (lambda: dsopt.Optimizer({"w": dsopt.Param(shape=(2**40, 2**40))}, group), "shape"),
+            (lambda: dsopt.Optimizer({"w": dsopt.Param(shape=(4,), expert=2**40)}, group), "expert"),
+            (lambda: opt.add_params({"b": w.copy()}, 2**32), "group"),
+            (lambda: opt.step([w.copy()], skip=2**40), "skip"),
+            (lambda: opt.step([w.copy()], stream=2**70), "stream"),
+            (lambda: opt.step([w.copy()], stream="x"), "stream"),
+            (lambda: opt.step([w.copy()], lr=10**400), "lr"),
+            (lambda: setattr(opt, "lr", "x"), "lr"),
+            (lambda: setattr(opt.groups[0], "betas", 0.9), "betas"),
+            (lambda: opt.step([w.copy()], report=[0] * 16), "report"),
+            (lambda: dsopt.Optimizer([w], group, max_norm="x"), "max_norm"),
+            (lambda: opt.next_reduction(2**70), "call"),
+            (lambda: dsopt.zero([w], stream="x"), "stream"),
+            (lambda: dsopt.zero(None), "arrays is NoneType"),
+            (lambda: dsopt.clamp([w], "x"), "limit"),
+            (lambda: dsopt.clip([w], "x"), "max_norm"),
+            (lambda: dsopt.axpby(1, [w], "x", [w]), "b is 'x'"),
+        ):
+            with self.subTest(text=text), self.assertRaisesRegex(dsopt.ArgumentError, text):
+                call()
+        with self.assertRaises(AttributeError):
+            opt.groups[0].lrr = 1
+        with self.assertRaisesRegex(dsopt.ArgumentError, "OUT_ONLY"):
+            opt.step([w.copy()], zero_grads=False, out_only=2)  # any true value is the flag that was named
+        np.testing.assert_array_equal(w, before)
+
+    def test_handles_of_another_kind(self):
+        (w,), group, context = arrays((4,)), dsopt.AdamW(), dsopt.Context()
+        for call, text in (
+            (lambda: dsopt.Optimizer([w], group, context=3), "context is int"),
+            (lambda: dsopt.Optimizer([w], group, data=context), "data is Context"),
+            (lambda: dsopt.Optimizer([w], group, scaler=dsopt.Optimizer([w], group)), "scaler is Optimizer"),
+            (lambda: dsopt.Optimizer([w], group, experts=[context]), r"experts\[0\] is Context"),
+            (lambda: dsopt.Optimizer([w], group, experts=None), "experts is NoneType"),
+            (lambda: dsopt.Optimizer([w], dsopt.Group()), "group is Group"),
+            (lambda: dsopt.Scaler(dsopt.Scaler(context)), "context is Scaler"),
+            (lambda: dsopt.Comm.single(None), "context is NoneType"),
+            (lambda: dsopt.norm([w], comm=context), "comm is Context"),
+            (lambda: dsopt.zero([w], context=dsopt.Comm.single(context)), "context is Comm"),
+        ):
+            with self.subTest(text=text), self.assertRaisesRegex(dsopt.ArgumentTypeError, text):
+                call()
+
+    def test_names_of_parameters(self):
+        for name in ("a\0b", "a\udc80"):
+            with self.assertRaisesRegex(dsopt.ArgumentError, "params has the name"):
+                dsopt.Optimizer({name: arrays((4,))[0]}, dsopt.AdamW())
+
+    def test_things_of_numpy_that_are_no_memory(self):
+        (w,) = arrays((4,))
+        with self.assertRaisesRegex(dsopt.ArgumentTypeError, r"params\['w'\] is a scalar of NumPy"):
+            dsopt.Optimizer({"w": np.float32(1)}, dsopt.AdamW())  # whose address is that of a copy
+        opt, peer = dsopt.Optimizer({"w": w}, dsopt.AdamW()), dsopt.Optimizer(arrays((4,)), dsopt.AdamW(lr=0.125))
+        with self.assertRaisesRegex(dsopt.ArgumentError, "mask"):
+            opt.step([np.ma.masked_array(w.copy(), mask=[1, 0, 0, 0])])
+        for lr, skip in ((np.float32(0.125), np.int64(0)), (np.float64(0.125), np.bool_(False))):
+            opt.step([np.ones(4, np.float32)], lr=lr, skip=skip)
+            peer.step([np.ones(4, np.float32)])
+        np.testing.assert_array_equal(w, peer.params["p0"])
+        self.assertEqual(opt.lr, 0.125)
+        opt.step([np.ones(4, np.float32)], skip=np.bool_(True))
+        np.testing.assert_array_equal(w, peer.params["p0"])
+
     def test_misaligned_memory(self):
         memory = np.zeros(18, np.uint8)
         skewed = memory[1:17].view(np.float32) if memory.ctypes.data % 4 == 0 else memory[:16].view(np.float32)
@@ -370,6 +444,20 @@ class Lifetimes(unittest.TestCase):
         gc.collect()
         np.testing.assert_array_equal(view, expected)
         view[:] = 3
+
+    def test_state_is_that_of_now(self):
+        """Also in a mapping that was made before parameters came or memory was bound."""
+        opt = dsopt.Optimizer({"w": np.ones(3, np.float32)}, dsopt.AdamW())
+        state = opt.state
+        opt.add_params({"b": np.ones(3, np.float32)}, 0)
+        opt.step([np.ones(3, np.float32)] * 2)
+        self.assertEqual(list(state), list(opt.state))
+        np.testing.assert_array_equal(state["optimizer.step"], [1, 1])
+        state["optimizer.step"] = np.array([5, 6], np.int32)
+        np.testing.assert_array_equal(opt.state.copy("optimizer.step"), [5, 6])
+        mine = opt.init_state([np.ones(3, np.float32)] * 2)
+        opt.bind(state=mine)
+        self.assertEqual(state["b.exp_avg"].ctypes.data, mine["b.exp_avg"].ctypes.data)
 
     def test_pickle_and_copy_are_refused(self):
         opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
