@@ -159,7 +159,8 @@ fn what_is_only_lent_is_not_written_to() {
     };
     let (mut wide, mut half) = ([0.0f32; 4], [F16(0); 4]);
     let out = &mut [(&mut wide).into(), (&mut half).into()];
-    let mut calls: [Box<dyn FnMut(&mut Optimizer) -> dsopt::Result<()>>; 3] = [
+    type Call<'a> = Box<dyn FnMut(&mut Optimizer) -> dsopt::Result<()> + 'a>;
+    let mut calls: [Call<'_>; 3] = [
         Box::new(|opt| opt.save_to(Vec::new(), &params)),
         Box::new(|opt| opt.reset(&[Reset::Masters], &params)),
         Box::new(|opt| opt.step_with(Step::out_only(&params, &grads, out))),
