@@ -34,8 +34,8 @@ pub(crate) fn resume() {
     }
 }
 
-/// A call from a destructor, which must not panic: what its hooks panic with ends here, and its message has been printed
-/// when it began. A panic that is pending already stays: the destructor may run in a hook of another call.
+/// A call from a destructor, which must not panic: what its hooks panic with ends here, and its message has been
+/// printed when it began. A panic that is pending already stays: the destructor may run in a hook of another call.
 pub(crate) fn discard(call: impl FnOnce()) {
     let before = PENDING.try_with(Cell::take).unwrap_or(None);
     call();
