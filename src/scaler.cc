@@ -82,13 +82,13 @@ ScalerState Scaler::first_state() const {
     ScalerState state{};
     state.dynamic = init_;
     state.last_overflow = -1;
-    state.hysteresis = rules_.hysteresis;
+    state.hysteresis = rules().hysteresis;
     return state;
 }
 
 int64_t Scaler::attach() {
     const std::lock_guard lock(mutex_);
-    if (attached_ != 0 && !shared())
+    if (attached_ != 0 && !(rules_.flags & DSOPT_SCALER_SHARED))
         throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
                                      "dsopt_scaler_detach first");
     ++attached_;
@@ -152,7 +152,7 @@ void check_overflow(const int32_t *overflow) {
 
 void Scaler::update(const int32_t *overflow, void *stream) {
     check_overflow(overflow);
-    context_->backend().update_scaler(rules_, state(), scale(), overflow, stream);
+    context_->backend().update_scaler(rules(), state(), scale(), overflow, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
@@ -198,7 +198,7 @@ void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) 
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
     const ScalerArrays arrays = check_arrays(state, count);
     check_overflow(overflow);
-    context_->backend().update_scaler(rules_, arrays.state, arrays.scale, overflow, stream);
+    context_->backend().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
 }
 
 dsopt_scaler_info Scaler::info() const {

@@ -13,10 +13,13 @@ public:
     Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc);
 
     const Context &context() const { return *context_; }
-    const ScalerRules &rules() const { return rules_; }
+    /// A copy: appliers read them while another optimizer of a shared scaler may load a checkpoint.
+    ScalerRules rules() const {
+        const std::lock_guard lock(mutex_);
+        return rules_;
+    }
     float *scale() const { return static_cast<float *>(memory_.data()); }
     ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
-    bool shared() const { return rules_.flags & DSOPT_SCALER_SHARED; }
 
     /// Throws DSOPT_ERR_STATE for a second optimizer unless SHARED. Returns a ticket.
     int64_t attach();
@@ -36,7 +39,10 @@ public:
     void transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const;
     ScalerState first_state() const;
     /// From a checkpoint.
-    void restore(const ScalerRules &rules) { rules_ = rules; }
+    void restore(const ScalerRules &rules) {
+        const std::lock_guard lock(mutex_);
+        rules_ = rules;
+    }
     static void check(const ScalerRules &rules);
 
 private:
@@ -47,7 +53,7 @@ private:
     ScalerRules rules_;
     double init_ = 0;
     Memory memory_;
-    mutable std::mutex mutex_; // of the two below
+    mutable std::mutex mutex_; // of the rules and the two below
     int attached_ = 0;
     int64_t ticket_ = 0;
 };

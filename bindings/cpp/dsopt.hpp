@@ -19,7 +19,8 @@
  *    argument_error.
  *  - An exception that is thrown in a hook, a pool, a comm of a class, a sink or a source does not cross the library.
  *    It leaves the dsopt call from which the hook was called, as it was thrown. What a destructor's hooks throw is
- *    dropped.
+ *    dropped. Hook and call must be compiled into one program or shared library, and the call be of this header: a call
+ *    of C, or of another library, has the status alone, and the exception leaves the next call on that thread.
  *  - Options are aggregates with defaults: `{.max_norm = 1}` in C++20, or name a variable and set its members.
  *  - A span is borrowed for the call. It is made from anything with data() and size(), an array, or a braced list.
  *  - Nothing is allocated per step and no list is copied.

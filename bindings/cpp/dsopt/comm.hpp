@@ -247,7 +247,7 @@ private:
         return comm(detail::make<handle>([&](dsopt_comm **made) { return dsopt_comm_create(ctx.get(), &desc, made); }));
     }
     explicit comm(handle made) noexcept : handle_(std::move(made)) {}
-    static dsopt_compressed desc_of(const compressed_arguments &arguments) noexcept {
+    static dsopt_compressed desc_of(const compressed_arguments &arguments) {
         dsopt_compressed desc = detail::desc_of<dsopt_compressed>();
         desc.tensors = arguments.tensors.data();
         desc.count = detail::count(arguments.tensors);
@@ -257,7 +257,7 @@ private:
         desc.workspace_bytes = arguments.workspace.size();
         desc.stream = arguments.stream;
         desc.compat = static_cast<std::int32_t>(arguments.compat);
-        desc.node = arguments.node != nullptr ? arguments.node->get() : nullptr;
+        desc.node = detail::get_or_null("node", arguments.node);
         return desc;
     }
     /// The library takes the errors without their lengths.
@@ -272,7 +272,7 @@ private:
 
 inline void context::norm(span<const tensor> list, dsopt_norm_result *result, const norm_options &options) const {
     detail::check(dsopt_tensors_norm(get(), list.data(), detail::count(list), static_cast<std::int32_t>(options.kind),
-                                     options.max_norm, options.comm != nullptr ? options.comm->get() : nullptr, result,
+                                     options.max_norm, detail::get_or_null("comm", options.comm), result,
                                      options.stream));
 }
 

@@ -154,12 +154,10 @@ inline std::vector<dsopt_param> params_of(span<const param> list) {
     std::vector<dsopt_param> params;
     params.reserve(list.size());
     for (const param &from : list) {
-        if (from.name.find('\0') != std::string::npos) {
-            fail(DSOPT_ERR_ARGUMENT, "the name of params[" + std::to_string(params.size()) + "] has a zero byte");
-        }
         dsopt_param to = dsopt_param();
         to.tensor = from.tensor;
-        to.name = from.name.empty() ? nullptr : from.name.c_str();
+        if (!from.name.empty())
+            to.name = text_of("the name of params[" + std::to_string(params.size()) + "]", from.name);
         to.dims = from.dims.empty() ? nullptr : from.dims.data();
         to.ndim = static_cast<std::int32_t>(from.dims.size());
         if (from.model_parallel) to.flags |= DSOPT_PARAM_MODEL_PARALLEL;

@@ -204,7 +204,7 @@ public:
     /* Checkpoints. */
     void save(const std::string &path, const save_options &options = {}) {
         const dsopt_io io = io_of(options);
-        detail::check(dsopt_optimizer_save(get(), path.c_str(), &io));
+        detail::check(dsopt_optimizer_save(get(), detail::text_of("path", path), &io));
     }
     /// To an object with `void write(const void *data, std::size_t bytes)`, which throws if it cannot.
     template <class Sink> void save_to(Sink &sink, const save_options &options = {}) {
@@ -221,12 +221,12 @@ public:
     }
     void load(const std::string &path, const load_options &options = {}) {
         const dsopt_io io = io_of(options);
-        detail::check(dsopt_optimizer_load(get(), path.c_str(), &io));
+        detail::check(dsopt_optimizer_load(get(), detail::text_of("path", path), &io));
     }
     /// At another number of ranks: the files of all ranks that saved.
     void load(span<const std::string> paths, const load_options &options = {}) {
         std::vector<const char *> names;
-        for (const std::string &path : paths) names.push_back(path.c_str());
+        for (const std::string &path : paths) names.push_back(detail::text_of("path", path));
         dsopt_io io = io_of(options);
         io.files = length(paths.size());
         io.paths = names.data();
@@ -261,9 +261,6 @@ private:
     using handle = detail::handle<dsopt_optimizer, dsopt_optimizer_destroy>;
     explicit optimizer(dsopt_optimizer *made) noexcept : handle_(made) {}
     explicit optimizer(handle made) noexcept : handle_(std::move(made)) {}
-    template <class Object> static auto get_or_null(Object *object) noexcept {
-        return object != nullptr ? object->get() : nullptr;
-    }
     static handle create(const context &ctx, const optimizer_options &options) {
         dsopt_optimizer_desc desc = detail::desc_of<dsopt_optimizer_desc>();
         desc.compat = static_cast<std::int32_t>(options.compat);
@@ -279,10 +276,10 @@ private:
         desc.masters = static_cast<std::int32_t>(options.masters);
         desc.max_norm = options.max_norm;
         desc.max_value = options.max_value;
-        desc.scaler = get_or_null(options.scaler);
-        desc.data = get_or_null(options.data);
-        desc.model = get_or_null(options.model);
-        desc.node = get_or_null(options.node);
+        desc.scaler = detail::get_or_null("scaler", options.scaler);
+        desc.data = detail::get_or_null("data", options.data);
+        desc.model = detail::get_or_null("model", options.model);
+        desc.node = detail::get_or_null("node", options.node);
         std::vector<dsopt_comm *> experts;
         for (comm &expert : options.experts) experts.push_back(expert.get());
         desc.experts = experts.data();

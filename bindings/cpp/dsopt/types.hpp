@@ -295,6 +295,15 @@ template <> struct dtype_of<std::int32_t> { static constexpr dtype value = dtype
 
 using tensor = dsopt_tensor;
 
+namespace detail {
+/// Does the memory of an argument of this type outlive it? That of a temporary vector or array does not, that of a span
+/// does: const spans give out what can be written to, because the elements are not theirs.
+template <class C>
+constexpr bool outlives = std::is_lvalue_reference_v<C> ||
+                          std::is_convertible_v<decltype(std::data(std::declval<const std::remove_reference_t<C> &>())),
+                                                decltype(std::data(std::declval<std::remove_reference_t<C> &>()))>;
+} // namespace detail
+
 /// A tensor of `numel` elements. nullptr: absent, or bound later.
 inline tensor view(void *data, std::int64_t numel, dtype type) noexcept {
     return {data, numel, static_cast<std::int32_t>(type), 0};
@@ -304,21 +313,31 @@ template <class T> tensor view(T *data, std::int64_t numel) noexcept {
     return view(static_cast<void *>(data), numel, dtype_of<T>::value);
 }
 /// All of an array, a vector, a span.
-template <class C> auto view(C &&list) -> decltype(view(std::data(list), std::int64_t{})) {
-    static_assert(std::is_lvalue_reference_v<C> || std::is_trivially_copyable_v<std::decay_t<C>>,
-                  "the list would be gone before the tensor is used");
+template <class C, class = std::enable_if_t<detail::outlives<C>>>
+auto view(C &&list) -> decltype(view(std::data(list), std::int64_t{})) {
     return view(std::data(list), detail::count(span<std::remove_pointer_t<decltype(std::data(list))>>(list)));
 }
 /// A tensor of constants, for lists that dsopt.h calls inputs: gradients of a step without zero_grads, x of axpby.
 template <class T> tensor read_only(const T *data, std::int64_t numel) noexcept {
     return view(const_cast<T *>(data), numel);
 }
-template <class C> auto read_only(const C &list) -> decltype(read_only(std::data(list), std::int64_t{})) {
+template <class C, class = std::enable_if_t<detail::outlives<C>>>
+auto read_only(C &&list) -> decltype(read_only(std::data(list), std::int64_t{})) {
     return read_only(std::data(list),
                      detail::count(span<const std::remove_pointer_t<decltype(std::data(list))>>(list)));
 }
 
 namespace detail {
+/// The handle of an object that may be absent, and may not have been moved from: the call would go on without it.
+template <class Object> auto get_or_null(const char *name, const Object *object) {
+    if (object != nullptr && !*object) fail(DSOPT_ERR_ARGUMENT, std::string(name) + " was moved from");
+    return object != nullptr ? object->get() : nullptr;
+}
+/// Text for C, which would end at a zero byte.
+inline const char *text_of(const std::string &name, const std::string &text) {
+    if (text.find('\0') != std::string::npos) fail(DSOPT_ERR_ARGUMENT, name + " has a zero byte");
+    return text.c_str();
+}
 [[noreturn]] inline void refuse_size(const char *name, std::size_t size, const char *needed, std::int64_t number) {
     fail(DSOPT_ERR_SHAPE,
          std::string(name) + " has " + std::to_string(size) + " entries, " + needed + " " + std::to_string(number));

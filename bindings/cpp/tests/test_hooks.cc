@@ -199,6 +199,20 @@ TEST(CppHandles, MoveAndAreRefusedAfterwards) {
     EXPECT_REFUSED(opt.state_list(), dsopt::argument_error, "optimizer");
     EXPECT_REFUSED(opt.save("nowhere"), dsopt::argument_error, "optimizer");
     opt2.step(large.grads);
+    // Left out they would mean one rank, or no loss scale.
+    const auto without = [&](auto member, auto &moved) {
+        dsopt::optimizer_options options;
+        options.*member = &moved;
+        dsopt::optimizer made(ctx2, options);
+    };
+    EXPECT_REFUSED(without(&dsopt::optimizer_options::data, comm), dsopt::argument_error, "data was moved from");
+    EXPECT_REFUSED(without(&dsopt::optimizer_options::model, comm), dsopt::argument_error, "model was moved from");
+    EXPECT_REFUSED(without(&dsopt::optimizer_options::node, comm), dsopt::argument_error, "node was moved from");
+    EXPECT_REFUSED(without(&dsopt::optimizer_options::scaler, scaler), dsopt::argument_error, "scaler was moved");
+    dsopt::norm_options over;
+    over.comm = &comm;
+    dsopt_norm_result found;
+    EXPECT_REFUSED(ctx2.norm(large.grads, &found, over), dsopt::argument_error, "comm was moved from");
 
     dsopt::optimizer &itself = opt2;
     opt2 = std::move(itself);

@@ -521,6 +521,10 @@ TEST(CppCheckpoint, GoesToAFileAndBack) {
     std::remove(path.c_str());
     EXPECT_REFUSED(loaded.load(path), dsopt::io_error, path);
     EXPECT_REFUSED(opt.save("/nowhere/at/all"), dsopt::io_error, "/nowhere/at/all");
+    const std::string cut[] = {path + '\0' + "more"}; // C would take the part before
+    EXPECT_REFUSED(opt.save(cut[0]), dsopt::argument_error, "path has a zero byte");
+    EXPECT_REFUSED(opt.load(cut[0]), dsopt::argument_error, "path has a zero byte");
+    EXPECT_REFUSED(opt.load(cut), dsopt::argument_error, "path has a zero byte");
 }
 
 /// A checkpoint in memory that can fail.

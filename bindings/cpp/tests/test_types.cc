@@ -84,6 +84,23 @@ TEST(CppTensor, HasTheDtypeOfItsElements) {
     EXPECT_EQ(dsopt::view(f32).reserved, 0);
 }
 
+template <class C> using view_of = decltype(dsopt::view(std::declval<C>()));
+template <class C> using read_only_of = decltype(dsopt::read_only(std::declval<C>()));
+
+TEST(CppTensor, IsNotMadeFromWhatIsGoneAtOnce) {
+    using array = std::array<float, 3>;
+    EXPECT_TRUE((dsopt::detail::has<view_of, std::vector<float> &>));
+    EXPECT_TRUE((dsopt::detail::has<view_of, array &>));
+    EXPECT_TRUE((dsopt::detail::has<view_of, dsopt::span<float>>));
+    EXPECT_FALSE((dsopt::detail::has<view_of, std::vector<float>>));
+    EXPECT_FALSE((dsopt::detail::has<view_of, array>));
+    EXPECT_TRUE((dsopt::detail::has<read_only_of, std::vector<float> &>));
+    EXPECT_TRUE((dsopt::detail::has<read_only_of, const array &>));
+    EXPECT_TRUE((dsopt::detail::has<read_only_of, dsopt::span<const float>>));
+    EXPECT_FALSE((dsopt::detail::has<read_only_of, std::vector<float>>));
+    EXPECT_FALSE((dsopt::detail::has<read_only_of, array>));
+}
+
 TEST(CppError, HasTheClassOfItsStatus) {
     const auto thrown = [](dsopt_status status) -> const std::type_info & {
         try {

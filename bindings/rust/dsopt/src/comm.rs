@@ -38,8 +38,7 @@ unsafe impl Sync for Inner {}
 impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: the handle is ours, and this is its last use.
-        unsafe { sys::dsopt_comm_destroy(self.handle.as_ptr()) };
-        panics::discard();
+        panics::discard(|| unsafe { sys::dsopt_comm_destroy(self.handle.as_ptr()) });
     }
 }
 
@@ -196,6 +195,11 @@ impl Comm {
         let mut handle = ptr::null_mut();
         // SAFETY: the context lives; the rest is promised by the caller.
         let status = unsafe { sys::dsopt_comm_create(context.as_ptr(), desc, &mut handle) };
+        Comm::own(context, status, handle)
+    }
+
+    /// What creating one gave.
+    pub(crate) fn own(context: &Context, status: i32, handle: *mut sys::dsopt_comm) -> Result<Comm> {
         let inner = |handle| Inner { handle, context: context.clone() };
         owned(status, NonNull::new(handle).map(|handle| Comm { inner: Arc::new(inner(handle)) }))
     }

@@ -65,8 +65,7 @@ impl Drop for Inner {
         // SAFETY: the handle is ours, and this is its last use. Then nobody is left who could call a hook, because each
         // object that was made with this context destroys its own handle before it lets go of `Inner`.
         unsafe {
-            sys::dsopt_context_destroy(self.handle.as_ptr());
-            panics::discard();
+            panics::discard(|| sys::dsopt_context_destroy(self.handle.as_ptr()));
             drop(Box::from_raw(self.hooks));
         }
     }
@@ -173,6 +172,13 @@ impl ContextBuilder {
     /// Highest level that is logged. The default is the environment's `DSOPT_LOG`, or warnings.
     pub fn log_level(mut self, level: LogLevel) -> Self {
         self.desc.log_level = level as i32;
+        self
+    }
+
+    /// For debugging on CUDA: each step asks the driver to which device each pointer belongs, and fails with
+    /// [`ErrorKind::Device`](crate::ErrorKind::Device) for memory of another one or of the host.
+    pub fn check_pointers(mut self) -> Self {
+        self.desc.flags |= sys::DSOPT_CONTEXT_CHECK_POINTERS;
         self
     }
 

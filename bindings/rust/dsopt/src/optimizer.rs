@@ -40,8 +40,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         // SAFETY: the handle is ours, and this is its last use. Scaler and context are dropped after it.
-        unsafe { sys::dsopt_optimizer_destroy(self.as_ptr()) };
-        panics::discard();
+        panics::discard(|| unsafe { sys::dsopt_optimizer_destroy(self.as_ptr()) });
     }
 }
 
@@ -358,6 +357,12 @@ impl Optimizer {
         Reduction::of(reduction)
     }
 
+    /// The functional form: the same of the next [`Optimizer::apply`] with this state tensor "schedule". `None` without
+    /// the 1-bit family.
+    pub fn reduction_of(&self, schedule: Option<&[i32; 8]>) -> Result<Reduction> {
+        reduction_of(&self.handle, schedule)
+    }
+
     /// All-reduce a list, such as the gradients, over the data-parallel ranks.
     pub fn all_reduce(&mut self, tensors: &mut [TensorMut<'_>], op: Op) -> Result<()> {
         match &mut self.comms.data {
@@ -456,13 +461,15 @@ impl Optimizer {
                 let list = self.1.as_ptr();
                 // A pointer that stayed could be used when the memory is gone. The only obstacle that can end is an
                 // applier's call; in a child of fork() nothing can be called any more that would use it.
-                // SAFETY: the handle lives, and NULL is legal for every parameter.
-                while unsafe { sys::dsopt_optimizer_bind(self.0, sys::DSOPT_BIND_PARAMS, list, count(self.1.len())) }
-                    == sys::DSOPT_ERR_BUSY
-                {
-                    std::thread::yield_now();
-                }
-                panics::discard();
+                panics::discard(|| {
+                    // SAFETY: the handle lives, and NULL is legal for every parameter.
+                    while unsafe {
+                        sys::dsopt_optimizer_bind(self.0, sys::DSOPT_BIND_PARAMS, list, count(self.1.len()))
+                    } == sys::DSOPT_ERR_BUSY
+                    {
+                        std::thread::yield_now();
+                    }
+                });
             }
         }
         let _inside = self.enter()?;
@@ -478,6 +485,23 @@ impl Optimizer {
         let _bound = Bound(opt, nowhere.collect());
         call(opt)
     }
+}
+
+impl Applier {
+    /// What to do with the gradients of the next [`Applier::apply`], by its state tensor "schedule".
+    pub fn reduction_of(&self, schedule: Option<&[i32; 8]>) -> Result<Reduction> {
+        reduction_of(&self.handle, schedule)
+    }
+}
+
+fn reduction_of(handle: &Handle, schedule: Option<&[i32; 8]>) -> Result<Reduction> {
+    handle.context.host_only("a schedule")?;
+    let schedule = schedule.map(TensorRef::from);
+    let tensor = schedule.as_ref().map_or(ptr::null(), |tensor| list(std::slice::from_ref(tensor)));
+    let mut reduction = 0;
+    // SAFETY: the handle lives, and the words are borrowed and only read.
+    check(unsafe { sys::dsopt_optimizer_reduction(handle.as_ptr(), tensor, &mut reduction, ptr::null_mut()) })?;
+    Reduction::of(reduction)
 }
 
 fn group_index(group: Option<usize>) -> i32 {

@@ -34,9 +34,10 @@ pub(crate) fn resume() {
     }
 }
 
-/// After a call from a destructor, which must not panic. The panic's message has been printed when it began.
-pub(crate) fn discard() {
-    if let Ok(Some(panic)) = PENDING.try_with(Cell::take) {
-        mem::forget(panic);
-    }
+/// A call from a destructor, which must not panic: what its hooks panic with ends here, and its message has been
+/// printed when it began. A panic that is pending already stays: the destructor may run in a hook of another call.
+pub(crate) fn discard(call: impl FnOnce()) {
+    let before = PENDING.try_with(Cell::take).unwrap_or(None);
+    call();
+    let _ = PENDING.try_with(|pending| mem::forget(pending.replace(before)));
 }

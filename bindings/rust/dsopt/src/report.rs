@@ -55,7 +55,7 @@ impl StepReport {
     }
 
     fn known(&self, place: i32) -> Option<f32> {
-        Some(self.place(place)).filter(|value| !value.is_nan())
+        Some(self.place(place)).filter(|&value| value >= 0.0) // else NaN, or -1 with no_nan
     }
 
     /// Whether the step was skipped.

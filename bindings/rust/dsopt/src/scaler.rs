@@ -2,7 +2,7 @@
 use crate::error::{check, owned};
 use crate::lock::{Guard, Lock};
 use crate::tensor::list_mut;
-use crate::{panics, sys, Context, Error, Result};
+use crate::{panics, sys, Context, Error, Result, TensorMut};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -30,8 +30,7 @@ unsafe impl Sync for Inner {}
 impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: the handle is ours, and this is its last use.
-        unsafe { sys::dsopt_scaler_destroy(self.handle.as_ptr()) };
-        panics::discard();
+        panics::discard(|| unsafe { sys::dsopt_scaler_destroy(self.handle.as_ptr()) });
     }
 }
 
@@ -177,6 +176,14 @@ impl Scaler {
         // SAFETY: the handle lives, and nobody else is inside.
         check(unsafe { sys::dsopt_scaler_query(self.as_ptr(), &mut info) })?;
         Ok(info.into())
+    }
+
+    /// Multiply a loss of one element by the scale, in place.
+    pub fn scale_loss(&self, loss: &mut TensorMut<'_>) -> Result<()> {
+        let _inside = self.enter()?;
+        let loss = list_mut(std::slice::from_mut(loss));
+        // SAFETY: the handle lives, nobody else is inside, and the loss is borrowed mutably.
+        check(unsafe { sys::dsopt_scaler_scale_loss(self.as_ptr(), loss, ptr::null_mut()) })
     }
 
     /// Set the scaler's own value.

@@ -195,6 +195,13 @@ impl<'a> Step<'a> {
         self
     }
 
+    /// The report has no NaN, which tools that stop at any NaN need: what was not computed is -1 in [`Step::as_raw`],
+    /// and `None` in a [`StepReport`] as always.
+    pub fn no_nan(mut self) -> Step<'a> {
+        self.raw.flags |= sys::DSOPT_STEP_NO_NAN;
+        self
+    }
+
     /// A thread pool for this step, as in [`ContextBuilder::parallel_for`](crate::ContextBuilder::parallel_for).
     pub fn parallel_for(mut self, pool: &'a Pool<'a>) -> Step<'a> {
         self.pool = Some(pool);

@@ -104,13 +104,14 @@ impl Comm {
         let mut desc = sys::zeroed!(dsopt_comm_desc);
         desc.kind = sys::DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
+        let mut handle = ptr::null_mut();
         // SAFETY: the table is copied; its functions take the pointer that `destroy` frees.
-        let made = unsafe { Comm::from_desc(context, &desc) };
-        if made.is_err() {
+        let status = unsafe { sys::dsopt_comm_create(context.as_ptr(), &desc, &mut handle) };
+        if handle.is_null() {
             // SAFETY: on failure the caller keeps the table, so `destroy` has not been called and will not be.
             drop(unsafe { Box::from_raw(owned) });
         }
-        made
+        Comm::own(context, status, handle)
     }
 }
 

@@ -78,6 +78,9 @@ fn onebit_adam_saves_resumes_and_reshards() {
         };
         let schedule = opt.decode_schedule(&words).unwrap();
         assert_eq!((schedule.step, schedule.frozen), (8, true));
+        assert_eq!(opt.reduction_of(Some(&words)).unwrap(), Reduction::Compressed);
+        assert_eq!(opt.reduction_of(Some(&[0; 8])).unwrap(), Reduction::Full);
+        assert_eq!(opt.reduction_of(None).unwrap_err().kind(), ErrorKind::Argument);
         train(&mut opt, &mut p, rank, 8..12);
         let info = handle.query().unwrap();
         assert!(info.ranks == 2 && info.rank == rank && info.status == 0 && info.bytes_sent > 0);

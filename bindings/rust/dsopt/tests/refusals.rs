@@ -2,8 +2,8 @@
 //! Bad input, panics in hooks, threads, and objects dropped in any order.
 mod support;
 use dsopt::{
-    AdamW, Applier, Context, Dtype, ErrorKind, Key, Lamb, LoadOptions, LogLevel, Optimizer, Param, Reset, Scaler,
-    ScalerOptions, Step, TensorMut, TensorRef, F16,
+    AdamW, Applier, Collectives, Comm, CommFailure, Context, Dtype, ErrorKind, Key, Lamb, LoadOptions, LogLevel, Op,
+    Optimizer, Param, Reduce, Reset, Scaler, ScalerOptions, Step, TensorMut, TensorRef, Values, F16,
 };
 use std::error::Error as _;
 use std::io::{self, Cursor, Read, Seek, SeekFrom, Write};
@@ -85,6 +85,7 @@ fn options_names_and_order() {
     assert_eq!(opt.view(0).unwrap(), None, "no memory before the first step");
     refused(Optimizer::builder(&ctx).max_norm(-1.0).build(), ErrorKind::Argument, "max_norm");
     refused(Context::builder().threads(-1).build(), ErrorKind::Argument, "threads");
+    refused(Context::builder().check_pointers().build(), ErrorKind::Unsupported, "CHECK_POINTERS");
     let wrong = ScalerOptions { factor: 0.5, ..Default::default() };
     refused(Scaler::new(&ctx, wrong), ErrorKind::Argument, "factor");
     assert!(dsopt::build_info().unwrap().contains("\"abi\""));
@@ -135,6 +136,11 @@ fn state_before_the_first_step_and_from_elsewhere() {
     scaler.set(8.0).unwrap();
     scaler.update(Some(true)).unwrap();
     assert_eq!(scaler.scale().unwrap(), 4.0);
+    let (mut loss, mut half) = ([1.5f32], [F16::from_f32(0.5); 2]);
+    scaler.scale_loss(&mut (&mut loss).into()).unwrap();
+    scaler.scale_loss(&mut (&mut half[..1]).into()).unwrap();
+    assert_eq!((loss, half.map(F16::to_f32)), ([6.0], [2.0, 0.5]));
+    refused(scaler.scale_loss(&mut (&mut half).into()), ErrorKind::Shape, "loss");
 }
 
 #[test]
@@ -153,7 +159,8 @@ fn what_is_only_lent_is_not_written_to() {
     };
     let (mut wide, mut half) = ([0.0f32; 4], [F16(0); 4]);
     let out = &mut [(&mut wide).into(), (&mut half).into()];
-    let mut calls: [Box<dyn FnMut(&mut Optimizer) -> dsopt::Result<()>>; 3] = [
+    type Call<'a> = Box<dyn FnMut(&mut Optimizer) -> dsopt::Result<()> + 'a>;
+    let mut calls: [Call<'_>; 3] = [
         Box::new(|opt| opt.save_to(Vec::new(), &params)),
         Box::new(|opt| opt.reset(&[Reset::Masters], &params)),
         Box::new(|opt| opt.step_with(Step::out_only(&params, &grads, out))),
@@ -275,6 +282,27 @@ fn panics_of_hooks_go_on_after_the_call() {
     let step = Step::new(&mut list, &grads).parallel_for(&pool);
     let panic = catch_unwind(AssertUnwindSafe(|| opt.step_with(step))).unwrap_err();
     assert_eq!(*panic.downcast::<&str>().unwrap(), "after the work");
+}
+
+/// The destructor of an optimizer runs hooks too. One that runs in a hook must not take the panic of that hook's call.
+#[test]
+fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
+    struct First(Mutex<Option<Comm>>);
+    impl Collectives for First {
+        fn all_reduce(&self, _: Values<'_>, _: Reduce) -> Result<(), CommFailure> {
+            panic!("the first");
+        }
+        fn error(&self) -> Option<String> {
+            drop(self.0.lock().unwrap().take()); // after the panic, in the same call
+            None
+        }
+    }
+    let ctx = Context::cpu().unwrap();
+    let inner = Comm::single(&ctx).unwrap();
+    let mut comm = Comm::table(&ctx, 0, 2, First(Mutex::new(Some(inner)))).unwrap();
+    let mut x = [1.0f32];
+    let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
+    assert_eq!(*panic.downcast::<&str>().unwrap(), "the first");
 }
 
 #[test]

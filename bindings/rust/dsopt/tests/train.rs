@@ -271,6 +271,10 @@ fn accumulated_gradients_absent_ones_and_empty_tensors() {
     opt.step_with(Step::new(&mut list, &grads).report(&mut report)).unwrap();
     assert_eq!((report.skipped(), report.first_bad(), report.nonfinite()), (true, Some(2), 1));
     assert!(report.reasons().gradients() && !report.reasons().caller());
+    assert_eq!(report.weight_norm(), None);
+    opt.step_with(Step::new(&mut list, &grads).report(&mut report).no_nan()).unwrap();
+    assert_eq!(report.weight_norm(), None, "-1 in the report");
+    assert!(!format!("{report:?}").contains("NaN"), "{report:?}");
     assert_eq!(a, before);
     assert_eq!(opt.report().unwrap().first_bad, Some((2, "p2".to_string())));
 }
