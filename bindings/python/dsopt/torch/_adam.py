@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
-from ._tensors import unsupported
+from ._tensors import DEVICES, unsupported
 
 
 class _Torch(EngineOptimizer):
     """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
-    among torch's
-    implementations; here they are accepted, and change nothing but what is in the groups."""
+    among torch's implementations; here they are accepted, and change nothing but what is in the groups, and what is
+    raised for a device without engine: with fused=True, as torch does, a RuntimeError."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
         for name in REFUSED:
@@ -32,13 +33,19 @@ class _Torch(EngineOptimizer):
                 raise unsupported("param_groups[%d]: %s=True" % (len(self.param_groups), name))
         super().add_param_group(param_group)
 
+    def _plan(self) -> None:
+        for param in chain.from_iterable(group["params"] for group in self.param_groups if group.get("fused")):
+            if param.grad is not None and param.device.type not in DEVICES:
+                raise unsupported("`fused=True` requires all the params to be floating point Tensors of supported "
+                                  "devices: %s but %s and %s" % (list(DEVICES), param.dtype, param.device.type))
+        super()._plan()
+
 
 class AdamW(_Torch, torch.optim.AdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
     amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
-    moments of
-    16-bit ones are float32.
+    moments of 16-bit ones are float32.
     """
 
     def __init__(self,

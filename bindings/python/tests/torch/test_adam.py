@@ -2,6 +2,7 @@
 """Adam and AdamW beside torch.optim's: values, groups, state, hooks, schedulers, scaling, copies."""
 import copy
 import functools
+import inspect
 import io
 import math
 import os
@@ -531,6 +532,21 @@ class Refused(TestCase):
         param.grad = torch.zeros(3, device="meta")
         with self.assertRaisesRegex(ValueError, "device meta"):
             AdamW([param]).step()
+
+    def test_fused_on_other_devices(self):
+        """RuntimeError as with torch's fused implementation, if there is a gradient."""
+        for kind, reference in PAIRS:
+            if "fused" not in inspect.signature(reference).parameters:
+                self.skipTest("torch %s has no fused %s" % (torch.__version__, reference.__name__))
+            model = torch.nn.Linear(3, 3, device="meta")
+            optimizer = kind(model.parameters(), fused=True)
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            with self.assertRaisesRegex(RuntimeError, "`fused=True` requires .* torch.float32 and meta") as caught:
+                optimizer.step()
+            self.assertIsInstance(caught.exception, dsopt.Error)
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
 
 
 class State(TestCase):
