@@ -12,6 +12,9 @@ from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
 from ._tensors import DEVICES, unsupported
 
+# As they are on import: a caller may put the classes here in their place.
+TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
+
 
 class _Torch(EngineOptimizer):
     """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
@@ -41,7 +44,7 @@ class _Torch(EngineOptimizer):
         super()._plan()
 
 
-class AdamW(_Torch, torch.optim.AdamW):
+class AdamW(_Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
     amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
@@ -61,7 +64,7 @@ class AdamW(_Torch, torch.optim.AdamW):
                  capturable: bool = False,
                  differentiable: bool = False,
                  fused: Optional[bool] = None) -> None:
-        self._init(torch.optim.AdamW,
+        self._init(TorchAdamW,
                    params,
                    lr=lr,
                    betas=betas,
@@ -78,7 +81,7 @@ class AdamW(_Torch, torch.optim.AdamW):
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
 
 
-class Adam(_Torch, torch.optim.Adam):
+class Adam(_Torch, TorchAdam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015). What AdamW here refuses, Adam refuses."""
 
     def __init__(self,
@@ -95,7 +98,7 @@ class Adam(_Torch, torch.optim.Adam):
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
                  decoupled_weight_decay: bool = False) -> None:
-        self._init(torch.optim.Adam,
+        self._init(TorchAdam,
                    params,
                    lr=lr,
                    betas=betas,

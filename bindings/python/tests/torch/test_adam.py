@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import unittest
+import unittest.mock
 import warnings
 
 from support import VERSION, TestCase, give_grads, main, params_of, torch
@@ -592,6 +593,17 @@ class State(TestCase):
             self.continued(functools.partial(kind, lr=0.01),
                            lambda a, b: b.load_state_dict(copy.deepcopy(a.state_dict())))
             self.continued(functools.partial(kind, lr=0.01), by_file)
+
+    def test_in_place_of_torch(self):
+        """torch.optim.AdamW = dsopt.torch.AdamW for code that cannot be changed."""
+        for kind, reference in PAIRS:
+            params, others = params_of((9,)), params_of((9,))
+            theirs = reference(others, lr=0.01)
+            with unittest.mock.patch.object(torch.optim, kind.__name__, kind):
+                ours = getattr(torch.optim, kind.__name__)(params, lr=0.01)
+                ours.load_state_dict(copy.deepcopy(ours).state_dict())
+            step_both(ours, theirs, params, others, 3)
+            self.assert_close(params, others)
 
     def test_loading_does_not_change_the_dict(self):
         params = params_of((9,))
