@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
-from ._tensors import unsupported
+from ._tensors import DEVICES, unsupported
+
+# As they are on import: a caller may put the classes here in their place.
+TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
 
 
 class _Torch(EngineOptimizer):
     """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
-    among torch's
-    implementations; here they are accepted, and change nothing but what is in the groups."""
+    among torch's implementations; here they are accepted, and change nothing but what is in the groups, and what is
+    raised for a device without engine: with fused=True, as torch does, a RuntimeError."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
         for name in REFUSED:
@@ -32,13 +36,19 @@ class _Torch(EngineOptimizer):
                 raise unsupported("param_groups[%d]: %s=True" % (len(self.param_groups), name))
         super().add_param_group(param_group)
 
+    def _plan(self) -> None:
+        for param in chain.from_iterable(group["params"] for group in self.param_groups if group.get("fused")):
+            if param.grad is not None and param.device.type not in DEVICES:
+                raise unsupported("`fused=True` requires all the params to be floating point Tensors of supported "
+                                  "devices: %s but %s and %s" % (list(DEVICES), param.dtype, param.device.type))
+        super()._plan()
 
-class AdamW(_Torch, torch.optim.AdamW):
+
+class AdamW(_Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
     amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
-    moments of
-    16-bit ones are float32.
+    moments of 16-bit ones are float32.
     """
 
     def __init__(self,
@@ -54,7 +64,7 @@ class AdamW(_Torch, torch.optim.AdamW):
                  capturable: bool = False,
                  differentiable: bool = False,
                  fused: Optional[bool] = None) -> None:
-        self._init(torch.optim.AdamW,
+        self._init(TorchAdamW,
                    params,
                    lr=lr,
                    betas=betas,
@@ -71,7 +81,7 @@ class AdamW(_Torch, torch.optim.AdamW):
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
 
 
-class Adam(_Torch, torch.optim.Adam):
+class Adam(_Torch, TorchAdam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015). What AdamW here refuses, Adam refuses."""
 
     def __init__(self,
@@ -88,7 +98,7 @@ class Adam(_Torch, torch.optim.Adam):
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
                  decoupled_weight_decay: bool = False) -> None:
-        self._init(torch.optim.Adam,
+        self._init(TorchAdam,
                    params,
                    lr=lr,
                    betas=betas,

@@ -13,6 +13,7 @@ from .. import _abi as abi
 from .._errors import ArgumentError, Error, UnsupportedError
 from .._handles import Context
 
+DEVICES = ("cpu", "cuda")
 # dtype of the engine, and how many of its elements one of torch's is
 FLOATS: Dict[torch.dtype, Tuple[int, int]] = {
     torch.float32: (abi.DSOPT_DTYPE_F32, 1), torch.float16: (abi.DSOPT_DTYPE_F16, 1),
@@ -79,7 +80,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def context_of(device: torch.device, what: str) -> Context:
     """The context of a device, with as many threads as torch uses; one for all optimizers of this process."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in DEVICES:
         raise wrong("%s is on device %s; the engine has cpu and cuda" % (what, device), "DEVICE")
     key = os.getpid(), device.type, device.index, torch.get_num_threads()
     with _lock:

@@ -2,11 +2,13 @@
 """Adam and AdamW beside torch.optim's: values, groups, state, hooks, schedulers, scaling, copies."""
 import copy
 import functools
+import inspect
 import io
 import math
 import os
 import pickle
 import unittest
+import unittest.mock
 import warnings
 
 from support import VERSION, TestCase, give_grads, main, params_of, torch
@@ -532,6 +534,21 @@ class Refused(TestCase):
         with self.assertRaisesRegex(ValueError, "device meta"):
             AdamW([param]).step()
 
+    def test_fused_on_other_devices(self):
+        """RuntimeError as with torch's fused implementation, if there is a gradient."""
+        for kind, reference in PAIRS:
+            if "fused" not in inspect.signature(reference).parameters:
+                self.skipTest("torch %s has no fused %s" % (torch.__version__, reference.__name__))
+            model = torch.nn.Linear(3, 3, device="meta")
+            optimizer = kind(model.parameters(), fused=True)
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            with self.assertRaisesRegex(RuntimeError, "`fused=True` requires .* torch.float32 and meta") as caught:
+                optimizer.step()
+            self.assertIsInstance(caught.exception, dsopt.Error)
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+
 
 class State(TestCase):
     def test_both_ways_with_torch(self):
@@ -576,6 +593,17 @@ class State(TestCase):
             self.continued(functools.partial(kind, lr=0.01),
                            lambda a, b: b.load_state_dict(copy.deepcopy(a.state_dict())))
             self.continued(functools.partial(kind, lr=0.01), by_file)
+
+    def test_in_place_of_torch(self):
+        """torch.optim.AdamW = dsopt.torch.AdamW for code that cannot be changed."""
+        for kind, reference in PAIRS:
+            params, others = params_of((9,)), params_of((9,))
+            theirs = reference(others, lr=0.01)
+            with unittest.mock.patch.object(torch.optim, kind.__name__, kind):
+                ours = getattr(torch.optim, kind.__name__)(params, lr=0.01)
+                ours.load_state_dict(copy.deepcopy(ours).state_dict())
+            step_both(ours, theirs, params, others, 3)
+            self.assert_close(params, others)
 
     def test_loading_does_not_change_the_dict(self):
         params = params_of((9,))
