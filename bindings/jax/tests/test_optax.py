@@ -178,14 +178,14 @@ class BesideOptax(unittest.TestCase):
                 x, a = ours.update(grads, a, params)
                 y, b = theirs.update(grads, b, params)
                 with self.subTest(name, step=i):
-                    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-5), x, y)
+                    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=3e-5), x, y)
 
     def test_gradients_inside_are_written_over_and_given_ones_are_kept(self):
         tx, params = dsopt.jax.adamw(1e-2), {"w": jnp.linspace(0.5, 2, 4096)}
         inside = jax.jit(lambda p, s: tx.update(jax.grad(lambda p: jnp.sum(p["w"] ** 3))(p), s, p))
         state, grads = tx.init(params), {"w": 3 * params["w"] ** 2}
         text = inside.lower(params, state).compile().as_text()
-        self.assertRegex(text, r"output_to_operand_aliasing=\{[^}]*\{0\}: \(1, ")
+        self.assertRegex(text, r"output_to_operand_aliasing=\{[^}]*\{0\}: \(2, ")
         self.assertLess(worst(inside(params, state)[0], jax.jit(tx.update)(grads, state, params)[0]), 1e-8)
         np.testing.assert_array_equal(grads["w"], 3 * params["w"] ** 2)
 
@@ -214,9 +214,9 @@ class Refusals(unittest.TestCase):
     def test_hyper_parameters(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, "beta1 is -1"):
             self.update(dsopt.jax.adamw(1e-3, b1=-1.0))
-        for options in ({"learning_rate": 1e-3, "b1": jnp.float32(-1)}, {"learning_rate": 1e-3, "eps_root": jnp.float32(1e-8)}):
+        for options in ({"b1": jnp.float32(-1)}, {"eps_root": jnp.float32(1e-8)}):
             with self.subTest(options), self.assertRaisesRegex(jax.errors.JaxRuntimeError, "out of range, or eps_root"):
-                jax.block_until_ready(jax.jit(lambda o=options: self.update(dsopt.jax.adamw(**o)))())
+                jax.block_until_ready(jax.jit(lambda o=options: self.update(dsopt.jax.adamw(1e-3, **o)))())
 
     def test_names_the_parameter(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"\['a'\]\['b'\] has shape \(4,\)"):

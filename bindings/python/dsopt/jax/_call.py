@@ -353,16 +353,18 @@ class Hyper(NamedTuple):
             return {}
         if unknown == ["lr"]:
             return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
+        # What is known stays the recipe's, in double: NaN
+        given = {name: np.nan if fixed(value) is not None else value for name, value in self._asdict().items()}
         rows = [
             [
-                self.lr,
-                self.b1,
-                self.b2,
-                self.eps,
-                self.weight_decay if decay else 0.0,
+                given["lr"],
+                given["b1"],
+                given["b2"],
+                given["eps"],
+                given["weight_decay"] if decay else 0.0,
                 0.0,
-                0.0 if g else self.max_norm,
-                self.eps_root,
+                0.0 if g else given["max_norm"],
+                given["eps_root"],
             ]
             for g, decay in enumerate(decays)
         ]
