@@ -855,7 +855,8 @@ typedef struct dsopt_step {
     /** Where the parameters are. NULL = where they are bound. Required in `apply`. */
     const dsopt_tensor *params;
     /** New weights, rounded to the entry's dtype. NULL data = not wanted. Also written when the step is skipped or the
-     * gradient is absent: then with the unchanged weight. May be the parameter's own memory. */
+     * gradient is absent: then with the unchanged weight. May be the parameter's own memory, or without ZERO_GRADS and
+     * outside the 1-bit family that of its gradient, of the same dtype. */
     const dsopt_tensor *out;
     /** Where the state is. In `apply` required: every entry, in list order, with memory unless it is empty. In `step`
      * NULL, or entries with NULL data, mean where it is bound. */

@@ -90,6 +90,40 @@ TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
     }
 }
 
+TEST_P(Apply, WritesOutputsOverTheGradients) {
+    const std::vector<int64_t> sizes = {100003, 0, 33, 9000};
+    for (const int32_t threads : {1, 3})
+        for (const int32_t dtype : kDtypes) { // of gradients and outputs
+            const Context context = make_context(context_desc(threads));
+            const std::vector<Shape> shapes = shapes_of(sizes, DSOPT_DTYPE_F32, dtype);
+            const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5));
+            Owned over(pure.get(), shapes), apart(pure.get(), shapes);
+            std::vector<Buffer> outs;
+            for (const int64_t numel : sizes) outs.emplace_back(numel, dtype);
+            const std::vector<dsopt_tensor> list = Model::list_of(outs);
+            uint64_t t = 0;
+            for (const int32_t flags : {0, int32_t(DSOPT_STEP_OUT_ONLY), int32_t(DSOPT_STEP_DELTA)})
+                for (const int32_t skip : {0, 1}) {
+                    over.model.make_gradients(++t);
+                    apart.model.make_gradients(t);
+                    dsopt_step step = over.arguments(), other = apart.arguments();
+                    step.flags = other.flags = flags;
+                    step.skip = other.skip = &skip;
+                    step.out = over.grads.data();
+                    other.out = list.data();
+                    ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
+                    ASSERT_OK(dsopt_optimizer_apply(pure.get(), &other));
+                    for (size_t i = 0; i < sizes.size(); ++i) {
+                        EXPECT_TRUE(same(over.model.grads[i].text(), outs[i].text())) << flags << skip << i;
+                        EXPECT_TRUE(same(over.model.params[i].text(), apart.model.params[i].text())) << i;
+                    }
+                    for (size_t i = 0; i < over.buffers.size(); ++i)
+                        EXPECT_TRUE(same(over.buffers[i].text(), apart.buffers[i].text())) << i;
+                }
+            EXPECT_TRUE(over.intact());
+        }
+}
+
 TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
     const Context context = make_context(context_desc(2));
     const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);

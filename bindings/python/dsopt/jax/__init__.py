@@ -4,7 +4,7 @@
 from ._build import handler_path, library as register
 from ._comms import register_comm
 from ._fused import DynamicScale, FusedStep, Report, onebit_adam, onebit_lamb, zero_one_adam
-from ._optax import adam, adamw, lamb
+from ._optax import adam, adamw, lamb, scale_by_adam
 
 __all__ = [
     "DynamicScale",
@@ -18,5 +18,6 @@ __all__ = [
     "onebit_lamb",
     "register",
     "register_comm",
+    "scale_by_adam",
     "zero_one_adam",
 ]

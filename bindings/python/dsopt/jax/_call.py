@@ -245,13 +245,14 @@ def _silent_comm(ranks: int):
 
 
 # --------------------------------------------------------------------------------------------------------------- calls
-def like(x):
+def like(x, dtype=None):
     """Shape, dtype and, in a mesh with explicit axes, the sharding of an array, for a result that is as it is."""
     kind = jax.typeof(x)
+    dtype = kind.dtype if dtype is None else dtype
     sharding = getattr(kind, "sharding", None)
     if sharding is None or sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(kind.shape, dtype)
+    return jax.ShapeDtypeStruct(kind.shape, dtype, sharding=sharding)
 
 
 def _only_call(function):
@@ -288,7 +289,7 @@ def step(
     out: list = None,
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to new arrays of those shapes. Returns parameters or out, state, report."""
+    their own memory, or with `out` written to other arrays of those shapes. Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
@@ -302,6 +303,8 @@ def step(
         aliases.update({first + i: i for i in range(n)})
     else:
         options |= OUT
+        # Over gradients of the same dtype, which are mostly dead by then: new memory costs more than the arithmetic.
+        aliases.update({first + n + i: i for i in range(n) if out[i].dtype == grads[i].dtype})
     results = [
         *(map(like, params) if out is None else out),
         *map(like, state),
@@ -350,16 +353,18 @@ class Hyper(NamedTuple):
             return {}
         if unknown == ["lr"]:
             return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
+        # What is known stays the recipe's, in double: NaN
+        given = {name: np.nan if fixed(value) is not None else value for name, value in self._asdict().items()}
         rows = [
             [
-                self.lr,
-                self.b1,
-                self.b2,
-                self.eps,
-                self.weight_decay if decay else 0.0,
+                given["lr"],
+                given["b1"],
+                given["b2"],
+                given["eps"],
+                given["weight_decay"] if decay else 0.0,
                 0.0,
-                0.0 if g else self.max_norm,
-                self.eps_root,
+                0.0 if g else given["max_norm"],
+                given["eps_root"],
             ]
             for g, decay in enumerate(decays)
         ]
