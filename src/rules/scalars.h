@@ -58,11 +58,14 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, 
     s.beta2 = float(beta2);
     s.a1 = hyper.compat ? 1.0f - s.beta1 : float(1.0 - beta1);
     s.a2 = hyper.compat ? 1.0f - s.beta2 : float(1.0 - beta2);
-    // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the rule stays as it is.
-    s.eps = float(hyper.eps_uncorrected ? hyper.eps / sqrt(1.0 - power(beta2, step)) : hyper.eps);
     s.wd = float(hyper.weight_decay);
-    s.c1 = hyper.bias_correction ? float(1.0 - power(beta1, step)) : 1.0f;
-    s.c2 = hyper.bias_correction ? float(1.0 - power(beta2, step)) : 1.0f;
+    const double c1 = hyper.bias_correction ? 1.0 - power(beta1, step) : 1.0;
+    const double c2 = hyper.bias_correction ? 1.0 - power(beta2, step) : 1.0;
+    const double root = sqrt(c2);
+    s.c1 = float(c1);
+    s.c2 = float(c2);
+    // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the rule stays as it is.
+    s.eps = float(hyper.eps_uncorrected ? hyper.eps / root : hyper.eps);
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
     s.lr = float(hyper.lr);
@@ -70,7 +73,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, 
         if (hyper.compat)
             s.lr = s.lr * sqrtf(s.c2) / s.c1;
         else if (hyper.bias_correction)
-            s.lr = float(hyper.lr * sqrt(1.0 - power(beta2, step)) / (1.0 - power(beta1, step)));
+            s.lr = float(hyper.lr * root / c1);
     }
     return s;
 }
