@@ -6,6 +6,10 @@ of the
 library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes,
 and
 exit waits for those inside.
+
+An interrupt (Ctrl-C) that arrives as the library enters a Python function would be raised before the first line of that
+function, where ctypes drops it and returns 0: to the library, success. So while the main thread is inside the gate,
+interrupts are raised inside the functions of the caller only, and else behind the call.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import atexit
 import ctypes
 import functools
 import os
+import signal
 import threading
 import time
-from typing import Any, Callable, Sequence, TypeVar
+from typing import Any, Callable, List, Sequence, TypeVar
 
 from . import _abi as abi
 from ._errors import StateError
@@ -25,6 +30,48 @@ T = TypeVar("T")
 Piece = Callable[[int], None]
 ParallelFor = Callable[[int, Piece], object]
 EXIT_WAIT = 30.0  # seconds; a call that takes longer is left to its fate
+
+
+class Interrupts:
+    """SIGINT while the main thread is in a call that may lead to a Python function. Used by that thread alone."""
+
+    def __init__(self) -> None:
+        self.inside = False  # a function of the caller
+        self._arrived = False
+        self._outer: List[bool] = []
+        self._previous: Any = None
+
+    def begin(self) -> None:
+        if not self._outer:
+            self._previous = signal.getsignal(signal.SIGINT)
+            if callable(self._previous):
+                try:
+                    signal.signal(signal.SIGINT, self._handle)
+                except ValueError:
+                    pass  # an interpreter that gets no signals
+        self._outer.append(self.inside)
+        self.inside = False
+
+    def end(self) -> None:
+        self.inside = self._outer.pop()
+        if not self._outer and signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._previous)
+        if self._arrived and (self.inside or not self._outer):
+            self._arrived = False
+            self._previous(signal.SIGINT, None)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.inside:
+            self._previous(number, frame)
+        else:
+            self._arrived = True
+
+
+interrupts = Interrupts()
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Gate:
@@ -45,11 +92,15 @@ class Gate:
                     "the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE"
                 )
             self._inside += 1
+        if in_main_thread():
+            interrupts.begin()
 
     def __exit__(self, *_: Any) -> None:
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
+        if in_main_thread():
+            interrupts.end()
 
     def close(self) -> None:
         end = time.monotonic() + EXIT_WAIT
@@ -103,7 +154,13 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
     @functools.wraps(function)
     def hook(*arguments: Any) -> T:
         try:
-            return function(*arguments)
+            if not in_main_thread():
+                return function(*arguments)
+            try:
+                interrupts.inside = True
+                return function(*arguments)
+            finally:
+                interrupts.inside = False
         except BaseException as problem:  # KeyboardInterrupt and SystemExit too: nothing may pass through C
             keep(problem)
             return failed(problem)

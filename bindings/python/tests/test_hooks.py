@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import concurrent.futures
 import gc
+import os
 import signal
 import threading
 import unittest
@@ -70,6 +71,51 @@ class ParallelFor(unittest.TestCase):
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
         with self.assertRaises(KeyboardInterrupt):
             opt.step(large(1))
+
+    def test_interrupts_at_any_time(self):
+        """A call that returns has run its collective to the end, whenever control-C came: also on the way into it."""
+
+        class Slow:
+            completed = 0
+
+            def all_reduce(self, *_):
+                for _ in range(50):
+                    pass
+                self.completed += 1
+
+        armed, stop = [], threading.Event()
+
+        def handle(*_):
+            if armed:
+                armed.clear()
+                raise KeyboardInterrupt
+
+        def interrupt():
+            while not stop.wait(0.0002):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        context, gradient = dsopt.Context(), arrays((5,))
+        previous = signal.signal(signal.SIGINT, handle)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        interrupted = 0
+        try:
+            for _ in range(2000):
+                slow = Slow()
+                comm = dsopt.Comm.table(context, slow, 0, 2)
+                try:
+                    armed.append(None)
+                    comm.all_reduce(gradient)
+                    armed.clear()
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    continue
+                self.assertEqual(slow.completed, 1)
+        finally:
+            stop.set()
+            thread.join()
+            signal.signal(signal.SIGINT, previous)
+        self.assertGreater(interrupted, 0)
 
     def test_wrong_pools(self):
         kept = []
