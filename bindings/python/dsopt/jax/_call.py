@@ -289,7 +289,7 @@ def step(
     out: list = None,
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to other arrays of those shapes. Returns parameters or out, state, report."""
+    their own memory, or with `out` written to arrays of those shapes. Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
