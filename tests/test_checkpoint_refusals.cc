@@ -243,7 +243,7 @@ TEST_F(Load, RefusesFieldsOutOfRange) {
                             {"group.1.min_trust", {"nan", "inf", "-1", "11"}},
                             {"group.1.max_trust", {"nan", "inf", "-1", "0"}},
                             {"group.0.min_trust", {"0.5", "nan"}},
-                            {"group.0.flags", {"2", "8", "16", "1073741824", "-1", "1.5", "99999999999"}},
+                            {"group.0.flags", {"2", "8", "32", "1073741824", "-1", "1.5", "99999999999"}},
                             {"max_norm", {"nan", "inf", "-1"}},
                             {"max_value", {"nan", "inf", "-1"}},
                             {"calls", {"-1", "1.5", "nan", "99999999999999999999"}},
