@@ -25,7 +25,8 @@ class TensorList:
      - The arrays of the last call: their addresses are still right. Only for arrays of NumPy that are pinned.
      - Other arrays of NumPy with the dtypes and shapes of the last ones.
 
-    A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it.
+    A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it. Pinning costs a quarter of a call,
+    so arrays that follow others are pinned once they come a second time.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TensorList:
         self._addresses = memoryview(self._words)[0::3]
         self._seen: Optional[List[Callable[[], Any]]] = None
         self._pins: List[Any] = []
+        self._first: Optional[int] = None  # id of the first array of the last call
         self._like: Optional[List[Any]] = None
         self._ndarray: Any = None
         self._writes = False
@@ -73,7 +75,9 @@ class TensorList:
         except (TypeError, ValueError, BufferError):  # read-only, not contiguous, or empty
             return False
         self._writes = True
-        self._pin(arrays)
+        first, self._first = self._first, id(arrays[0])
+        if first == self._first:  # probably the arrays of the last call
+            self._pin(arrays)
         return True
 
     def _one_by_one(self, arrays: Sequence[Any], stream: Optional[int], write: bool) -> List[Any]:
