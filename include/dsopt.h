@@ -763,7 +763,8 @@ enum dsopt_step_flags {
     /** Set gradients to zero in the same pass, also when the step is skipped. Gradients are then written to. */
     DSOPT_STEP_ZERO_GRADS = 1,
     /** Do not write `params`: new values go only to `out`, which must then have memory for every parameter. Refused for
-     * 0/1 Adam without masters, whose local steps add up in the parameters. */
+     * 0/1 Adam without masters, whose local steps add up in the parameters. In compat mode with masters the first use
+     * of the state writes F32 parameters all the same (docs/compat.md, "construction"). */
     DSOPT_STEP_OUT_ONLY = 2,
     /** As OUT_ONLY, and `out` gets new - old; zeros when skipped. Refused for parameters with a master. */
     DSOPT_STEP_DELTA = 4,
