@@ -251,6 +251,7 @@ class Exported(unittest.TestCase):
         state, grads = opt.init(PARAMS), grads_at(PARAMS, 0)
         program = jax.export.export(
             jax.jit(lambda p, g, s: opt.step(p, g, s)[:2]),
+            # JAX exports only the custom calls that it knows, unless others are named.
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("dsopt_step")],
         )(PARAMS, grads, state)
         script = (

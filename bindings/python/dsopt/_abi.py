@@ -6,8 +6,7 @@
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), abi.DSOPT_ALGORITHM_ADAMW))
 
 Pointers are addresses (c_void_p), strings bytes. A status is returned and not raised: `check` raises it. ctypes lets
-other
-threads run during a call.
+other threads run during a call.
 """
 
 from __future__ import annotations

@@ -152,10 +152,9 @@ class Comm(Handle):
         abort()    optional, any thread, more than once: makes blocked calls return
         destroy()  optional, the last call
 
-        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when it
-        is
-        done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError counts as
-        one.
+        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when
+        it is done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError
+        counts as one.
         """
         table = _table(collectives, rank, ranks, choice("memory", memory, MEMORY))
         key = table.self

@@ -76,8 +76,7 @@ def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context
 @dataclass(frozen=True)
 class NormResult:
     """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the
-    first
-    array with an Inf or NaN, None without one."""
+    first array with an Inf or NaN, None without one."""
 
     norm: float
     coefficient: float

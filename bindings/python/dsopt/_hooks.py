@@ -4,8 +4,7 @@
 A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle
 of the
 library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes,
-and
-exit waits for those inside.
+and exit waits for those inside.
 
 An interrupt (Ctrl-C) that arrives as the library enters a Python function would be raised before the first line of that
 function, where ctypes drops it and returns 0: to the library, success. So while the main thread is inside the gate,

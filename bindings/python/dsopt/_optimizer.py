@@ -523,10 +523,9 @@ class Optimizer(Handle):
         no_nan: bool = False,
         stream: Optional[int] = None,
     ) -> None:
-        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to `state`.
-        The
-        optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call. `workspace` is
-        any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
+        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to
+        `state`. The optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call.
+        `workspace` is any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
         step = abi.dsopt_step(
             count=len(self._names),
             stream=require_stream(stream),

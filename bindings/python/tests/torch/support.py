@@ -13,7 +13,11 @@ except ImportError as problem:
     print("skipped: torch is not installed (%s)" % problem)
     sys.exit(77)
 
+import dsopt.torch  # noqa: E402 - found by the path above
+
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+PAIRS = ((dsopt.torch.AdamW, torch.optim.AdamW), (dsopt.torch.Adam, torch.optim.Adam))
+SHAPES = ((10, 5), (10,), (), (3, 0), (1000,))
 
 
 def params_of(*shapes, dtype=torch.float32, seed=0):
@@ -29,6 +33,13 @@ def give_grads(*lists, seed=0, scale=1.0):
         grad = torch.randn(same[0].shape, generator=generator) * scale
         for param in same:
             param.grad = grad.to(param.dtype).clone()
+
+
+def step_both(ours, theirs, params, others, steps, begin=0):
+    for i in range(begin, begin + steps):
+        give_grads(params, others, seed=i)
+        ours.step()
+        theirs.step()
 
 
 class TestCase(unittest.TestCase):
