@@ -30,7 +30,7 @@ def shapes(name):
 
 
 class Layout:
-    """A list as src/compress.h lays it out for so many ranks: chunks of whole words, a scale a tensor in each."""
+    """A list as src/exchange/exchange.h lays it out for so many ranks: chunks of whole words, a scale a tensor in each."""
 
     def __init__(self, numels, ranks):
         begin, total = [], 0

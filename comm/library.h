@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Libraries that are found at run time. Nothing here links to them or needs their headers.
 #pragma once
-#include "status.h"
+#include "base/status.h"
 #include <cstdlib>
 #include <dlfcn.h>
 

@@ -2,10 +2,10 @@
 // Between the passes of a step with comms: ranks agree on norms and on whether to skip; between LAMB's
 // sweeps, on what trust ratios follow from.
 #pragma once
-#include "comm.h"
-#include "device.h"
+#include "comm/comm.h"
+#include "device/decide.h"
 #include "launch.h"
-#include "rules/decide.h"
+#include "runtime.h"
 #include <vector>
 
 namespace dsopt::gpu {

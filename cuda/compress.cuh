@@ -3,7 +3,7 @@
 // row of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
 // the order that is part of the result and read once.
 #pragma once
-#include "compress.h"
+#include "exchange/exchange.h"
 #include "fold.cuh"
 #include "lists.cuh"
 #include "rules/onebit.h"

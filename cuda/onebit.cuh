@@ -3,7 +3,7 @@
 // the step is taken is the device's to know: every kernel asks, and the host launches them all the same.
 #pragma once
 #include "compress.cuh"
-#include "onebit.h"
+#include "optimizer/onebit.h"
 #include "update.cuh"
 
 namespace dsopt::gpu {

@@ -2,8 +2,8 @@
 // Device memory to the host and back in pieces, through page-locked memory: one is on its way while the caller works on
 // another.
 #pragma once
-#include "backend.h"
-#include "device.h"
+#include "device/backend.h"
+#include "runtime.h"
 
 namespace dsopt::gpu {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step as kernels see it.
 #pragma once
-#include "rules/decide.h"
+#include "device/decide.h"
 #include "vec.cuh"
 
 namespace dsopt::gpu {

@@ -2,8 +2,8 @@
 // Tables into device memory without a copy from the host: the bytes travel in the arguments of a kernel, which a stream
 // that is being captured accepts too.
 #pragma once
-#include "device.h"
 #include "plan.cuh"
+#include "runtime.h"
 #include <cstring>
 
 namespace dsopt::gpu {

@@ -2,7 +2,7 @@
 // Reading and writing a few neighbouring elements of any float dtype as fp32: 16 bytes at a time where the address
 // allows it.
 #pragma once
-#include "dtype.h"
+#include "base/dtype.h"
 #include "launch.h"
 
 namespace dsopt::gpu {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints that do not fit, lie or are damaged: refused with nothing changed. Files whose checksums are right are
 // made with the library's own writer, so this program links the static library.
-#include "safetensors.h"
+#include "checkpoint/safetensors.h"
 #include "test_tape.h"
 #include "test_util.h"
 #include <functional>

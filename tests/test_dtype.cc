@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between storage types: the scalar ones of src/dtype.h against arithmetic in double (test_util.h), and the
+// Conversions between storage types: the scalar ones of src/base/dtype.h against arithmetic in double (test_util.h), and the
 // vectorised ones of the engine, seen through outputs, masters and gradients, against the scalar ones.
-#include "dtype.h"
+#include "base/dtype.h"
 #include "test_util.h"
 
 using namespace test;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A parallel_for of the caller that does not run every piece once: the call says so, and runs no piece twice. Bindings
 // cannot throw through C, so a pool that failed comes back as if nothing had happened.
-#include "parallel.h"
-#include "status.h"
+#include "base/parallel.h"
+#include "base/status.h"
 #include "test_compressed_util.h"
 #include <condition_variable>
 #include <mutex>

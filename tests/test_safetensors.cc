@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The container as a format. Files and what can happen to them: test_safetensors_files.cc.
-#include "dtype.h"
+#include "base/dtype.h"
 #include "test_safetensors_util.h"
 #include <chrono>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Containers to write, and what reading one gives.
 #pragma once
-#include "safetensors.h"
+#include "checkpoint/safetensors.h"
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How lists are shared out among threads.
 #pragma once
-#include "step_plan.h"
+#include "device/plan.h"
 #include <algorithm>
 #include <vector>
 

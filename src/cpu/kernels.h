@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of the CPU backend. kernels.cc is compiled once per instruction set; all of them give the same bits.
 #pragma once
-#include "step_plan.h"
+#include "device/plan.h"
 
 namespace dsopt::cpu {
 

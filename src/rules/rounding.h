@@ -2,7 +2,7 @@
 // Stochastic rounding to bf16. The random number of an element is a function of seed, parameter name, step and the
 // element's place in its tensor: nothing is stored, and however a list is sharded the bits are the same.
 #pragma once
-#include "dtype.h"
+#include "base/dtype.h"
 
 namespace dsopt {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a step computes once per tensor, in double, from the hyper-parameters and the integer step.
 #pragma once
-#include "dtype.h"
+#include "base/dtype.h"
 #include <math.h>
 
 namespace dsopt {

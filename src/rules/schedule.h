@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which exchange a step of the 1-bit family makes. A few integers that every rank has alike.
 #pragma once
+#include "base/hd.h"
 #include "dsopt.h"
-#include "hd.h"
 
 namespace dsopt {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled where <nccl.h> is found: what nccl_api.h says in its own words.
-#include "nccl_api.h"
+#include "comm/nccl/api.h"
 #include <cstddef>
 #include <nccl.h>
 

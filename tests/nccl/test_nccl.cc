@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The NCCL provider on the emulated device, over a test double of the library. --rank: one rank as a process.
+#include "comm/nccl/api.h"
 #include "fakert.h"
-#include "nccl_api.h"
 #include "nccl_ranks.h"
 #include <cmath>
 #include <csignal>

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/comm.h"
+#include "base/struct_io.h"
+#include "device/decide.h"
+#include "optimizer/onebit.h"
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+namespace dsopt {
+
+namespace {
+
+/// Device memory that a lost exchange may still write to: given back to nobody.
+void keep_forever(Memory &&memory) {
+    static std::mutex mutex;
+    static auto *const all = new std::vector<Memory>; // reachable, so no leak to a tool that looks for them
+    const std::lock_guard lock(mutex);
+    all->push_back(std::move(memory));
+}
+
+constexpr int64_t padded(int64_t bytes) { return (bytes + 3) / 4 * 4; }
+
+} // namespace
+
+char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
+    if (bytes > bytes_) {
+        bytes = (bytes + 255) / 256 * 256;
+        if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
+        if (device)
+            device_ = Memory(context, bytes, stream);
+        else if (context->backend().is_host())
+            plain_.resize(bytes);
+        else
+            pinned_ = context->backend().host_buffer(bytes);
+        bytes_ = bytes;
+    }
+    return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
+}
+void Comm::Room::leave_behind() {
+    if (device_.data() != nullptr) keep_forever(std::move(device_));
+    for (Memory &memory : outgrown_) keep_forever(std::move(memory));
+    outgrown_.clear();
+    bytes_ = 0;
+}
+
+Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider) :
+    context_(std::move(context)),
+    table_(table),
+    provider_(provider),
+    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()) {}
+
+Comm::~Comm() {
+    if (table_.destroy != nullptr) table_.destroy(table_.self);
+}
+
+void Comm::begin() {
+    context_->check_process();
+    const dsopt_status status = status_.load(std::memory_order_acquire);
+    if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
+    if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is lost");
+}
+
+void Comm::lose(dsopt_status status) noexcept {
+    dsopt_status first = DSOPT_OK;
+    status_.compare_exchange_strong(first, status);
+}
+
+int Comm::done(int kind, int result, int64_t sent, int64_t received) {
+    Count &count = counts_[kind];
+    count.calls.fetch_add(1, std::memory_order_relaxed);
+    if (result != 0) return result;
+    count.sent.fetch_add(sent, std::memory_order_relaxed);
+    count.received.fetch_add(received, std::memory_order_relaxed);
+    return 0;
+}
+
+void Comm::fail(int result, const char *what, void *stream) {
+    dsopt_status status = DSOPT_ERR_COMM;
+    if (!provider_.own_codes)
+        status = result;
+    else if (result <= -DSOPT_ERR_COMM && result >= -DSOPT_ERR_ABORTED)
+        status = -result;
+    lose(status);
+    if (status_.load() == DSOPT_ERR_ABORTED) status = DSOPT_ERR_ABORTED;
+    char text[256] = "";
+    if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
+    if (device_) {
+        // What is still on the stream may write to the rooms, and giving them back would wait for it.
+        bool over = false;
+        try {
+            for (int i = 0; i < 100 && !over; ++i) {
+                over = context_->backend().finished(stream);
+                if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            }
+        } catch (const std::exception &) { // the stream has failed: nothing runs any more
+            over = true;
+        }
+        if (!over)
+            for (Room *room : {&staging_, &spare_, &gathered_, &bucket_}) room->leave_behind();
+    }
+    throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
+                text[0] != 0 ? text : status_name(status), result);
+}
+
+void Comm::move(void *to, const void *from, int64_t bytes, void *stream) const {
+    if (to == from || bytes == 0) return;
+    if (device_)
+        context_->backend().enqueue_copy(to, from, size_t(bytes), stream);
+    else
+        std::memmove(to, from, size_t(bytes));
+}
+void Comm::clear(void *data, int64_t bytes, void *stream) const {
+    if (device_)
+        context_->backend().clear(data, size_t(bytes), stream);
+    else
+        std::memset(data, 0, size_t(bytes));
+}
+
+/// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
+int Comm::settle(void *stream) {
+    if (!provider_.enqueues) return 0;
+    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream);
+    context_->backend().wait(stream);
+    char text[1];
+    return table_.error != nullptr ? table_.error(table_.self, text, sizeof text) : 0;
+}
+
+/// Calls call(send, recv) with both in memory that the provider takes. In place if they are the same.
+template <class Call>
+void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
+               void *stream, const Call &call) {
+    const Backend &backend = context_->backend();
+    const bool there = backend.is_host() || (place == Place::backend) == device_;
+    // Refuses a stream that is being captured.
+    if (!backend.is_host() && !(there && provider_.enqueues)) (void)backend.finished(stream);
+    try {
+        int result = 0;
+        if (there) {
+            result = call(send, recv);
+        } else {
+            const int64_t second = send == recv ? 0 : (sent + 63) / 64 * 64;
+            char *const room = staging_.get(context_, device_, size_t(second + received), stream);
+            result = settle(stream);
+            if (result == 0) {
+                backend.enqueue_copy(room, send, size_t(sent), stream);
+                if (!device_) backend.wait(stream);
+                result = call(room, room + second);
+            }
+            if (result == 0) result = settle(stream);
+            if (result == 0) {
+                backend.enqueue_copy(recv, room + second, size_t(received), stream);
+                backend.wait(stream); // the room is free for the next call, or the host reads the result
+                begin();              // an abort ends that wait, too
+            }
+        }
+        if (result != 0) fail(result, what, stream);
+    } catch (const Error &error) {
+        lose(error.status());
+        throw;
+    } catch (const std::exception &) {
+        lose(DSOPT_ERR_NOMEM);
+        throw;
+    }
+}
+
+int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
+    const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
+    return done(DSOPT_COLLECTIVE_ALL_REDUCE, table_.all_reduce(table_.self, data, data, count, dtype, op, stream),
+                moved, moved);
+}
+
+int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
+    const int64_t moved = bytes * (ranks() - 1);
+    if (table_.all_gather != nullptr)
+        return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream), moved,
+                    moved);
+    char *const rows = static_cast<char *>(recv);
+    // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
+    const int64_t row = padded(bytes);
+    char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
+    clear(room, row * ranks(), stream);
+    move(room + rank() * row, send, bytes, stream);
+    if (const int result = reduce(room, row / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
+    for (int other = 0; other < ranks(); ++other) move(rows + other * bytes, room + other * row, bytes, stream);
+    return 0;
+}
+
+int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
+    const int64_t moved = bytes * (ranks() - 1);
+    if (table_.all_to_all != nullptr)
+        return done(DSOPT_COLLECTIVE_ALL_TO_ALL, table_.all_to_all(table_.self, send, recv, bytes, stream), moved,
+                    moved);
+    // Row by row, so that the room stays as small as the result. `gather` may need the spare room: this one is its own.
+    const char *const rows = static_cast<const char *>(send);
+    char *const room = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
+    for (int to = 0; to < ranks(); ++to) {
+        if (const int result = gather(rows + to * bytes, room, bytes, stream)) return result;
+        if (to == rank()) move(recv, room, bytes * ranks(), stream);
+    }
+    return 0;
+}
+
+void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place) {
+    begin();
+    if (ranks() == 1 || count == 0) return;
+    const int64_t bytes = count * int64_t(dtype_size(dtype));
+    run("all-reduce", data, bytes, data, bytes, place, stream,
+        [&](const void *, void *there) { return reduce(there, count, dtype, op, stream); });
+}
+
+void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
+    begin();
+    if (bytes == 0) return;
+    if (ranks() == 1 && table_.all_to_all == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    run("all-to-all", send, bytes * ranks(), recv, bytes * ranks(), place, stream,
+        [&](const void *from, void *to) { return transpose(from, to, bytes, stream); });
+}
+
+void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
+    begin();
+    if (bytes == 0) return;
+    if (ranks() == 1 && table_.all_gather == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    run("all-gather", send, bytes, recv, bytes * ranks(), place, stream,
+        [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
+}
+
+void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const {
+    if (send == recv) return;
+    if (place == Place::backend)
+        context_->backend().enqueue_copy(recv, send, size_t(bytes), stream);
+    else
+        std::memmove(recv, send, size_t(bytes));
+}
+
+void Comm::check_stream(void *stream) const {
+    const Backend &backend = context_->backend();
+    if (!backend.is_host() && !(device_ && provider_.enqueues)) (void)backend.finished(stream);
+}
+
+float *Comm::bucket(int64_t numel, void *stream) {
+    const Backend &backend = context_->backend();
+    const size_t bytes = size_t(numel) * sizeof(float);
+    if (!backend.is_host() && !bucket_.holds(bytes))
+        (void)backend.finished(stream); // memory cannot be had in a capture
+    return reinterpret_cast<float *>(bucket_.get(context_, !backend.is_host(), bytes, stream));
+}
+
+void Comm::abort() noexcept {
+    lose(DSOPT_ERR_ABORTED);
+    if (table_.abort != nullptr) table_.abort(table_.self);
+}
+
+dsopt_comm_info Comm::info() const {
+    dsopt_comm_info info{};
+    info.rank = rank();
+    info.ranks = ranks();
+    info.status = status_.load(std::memory_order_acquire);
+    for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
+        const Count &count = counts_[kind];
+        info.calls += info.calls_of[kind] = count.calls.load(std::memory_order_relaxed);
+        info.bytes_sent += info.sent_of[kind] = count.sent.load(std::memory_order_relaxed);
+        info.bytes_received += info.received_of[kind] = count.received.load(std::memory_order_relaxed);
+    }
+    return info;
+}
+
+void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
+                  const std::function<void(const NormMove &)> &run) {
+    const auto add_up = [&](Comm *comm, double *values, int64_t count) {
+        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream, place);
+    };
+    NormMove move{NormMove::take, table, message, 0, 1};
+    for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
+        const bool alone = plan.comms.experts[k]->ranks() == 1;
+        move.column = k + 1;
+        move.kind = NormMove::take;
+        if (!alone) run(move);
+        add_up(plan.comms.experts[k], message, table.groups + 2);
+        move.kind = NormMove::put;
+        if (!alone) run(move);
+    }
+    add_up(plan.comms.model, table.at, NormTable::size(table.groups, table.classes));
+    const auto over_data = [&](double *values, int64_t count) {
+        for (Comm *comm : {plan.comms.node, plan.comms.data}) add_up(comm, values, count);
+    };
+    const int64_t ranks = data_ranks(plan.comms.data, plan.comms.node);
+    // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
+    if (plan.local_gradients && !plan.onebit->compat && ranks > 1) {
+        const int64_t size = NormTable::size(table.groups, table.classes);
+        over_data(table.at, size);
+        move.kind = NormMove::mean;
+        move.ranks = double(ranks);
+        run(move);
+        return;
+    }
+    // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
+    // not have.
+    const bool has_values = plan.lr != nullptr || plan.hyper != nullptr || plan.grad_scale != nullptr ||
+                            plan.grad_norms != nullptr || plan.skip != nullptr;
+    if (plan.wrapper == Wrapper::none || plan.local_gradients || has_values) over_data(&table.reasons(), 1);
+}
+
+bool has_shards(const StepPlan &plan, bool frozen) {
+    const bool apart = plan.onebit != nullptr && plan.onebit->stage != Stage::full;
+    for (int64_t i = 0; plan.shard_count != 0 && i < plan.count; ++i)
+        if (plan.jobs[i].trust_slot >= 0 && (apart && plan.jobs[i].onebit) == frozen) return true;
+    return false;
+}
+
+void add_up_shards(const StepPlan &plan, bool frozen) {
+    constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
+    Comm &comm = *plan.comms.model;
+    comm.all_reduce(plan.shard_sums, doubles * plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream,
+                    Place::backend);
+    if (frozen)
+        comm.all_reduce(plan.shard_factors(), plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.stream,
+                        Place::backend);
+}
+
+namespace {
+template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
+    for (const Comm *comm : {comms.data, comms.node, comms.model})
+        if (comm != nullptr && comm->ranks() > 1) look(*comm);
+    for (int32_t k = 0; k < comms.expert_count; ++k)
+        if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
+}
+} // namespace
+
+bool has_peers(const CommSet &comms) {
+    bool peers = false;
+    for_each_with_peers(comms, [&](const Comm &) { peers = true; });
+    return peers;
+}
+
+bool peers_on_device(const CommSet &comms) {
+    bool all = true;
+    for_each_with_peers(comms, [&](const Comm &comm) { all = all && comm.on_device(); });
+    return all;
+}
+
+std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
+    const bool library = desc.kind == DSOPT_COMM_KIND_NCCL || desc.kind == DSOPT_COMM_KIND_HCCL;
+    const bool meets = desc.kind == DSOPT_COMM_KIND_LOCAL || library;
+    if (desc.kind != DSOPT_COMM_KIND_TABLE && desc.table != nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
+    if (!library && desc.native != nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
+    if (!meets && (by_id || desc.timeout_ms != 0))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d", desc.kind);
+    if (desc.native != nullptr && by_id)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native knows its ranks: id, rank and ranks must be 0");
+    if (meets && desc.native == nullptr) {
+        if (desc.ranks < 1 || desc.ranks > 65536 || desc.rank < 0 || desc.rank >= desc.ranks)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
+        const size_t bytes = make_comm_id(desc.kind, nullptr, 0);
+        if (desc.id == nullptr || desc.id_bytes != bytes)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
+                        desc.kind, bytes);
+    }
+    if (desc.flags & ~uint32_t(DSOPT_COMM_FLAG_ENQUEUE))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
+    if (desc.flags != 0 && desc.kind != DSOPT_COMM_KIND_NCCL && desc.kind != DSOPT_COMM_KIND_TABLE)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_FLAG_ENQUEUE has no effect with kind %d", desc.kind);
+    if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
+    switch (desc.kind) {
+    case DSOPT_COMM_KIND_SELF: return make_self_comm(std::move(context));
+    case DSOPT_COMM_KIND_LOCAL: return make_local_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_NCCL: return make_nccl_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_HCCL: return make_hccl_comm(std::move(context), desc);
+    case DSOPT_COMM_KIND_TABLE:
+        return make_table_comm(std::move(context),
+                               read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"),
+                               desc.flags & DSOPT_COMM_FLAG_ENQUEUE);
+    }
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
+}
+
+size_t make_comm_id(int32_t kind, void *id, size_t capacity) {
+    size_t bytes = 0;
+    void (*make)(void *) = nullptr;
+    switch (kind) {
+    case DSOPT_COMM_KIND_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
+    case DSOPT_COMM_KIND_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
+    case DSOPT_COMM_KIND_HCCL: bytes = kHcclIdBytes, make = make_hccl_id; break;
+    default: throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
+    }
+    if (id == nullptr) return bytes;
+    if (capacity < bytes) throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", bytes, capacity);
+    make(id);
+    return bytes;
+}
+
+} // namespace dsopt

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// Communicators. A provider fills the table of dsopt.h; everything above it uses this class, which counts, checks and
+// keeps the first failure.
+#pragma once
+#include "device/context.h"
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace dsopt {
+
+/// Where the data of a call are.
+enum class Place { host, backend };
+
+/// What a table does not say of its functions.
+struct Provider {
+    bool own_codes = false; // the caller's; the engine's functions return dsopt_status and set the last error text
+    bool enqueues = false;  // they come back before the exchange is done, which is then done in the order of the stream
+    /// With `enqueues`: waits until the stream is done, no longer than the comm lets it. NULL: as long as it takes.
+    int (*wait)(void *self, void *stream) = nullptr;
+};
+
+/// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
+/// and what the provider lacks is made from what it has. Both happen in this class alone.
+class Comm {
+public:
+    Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider = {});
+    ~Comm();
+    Comm(const Comm &) = delete;
+    Comm &operator=(const Comm &) = delete;
+
+    const std::shared_ptr<const Context> &context() const { return context_; }
+    int rank() const { return table_.rank; }
+    int ranks() const { return table_.ranks; }
+    bool on_device() const { return device_; }
+    // Results on the host are there when these return, others in the order of the stream. Any failure loses the comm:
+    // ranks would no longer be at the same call.
+    /// In place. With one rank nothing happens.
+    void all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place = Place::host);
+    /// `send` has ranks() rows of `bytes`, row d goes to rank d; `recv` gets row s from rank s. With one rank a copy.
+    void all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
+    /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
+    void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
+
+    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory cannot
+    /// be.
+    void check_stream(void *stream) const;
+    /// Backend memory for what travels together, kept for the next call. There must be enough of it when a stream is
+    /// captured.
+    float *bucket(int64_t numel, void *stream);
+    void lose(dsopt_status status) noexcept;
+    void abort() noexcept;
+    dsopt_comm_info info() const;
+
+private:
+    /// Memory that the provider works in, kept for the next call.
+    class Room {
+    public:
+        bool holds(size_t bytes) const { return bytes <= bytes_; }
+        char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
+        void leave_behind();
+
+    private:
+        Memory device_;
+        std::vector<Memory> outgrown_;
+        HostBuffer pinned_;
+        std::vector<char> plain_;
+        size_t bytes_ = 0;
+    };
+
+    void begin();
+    template <class Call>
+    void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
+             const Call &call);
+    int settle(void *stream);
+    void fail(int result, const char *what, void *stream);
+    int done(int kind, int result, int64_t sent, int64_t received);
+    void move(void *to, const void *from, int64_t bytes, void *stream) const;
+    void clear(void *data, int64_t bytes, void *stream) const;
+    // In the provider's memory; 0 or its error.
+    int reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
+    int gather(const void *send, void *recv, int64_t bytes, void *stream);
+    int transpose(const void *send, void *recv, int64_t bytes, void *stream);
+    void copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const;
+
+    std::shared_ptr<const Context> context_;
+    dsopt_comm_table table_;
+    Provider provider_;
+    bool device_; // the provider takes device memory
+    Room staging_, spare_, gathered_, bucket_;
+    std::atomic<dsopt_status> status_{DSOPT_OK};
+    struct Count {
+        std::atomic<int64_t> calls{0}, sent{0}, received{0};
+    };
+    Count counts_[DSOPT_COLLECTIVE_SLOTS]; // what the provider was asked for
+};
+
+/// Data-parallel ranks: those of `data` in each rank of a node. NULL = one.
+inline int64_t data_ranks(const Comm *data, const Comm *node) {
+    return int64_t(data != nullptr ? data->ranks() : 1) * (node != nullptr ? node->ranks() : 1);
+}
+
+/// In place, over all ranks; in fp32, rounded once. The op may be DSOPT_OP_MEAN here.
+void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);
+
+/// Providers, in comm/.
+std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
+std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
+                                      bool enqueues);
+std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+constexpr size_t kLocalIdBytes = 16;
+void make_local_id(void *id);
+constexpr size_t kNcclIdBytes = 128;
+void make_nccl_id(void *id);
+constexpr size_t kHcclIdBytes = 4108;
+void make_hccl_id(void *id);
+/// "loaded", or why not yet; nothing is loaded to find out.
+const char *nccl_state();
+const char *hccl_state();
+
+std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+/// Size of the blob of a kind, which is written to `id` unless that is NULL.
+size_t make_comm_id(int32_t kind, void *id, size_t capacity);
+
+} // namespace dsopt

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks over HCCL, the collectives of Ascend. The engine has no backend there, so data come from host memory and are
+// copied to and from buffers on the device that was current when the comm was made. The host waits by looking, so that
+// a dead peer costs no more than the time-out. HCCL has no abort: a communicator that failed is left behind.
+#include "comm/bounded.h"
+#include "comm/comm.h"
+#include "comm/hccl/api.h"
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace dsopt {
+namespace {
+
+using namespace hccl;
+
+constexpr int kDestroyMs = 5000;
+
+/// Makes a context current in this thread and gives the thread's own back.
+class MadeCurrent {
+public:
+    MadeCurrent(const Api &api, hccl::Current context) : api_(api) {
+        if (api.get_context(&before_) != 0) before_ = nullptr; // the thread has none
+        if (before_ != context && api.set_context(context) != 0)
+            throw Error(DSOPT_ERR_BACKEND, "the Ascend context cannot be made current");
+    }
+    ~MadeCurrent() {
+        if (before_ != nullptr) (void)api_.set_context(before_);
+    }
+    MadeCurrent(const MadeCurrent &) = delete;
+    MadeCurrent &operator=(const MadeCurrent &) = delete;
+
+private:
+    const Api &api_;
+    hccl::Current before_ = nullptr;
+};
+
+class Endpoint {
+public:
+    Endpoint(const Api &functions, std::shared_ptr<const dsopt::Context> engine, int timeout_ms) :
+        api(functions),
+        engine_(std::move(engine)),
+        timeout_ms_(timeout_ms) {
+        if (api.get_context(&context_) != 0 || context_ == nullptr)
+            throw Error(DSOPT_ERR_STATE, "this thread has no Ascend device: call aclrtSetDevice before");
+    }
+    void open(void *native, const dsopt_comm_desc &desc) {
+        owned_ = native == nullptr;
+        comm_ = native;
+        const Deadline deadline(timeout_ms_);
+        if (owned_) join(desc, deadline);
+        uint32_t ranks = 0, rank = 0;
+        check(api.rank_size(comm_, &ranks), "HcclGetRankSize");
+        check(api.rank_id(comm_, &rank), "HcclGetRankId");
+        this->ranks = int(ranks);
+        this->rank = int(rank);
+        check(api.create_stream(&stream_), "aclrtCreateStream");
+    }
+    ~Endpoint() {
+        if (lost_) return; // what still runs on the device uses them
+        try {
+            engine_->check_process();
+            const MadeCurrent current(api, context_);
+            for (Room &room : rooms_)
+                if (room.memory != nullptr) (void)api.release(room.memory);
+            if (stream_ != nullptr) (void)api.destroy_stream(stream_);
+        } catch (const Error &) { // a child of fork(), or the device is gone
+            return;
+        }
+        if (owned_ && comm_ != nullptr)
+            (void)run_bounded(Deadline(kDestroyMs), [functions = api, context = context_, comm = comm_] {
+                if (functions.set_context(context) == 0) (void)functions.destroy(comm);
+            });
+    }
+    Endpoint(const Endpoint &) = delete;
+    Endpoint &operator=(const Endpoint &) = delete;
+
+    /// enqueue(send, recv) between a copy to the device and a copy back.
+    template <class Enqueue>
+    dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
+        if (asked_.load()) return DSOPT_ERR_ABORTED;
+        if (lost_) return DSOPT_ERR_COMM;
+        try {
+            const MadeCurrent current(api, context_);
+            const Deadline deadline(timeout_ms_);
+            void *const send = room(0, size_t(sent)), *const recv = room(1, size_t(received));
+            if (sent != 0) check(api.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
+            lost_ = true; // unless it ends well
+            check(enqueue(send, recv), "the call");
+            wait(deadline);
+            lost_ = false;
+            check(api.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
+            return DSOPT_OK;
+        } catch (const Error &error) {
+            text_ = error.what();
+            return error.status();
+        }
+    }
+    void abort() { asked_.store(true); }
+    void describe(char *text, size_t capacity) const {
+        std::strncpy(text, text_.c_str(), capacity - 1);
+        text[capacity - 1] = 0;
+    }
+
+    const Api api;
+    int rank = 0, ranks = 1;
+    std::vector<double> rows; // of an all-reduce that the host adds up
+    Communicator comm() const { return comm_; }
+    hccl::Stream stream() const { return stream_; }
+
+private:
+    struct Room {
+        void *memory = nullptr;
+        size_t bytes = 0;
+    };
+
+    void join(const dsopt_comm_desc &desc, const Deadline &deadline) {
+        // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
+        struct Started {
+            Api api;
+            hccl::Current context;
+            RootInfo info;
+            Communicator comm;
+            Result result;
+        };
+        const auto started = std::make_shared<Started>(Started{api, context_, {}, nullptr, 0});
+        std::memcpy(started->info.bytes, desc.id, sizeof started->info.bytes);
+        const bool came = run_bounded(deadline, [started, ranks = desc.ranks, rank = desc.rank] {
+            started->result = started->api.set_context(started->context);
+            if (started->result == 0)
+                started->result = started->api.init(uint32_t(ranks), &started->info, uint32_t(rank), &started->comm);
+        });
+        if (!came) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+        check(started->result, "HcclCommInitRootInfo");
+        comm_ = started->comm;
+    }
+    void *room(int which, size_t bytes) {
+        Room &room = rooms_[which];
+        if (bytes > room.bytes) {
+            if (room.memory != nullptr) (void)api.release(room.memory);
+            room = {};
+            const Result result = api.allocate(&room.memory, bytes, 0);
+            if (result != 0) throw Error(DSOPT_ERR_NOMEM, "aclrtMalloc of %zu bytes: error %d", bytes, result);
+            room.bytes = bytes;
+        }
+        return room.memory;
+    }
+    void wait(const Deadline &deadline) {
+        for (Pause pause;; pause()) {
+            StreamStatus status = complete;
+            check(api.query_stream(stream_, &status), "aclrtStreamQuery");
+            Result error = 0;
+            if (api.async_error != nullptr) check(api.async_error(comm_, &error), "HcclGetCommAsyncError");
+            check(error, "the communicator");
+            if (status == complete) return;
+            if (asked_.load()) throw Error(DSOPT_ERR_ABORTED, "the comm was aborted");
+            if (deadline.over()) throw Error(DSOPT_ERR_TIMEOUT, "not all ranks came within %d ms", timeout_ms_);
+        }
+    }
+    void check(Result result, const char *what) const {
+        if (result == 0) return;
+        const char *const text = api.error_string != nullptr ? api.error_string(result) : nullptr;
+        throw Error(DSOPT_ERR_COMM, "%s: %s (%d)", what, text != nullptr ? text : "error", result);
+    }
+
+    std::shared_ptr<const dsopt::Context> engine_;
+    const int timeout_ms_;
+    hccl::Current context_ = nullptr;
+    Communicator comm_ = nullptr;
+    hccl::Stream stream_ = nullptr;
+    Room rooms_[2];
+    bool owned_ = false, lost_ = false;
+    std::atomic<bool> asked_{false};
+    std::string text_;
+};
+
+// ---------------------------------------------------------------------------------------------------------- the table
+Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
+
+int all_gather(void *self, const void *from, void *to, int64_t bytes, void *) {
+    Endpoint &me = of(self);
+    return me.call(from, bytes, to, bytes * me.ranks, [&](void *send, void *recv) {
+        return me.api.all_gather(send, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
+    });
+}
+/// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
+int reduce_doubles(void *self, const double *from, double *to, int64_t count, int32_t op) {
+    Endpoint &me = of(self);
+    me.rows.resize(size_t(count) * size_t(me.ranks));
+    const int status = all_gather(self, from, me.rows.data(), count * int64_t(sizeof(double)), nullptr);
+    if (status != DSOPT_OK) return status;
+    for (int64_t i = 0; i < count; ++i) {
+        double total = me.rows[size_t(i)];
+        for (int rank = 1; rank < me.ranks; ++rank) {
+            const double next = me.rows[size_t(rank) * size_t(count) + size_t(i)];
+            total = op == DSOPT_OP_SUM ? total + next : std::max(total, next);
+        }
+        to[i] = total;
+    }
+    return DSOPT_OK;
+}
+int all_reduce(void *self, const void *from, void *to, int64_t count, int32_t dtype, int32_t op, void *) {
+    Endpoint &me = of(self);
+    if (dtype == DSOPT_DTYPE_F64)
+        return reduce_doubles(self, static_cast<const double *>(from), static_cast<double *>(to), count, op);
+    if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
+    return me.call(from, count * 4, to, count * 4, [&](void *send, void *recv) {
+        return me.api.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_DTYPE_F32 ? float32 : int32,
+                                 op == DSOPT_OP_MAX ? max : sum, me.comm(), me.stream());
+    });
+}
+int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
+    Endpoint &me = of(self);
+    return me.call(from, bytes * me.ranks, to, bytes * me.ranks, [&](void *send, void *recv) {
+        return me.api.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
+    });
+}
+
+} // namespace
+
+void make_hccl_id(void *id) {
+    const Api api(Library::any(kName, kKnown, kVariable), Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable));
+    const Result result = api.root_info(static_cast<RootInfo *>(id));
+    if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
+}
+
+std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    Library library = Library::loaded(kName, kKnown);
+    if (desc.native != nullptr && !library)
+        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kName);
+    if (desc.native == nullptr) library = Library::any(kName, kKnown, kVariable);
+    const Api api(library, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable));
+    auto endpoint = std::make_unique<Endpoint>(api, context, desc.timeout_ms == 0 ? 600000 : desc.timeout_ms);
+    endpoint->open(desc.native, desc);
+    dsopt_comm_table table{};
+    table.size = sizeof table;
+    table.self = endpoint.get();
+    table.rank = endpoint->rank;
+    table.ranks = endpoint->ranks;
+    table.all_reduce = all_reduce;
+    table.all_gather = all_gather;
+    if (api.all_to_all != nullptr) table.all_to_all = all_to_all;
+    table.error = [](void *self, char *text, size_t capacity) { return of(self).describe(text, capacity), 0; };
+    table.abort = [](void *self) { of(self).abort(); };
+    table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
+    auto comm = std::make_unique<Comm>(std::move(context), table);
+    (void)endpoint.release(); // the table's destroy has it now
+    return comm;
+}
+
+const char *hccl_state() { return Library::loaded(kName, kKnown) ? "loaded" : "looked for when a comm is made"; }
+
+} // namespace dsopt

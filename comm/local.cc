@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
+// order, and nobody leaves before all have read. So every rank computes the same bits.
+#include "comm/comm.h"
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace dsopt {
+namespace {
+
+/// What a rank brings to a collective; all ranks must bring the same kind and size.
+struct Offer {
+    enum Kind : int32_t { reduce, to_all, gather, cast, wait } kind;
+    int32_t dtype, op; // or root
+    int64_t count;     // elements, or bytes a rank
+    const void *data;
+    bool same_call(const Offer &other) const {
+        return kind == other.kind && dtype == other.dtype && op == other.op && count == other.count;
+    }
+};
+
+/// Where the ranks of a group meet.
+class Meeting {
+public:
+    explicit Meeting(int ranks) : ranks_(ranks), offers_(size_t(ranks)), present_(size_t(ranks)) {}
+    int ranks() const { return ranks_; }
+
+    dsopt_status join(int rank, int timeout_ms) {
+        {
+            const std::lock_guard lock(mutex_);
+            if (present_[size_t(rank)]) return DSOPT_ERR_ARGUMENT;
+            present_[size_t(rank)] = true;
+        }
+        return arrive(timeout_ms);
+    }
+    void leave(int rank) {
+        const std::lock_guard lock(mutex_);
+        gone_ = rank;
+        changed_.notify_all();
+    }
+    void abort() {
+        const std::lock_guard lock(mutex_);
+        fail(DSOPT_ERR_ABORTED, "aborted");
+    }
+    void describe(char *text, size_t capacity) {
+        const std::lock_guard lock(mutex_);
+        std::strncpy(text, reason_.c_str(), capacity - 1);
+        text[capacity - 1] = 0;
+    }
+
+    /// Shows `offer`, waits for all, calls read(offers), waits until all have read.
+    template <class Read> dsopt_status collect(int rank, const Offer &offer, int timeout_ms, const Read &read) {
+        {
+            const std::lock_guard lock(mutex_);
+            offers_[size_t(rank)] = offer;
+        }
+        if (const dsopt_status status = arrive(timeout_ms)) return status;
+        for (int other = 0; other < ranks_; ++other)
+            if (!offers_[size_t(other)].same_call(offer)) {
+                const std::lock_guard lock(mutex_);
+                fail(DSOPT_ERR_COMM, "ranks " + std::to_string(rank) + " and " + std::to_string(other) +
+                                         " called different collectives or sizes");
+                return DSOPT_ERR_COMM;
+            }
+        read(offers_);
+        depart();
+        return DSOPT_OK;
+    }
+
+private:
+    void fail(dsopt_status status, std::string reason) { // with the lock held
+        if (failed_ != DSOPT_OK) return;
+        failed_ = status;
+        reason_ = std::move(reason);
+        changed_.notify_all();
+    }
+
+    dsopt_status arrive(int timeout_ms) {
+        std::unique_lock lock(mutex_);
+        if (failed_ != DSOPT_OK) return failed_;
+        const int64_t round = round_;
+        if (++arrived_ == ranks_) {
+            arrived_ = 0;
+            ++round_;
+            changed_.notify_all();
+            return DSOPT_OK;
+        }
+        const auto over = [&] { return round_ != round || failed_ != DSOPT_OK || gone_ >= 0; };
+        if (timeout_ms < 0)
+            changed_.wait(lock, over);
+        else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), over))
+            fail(DSOPT_ERR_TIMEOUT, "not all ranks came within " + std::to_string(timeout_ms) + " ms");
+        if (round_ != round) return DSOPT_OK; // all came, whatever happened since
+        if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
+        return failed_;
+    }
+
+    /// The memory that a rank shows is gone when it returns, so nobody returns while another one reads: not after an
+    /// abort or a time-out either. All ranks are here, and reading does not block, so this wait is short.
+    void depart() {
+        std::unique_lock lock(mutex_);
+        const int64_t round = round_;
+        if (++arrived_ == ranks_) {
+            arrived_ = 0;
+            ++round_;
+            changed_.notify_all();
+            return;
+        }
+        changed_.wait(lock, [&] { return round_ != round; });
+    }
+
+    const int ranks_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<Offer> offers_;
+    std::vector<bool> present_;
+    int arrived_ = 0;
+    int gone_ = -1;
+    int64_t round_ = 0;
+    dsopt_status failed_ = DSOPT_OK;
+    std::string reason_;
+};
+
+/// Meetings by id. One is kept alive by its ranks, so the map never outgrows them.
+struct Registry {
+    std::mutex mutex;
+    std::map<std::string, std::weak_ptr<Meeting>> meetings;
+};
+Registry &registry() {
+    static Registry *const one = new Registry; // never destroyed: ranks may outlive static destructors
+    return *one;
+}
+
+std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
+    Registry &all = registry();
+    const std::lock_guard lock(all.mutex);
+    std::erase_if(all.meetings, [](const auto &item) { return item.second.expired(); });
+    std::weak_ptr<Meeting> &entry = all.meetings[id];
+    std::shared_ptr<Meeting> meeting = entry.lock();
+    if (!meeting) entry = meeting = std::make_shared<Meeting>(ranks);
+    if (meeting->ranks() != ranks)
+        throw Error(DSOPT_ERR_COMM, "a rank says %d ranks, another one %d", ranks, meeting->ranks());
+    return meeting;
+}
+
+template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t count, int32_t op, T *result) {
+    const T *first = static_cast<const T *>(offers[0].data);
+    std::copy(first, first + count, result);
+    for (size_t rank = 1; rank < offers.size(); ++rank) {
+        const T *next = static_cast<const T *>(offers[rank].data);
+        for (int64_t i = 0; i < count; ++i)
+            result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
+    }
+}
+
+/// One rank's end.
+struct Endpoint {
+    std::shared_ptr<const Context> context;
+    std::shared_ptr<Meeting> meeting;
+    int rank;
+    int timeout_ms;
+    std::vector<char> result; // of an all-reduce, until all have read the input that it replaces
+
+    static Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
+
+    static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+        Endpoint &me = of(self);
+        const size_t bytes = size_t(count) * dtype_size(dtype);
+        if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_F64 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
+        me.result.resize(bytes);
+        const int status = me.meeting->collect(
+            me.rank, {Offer::reduce, dtype, op, count, send}, me.timeout_ms, [&](const auto &offers) {
+                if (dtype == DSOPT_DTYPE_F32)
+                    reduce_as(offers, count, op, reinterpret_cast<float *>(me.result.data()));
+                else if (dtype == DSOPT_DTYPE_F64)
+                    reduce_as(offers, count, op, reinterpret_cast<double *>(me.result.data()));
+                else
+                    reduce_as(offers, count, op, reinterpret_cast<int32_t *>(me.result.data()));
+            });
+        if (status == DSOPT_OK) std::memcpy(recv, me.result.data(), bytes);
+        return status;
+    }
+    static int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
+        Endpoint &me = of(self);
+        return me.meeting->collect(me.rank, {Offer::to_all, 0, 0, bytes, send}, me.timeout_ms, [&](const auto &offers) {
+            char *to = static_cast<char *>(recv);
+            for (const Offer &offer : offers) {
+                std::memcpy(to, static_cast<const char *>(offer.data) + me.rank * bytes, size_t(bytes));
+                to += bytes;
+            }
+        });
+    }
+    static int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
+        Endpoint &me = of(self);
+        return me.meeting->collect(me.rank, {Offer::gather, 0, 0, bytes, send}, me.timeout_ms, [&](const auto &offers) {
+            char *to = static_cast<char *>(recv);
+            for (const Offer &offer : offers) {
+                std::memcpy(to, offer.data, size_t(bytes));
+                to += bytes;
+            }
+        });
+    }
+    static int error(void *self, char *text, size_t capacity) {
+        of(self).meeting->describe(text, capacity);
+        return 0;
+    }
+    static void abort(void *self) { of(self).meeting->abort(); }
+    static void destroy(void *self) {
+        try {
+            of(self).context->check_process();
+        } catch (const Error &) {
+            return; // after fork() the meeting may be locked, and waited in, by threads that did not come along: kept
+        }
+        of(self).meeting->leave(of(self).rank);
+        delete static_cast<Endpoint *>(self);
+    }
+};
+
+} // namespace
+
+void make_local_id(void *id) {
+    static std::atomic<uint64_t> next{1};
+    const uint64_t words[2] = {0x4c4f43414c2d4453ull, next.fetch_add(1)};
+    static_assert(sizeof words == kLocalIdBytes);
+    std::memcpy(id, words, sizeof words);
+}
+
+std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
+    const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
+    auto endpoint =
+        std::make_unique<Endpoint>(Endpoint{context, find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
+    const dsopt_status status = endpoint->meeting->join(desc.rank, timeout_ms);
+    if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
+    if (status != DSOPT_OK) throw Error(status, "not all of the %d ranks came", desc.ranks);
+    const dsopt_comm_table table{.size = sizeof(dsopt_comm_table),
+                                 .self = endpoint.get(),
+                                 .rank = desc.rank,
+                                 .ranks = desc.ranks,
+                                 .all_reduce = Endpoint::all_reduce,
+                                 .all_to_all = Endpoint::all_to_all,
+                                 .all_gather = Endpoint::all_gather,
+                                 .error = Endpoint::error,
+                                 .abort = Endpoint::abort,
+                                 .destroy = Endpoint::destroy,
+                                 .memory = DSOPT_MEMORY_HOST,
+                                 .reserved = 0};
+    auto comm = std::make_unique<Comm>(std::move(context), table);
+    (void)endpoint.release(); // the table's destroy has it now
+    return comm;
+}
+
+} // namespace dsopt

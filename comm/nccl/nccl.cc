@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks over NCCL. The host waits for every collective by looking, never by a wait that a dead peer makes endless, and
+// looks at the communicator, the clock and the abort flag meanwhile; or, with DSOPT_COMM_FLAG_ENQUEUE, not at all.
+//
+// NCCL allows no other thread inside while a communicator is aborted. So a thread that aborts sets a flag; the
+// communicator is ended by whoever holds `busy_`: the call that sees the flag, or the aborting thread if there is none.
+#include "comm/bounded.h"
+#include "comm/comm.h"
+#include "comm/nccl/api.h"
+#include <cstring>
+#include <string>
+
+namespace dsopt {
+namespace {
+
+using namespace nccl;
+
+constexpr int kAbortMs = 2000, kDestroyMs = 5000;
+
+template <class Body> void on_device(const Context &context, Body body) {
+    context.backend().on_device([](void *argument) { (*static_cast<Body *>(argument))(); }, &body);
+}
+
+/// A communicator, shared with the thread that ends it.
+struct Session {
+    Api api;
+    std::shared_ptr<const Context> context;
+    Communicator comm;
+    bool owned, enqueues;
+
+    std::string describe(Result result) const {
+        std::string text = api.error_string(result);
+        const char *const last = api.last_error != nullptr ? api.last_error(comm) : nullptr;
+        if (last != nullptr && last[0] != 0) text += std::string(", ") + last;
+        return text;
+    }
+    /// Politely, which takes the other ranks, or by force.
+    void end(bool politely, const Deadline &deadline) const {
+        // Where there is no other way to be polite, destroying waits for the stream, and nothing could end that.
+        if (politely && (api.finalize != nullptr || !enqueues)) {
+            Result state = success;
+            if (api.finalize != nullptr) {
+                state = api.finalize(comm);
+                Pause pause;
+                while (state == in_progress || state == success) {
+                    if (api.async_error(comm, &state) != success || state != in_progress || deadline.over()) break;
+                    pause();
+                }
+            }
+            if (state == success) {
+                (void)api.destroy(comm);
+                return;
+            }
+        }
+        (void)api.abort(comm);
+    }
+};
+
+/// Both can block for ever, so a thread does it, and stays behind if they do.
+void end_bounded(const std::shared_ptr<const Session> &session, bool politely, int limit_ms) noexcept {
+    const Deadline polite(limit_ms / 2);
+    (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
+        try {
+            on_device(*session->context, [&] { session->end(politely, polite); });
+        } catch (const std::exception &) { // the device is lost
+        }
+    });
+}
+
+class Endpoint {
+public:
+    Endpoint(std::shared_ptr<Session> session, int timeout_ms) :
+        session_(std::move(session)),
+        timeout_ms_(timeout_ms) {}
+
+    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
+    template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
+        return inside([&](const Deadline &deadline) {
+            const dsopt_status status = settle(enqueue(), deadline);
+            if (status != DSOPT_OK) return status;
+            return session_->enqueues ? look() : wait(stream, deadline);
+        });
+    }
+    dsopt_status wait(void *stream) {
+        return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
+    }
+
+    void abort() noexcept {
+        asked_.store(true);
+        stop_if_asked();
+    }
+    void describe(char *text, size_t capacity) {
+        const std::lock_guard lock(text_mutex_);
+        std::strncpy(text, text_.c_str(), capacity - 1);
+        text[capacity - 1] = 0;
+    }
+    void end() noexcept {
+        try {
+            session_->context->check_process();
+        } catch (const Error &) {
+            return; // after fork() the communicator is the parent's
+        }
+        if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
+    }
+    const Session &session() const { return *session_; }
+
+private:
+    /// Nobody else is in the communicator; after a failure nobody will be.
+    template <class Body> dsopt_status inside(const Body &body) {
+        dsopt_status status = DSOPT_ERR_INTERNAL;
+        {
+            const std::lock_guard lock(busy_);
+            try {
+                on_device(*session_->context,
+                          [&] { status = asked_.load() ? DSOPT_ERR_ABORTED : body(Deadline(timeout_ms_)); });
+            } catch (const Error &error) {
+                explain(error.what());
+                status = error.status();
+            }
+            if (status != DSOPT_OK) stop();
+        }
+        stop_if_asked(); // in the moment in which the flag had been looked at and `busy_` was still held
+        return status;
+    }
+    void explain(std::string text) {
+        const std::lock_guard lock(text_mutex_);
+        text_ = std::move(text);
+    }
+    dsopt_status timed_out() {
+        explain("not all ranks came within " + std::to_string(timeout_ms_) + " ms");
+        return DSOPT_ERR_TIMEOUT;
+    }
+    dsopt_status refused(Result result) {
+        explain(session_->describe(result));
+        return DSOPT_ERR_COMM;
+    }
+
+    /// Until a call of a communicator that does not block has been made.
+    dsopt_status settle(Result result, const Deadline &deadline) {
+        for (Pause pause; result == in_progress; pause()) {
+            if (asked_.load()) return DSOPT_ERR_ABORTED;
+            if (deadline.over()) return timed_out();
+            const Result looked = session_->api.async_error(session_->comm, &result);
+            if (looked != success) result = looked;
+        }
+        return result == success ? DSOPT_OK : refused(result);
+    }
+    /// Whether the communicator has come upon an error.
+    dsopt_status look() {
+        Result error = success;
+        const Result looked = session_->api.async_error(session_->comm, &error);
+        if (looked != success) return refused(looked);
+        return error == success || error == in_progress ? DSOPT_OK : refused(error);
+    }
+    dsopt_status wait(void *stream, const Deadline &deadline) {
+        for (Pause pause;; pause()) {
+            const bool over = session_->context->backend().finished(stream);
+            // Afterwards: a collective that an error ended is over too.
+            if (const dsopt_status status = look()) return status;
+            if (over) return DSOPT_OK;
+            if (asked_.load()) return DSOPT_ERR_ABORTED;
+            if (deadline.over()) return timed_out();
+        }
+    }
+
+    void stop() noexcept { // with `busy_` held
+        if (session_->owned && !ended_) end_bounded(session_, false, kAbortMs);
+        ended_ = true;
+    }
+    void stop_if_asked() noexcept {
+        if (!asked_.load() || !busy_.try_lock()) return;
+        stop();
+        busy_.unlock();
+    }
+
+    const std::shared_ptr<Session> session_;
+    const int timeout_ms_;
+    std::mutex busy_;
+    std::atomic<bool> asked_{false};
+    bool ended_ = false;
+    std::mutex text_mutex_;
+    std::string text_;
+};
+
+// ---------------------------------------------------------------------------------------------------------- the table
+Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
+
+int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
+    DataType type;
+    switch (dtype) {
+    case DSOPT_DTYPE_F32: type = float32; break;
+    case DSOPT_DTYPE_F64: type = float64; break;
+    case DSOPT_DTYPE_I32: type = int32; break;
+    default: return DSOPT_ERR_DTYPE;
+    }
+    return of(self).call(stream, [&] {
+        const Session &session = of(self).session();
+        return session.api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, session.comm,
+                                      stream);
+    });
+}
+int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
+    return of(self).call(stream, [&] {
+        const Session &session = of(self).session();
+        return session.api.all_gather(send, recv, size_t(bytes), uint8, session.comm, stream);
+    });
+}
+int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
+    return of(self).call(stream, [&] {
+        const Session &session = of(self).session();
+        const Api &api = session.api;
+        int ranks = 0;
+        Result result = api.count(session.comm, &ranks);
+        if (result != success) return result;
+        result = api.group_start();
+        if (result != success) return result;
+        for (int peer = 0; peer < ranks && result == success; ++peer) {
+            const char *const from = static_cast<const char *>(send) + peer * bytes;
+            char *const to = static_cast<char *>(recv) + peer * bytes;
+            result = api.send(from, size_t(bytes), uint8, peer, session.comm, stream);
+            if (result == success) result = api.recv(to, size_t(bytes), uint8, peer, session.comm, stream);
+        }
+        const Result ended = api.group_end(); // also after a failure: the group is the thread's
+        return result == success || result == in_progress ? ended : result;
+    });
+}
+int wait(void *self, void *stream) { return of(self).wait(stream); }
+int error(void *self, char *text, size_t capacity) {
+    of(self).describe(text, capacity);
+    return 0;
+}
+void abort(void *self) { of(self).abort(); }
+void destroy(void *self) {
+    of(self).end();
+    delete static_cast<Endpoint *>(self);
+}
+
+// ------------------------------------------------------------------------------------------------------------- making
+/// Fills `session->comm`.
+void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc, int timeout_ms) {
+    const Deadline deadline(timeout_ms);
+    const Api &api = session->api;
+    UniqueId id;
+    std::memcpy(id.bytes, desc.id, sizeof id.bytes);
+    Result result = success;
+    if (api.init_config == nullptr) {
+        // Blocks until all are there. A thread that waits for ever keeps its own session.
+        const auto started = std::make_shared<std::pair<Session, Result>>(*session, success);
+        const bool came =
+            run_bounded(deadline, [started, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
+                try {
+                    on_device(*context, [&] {
+                        started->second = started->first.api.init(&started->first.comm, ranks, id, rank);
+                    });
+                } catch (const std::exception &) { started->second = remote_error; }
+            });
+        if (!came) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+        session->comm = started->first.comm;
+        result = started->second;
+    } else {
+        on_device(*session->context, [&] {
+            Config config;
+            result = api.init_config(&session->comm, desc.ranks, id, desc.rank, &config);
+            // Success, too, only means that it has begun.
+            for (Pause pause; (result == success || result == in_progress) && session->comm != nullptr; pause()) {
+                const Result looked = api.async_error(session->comm, &result);
+                if (looked != success) result = looked;
+                if (result != in_progress || deadline.over()) break;
+            }
+        });
+    }
+    if (result == success && session->comm != nullptr) return;
+    const std::string text = session->describe(result);
+    if (session->comm != nullptr) end_bounded(session, false, kAbortMs);
+    if (result == in_progress) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+    throw Error(DSOPT_ERR_COMM, "NCCL made no communicator: %s", text.c_str());
+}
+
+/// Fills rank and ranks from the caller's communicator.
+void borrow(const Session &session, dsopt_comm_table &table) {
+    const auto check = [&](Result result) {
+        if (result != success)
+            throw Error(DSOPT_ERR_COMM, "dsopt_comm_desc.native: %s", session.describe(result).c_str());
+    };
+    Result state = success;
+    check(session.api.async_error(session.comm, &state));
+    check(state);
+    int device = 0;
+    check(session.api.user_rank(session.comm, &table.rank));
+    check(session.api.count(session.comm, &table.ranks));
+    check(session.api.device(session.comm, &device));
+    if (device != session.context->backend().device())
+        throw Error(DSOPT_ERR_DEVICE, "dsopt_comm_desc.native is on device %d, the context on %d", device,
+                    session.context->backend().device());
+}
+
+} // namespace
+
+void make_nccl_id(void *id) {
+    const Api api(Library::any(kSoname, kKnown, kVariable));
+    const Result result = api.get_unique_id(static_cast<UniqueId *>(id));
+    if (result != success) throw Error(DSOPT_ERR_COMM, "ncclGetUniqueId: %s", api.error_string(result));
+}
+
+std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    if (context->backend().is_host())
+        throw Error(DSOPT_ERR_UNSUPPORTED, "NCCL works in device memory: it needs a CUDA context");
+    Library library = Library::loaded(kSoname, kKnown);
+    if (desc.native != nullptr && !library)
+        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kSoname);
+    if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
+    const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
+    const auto session = std::make_shared<Session>(
+        Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
+    const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
+    dsopt_comm_table table{};
+    table.size = sizeof table;
+    table.rank = desc.rank;
+    table.ranks = desc.ranks;
+    table.memory = DSOPT_MEMORY_BACKEND;
+    table.all_reduce = all_reduce;
+    table.all_gather = all_gather;
+    if (session->api.send != nullptr && session->api.recv != nullptr) table.all_to_all = all_to_all;
+    table.error = error;
+    table.abort = abort;
+    table.destroy = destroy;
+    if (session->owned)
+        create(session, desc, timeout_ms);
+    else
+        borrow(*session, table);
+    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms);
+    table.self = endpoint.get();
+    auto comm = std::make_unique<Comm>(std::move(context), table, Provider{.enqueues = enqueues, .wait = wait});
+    (void)endpoint.release(); // the table's destroy has it now
+    return comm;
+}
+
+const char *nccl_state() {
+    if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
+    return Library::loaded(kSoname, kKnown) ? "loaded" : "looked for when a comm is made";
+}
+
+} // namespace dsopt

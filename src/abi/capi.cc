@@ -1,0 +1,482 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every public function, one fence each. Nothing is decided here.
+#include "abi/fence.h"
+#include "base/struct_io.h"
+#include "base/workspace.h"
+#include "checkpoint/state_io.h"
+#include "comm/comm.h"
+#include "exchange/exchange.h"
+#include "optimizer/onebit.h"
+#include "optimizer/optimizer.h"
+#include "optimizer/scaler.h"
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+using namespace dsopt;
+
+// Handles keep shared ownership, so an object lives as long as one made from it.
+struct dsopt_context {
+    std::shared_ptr<const Context> object;
+};
+struct dsopt_comm {
+    std::shared_ptr<Comm> object;
+};
+struct dsopt_scaler {
+    std::shared_ptr<Scaler> object;
+};
+struct dsopt_optimizer {
+    std::shared_ptr<Optimizer> object;
+};
+
+namespace {
+
+/// For calls that change an optimizer.
+template <class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
+    return fence([&] {
+        Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
+        optimizer.context().check_process();
+        const Exclusive alone(optimizer.in_use());
+        body(optimizer);
+    });
+}
+/// For readers, any number at once.
+template <class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) noexcept {
+    return fence([&] {
+        const Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
+        optimizer.context().check_process();
+        const Shared with_others(optimizer.in_use());
+        body(optimizer);
+    });
+}
+
+const StateEntry &entry_at(const Optimizer &optimizer, int64_t index) {
+    if (index < 0 || size_t(index) >= optimizer.state().size())
+        throw Error(DSOPT_ERR_ARGUMENT, "state index is %lld, there are %zu entries", static_cast<long long>(index),
+                    optimizer.state().size());
+    return optimizer.state()[size_t(index)];
+}
+
+const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void *host, size_t bytes) {
+    const StateEntry &entry = entry_at(optimizer, index);
+    if (bytes != entry.bytes())
+        throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
+    if (bytes != 0) not_null(host, "host");
+    if (!entry.of_scaler()) optimizer.ensure_state(nullptr, nullptr); // the scaler has its memory from the start
+    return entry_at(optimizer, index);
+}
+
+template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) noexcept {
+    return fence([&] {
+        Scaler &scaler = *not_null(handle, "the scaler")->object;
+        scaler.context().check_process();
+        body(scaler);
+    });
+}
+
+const std::shared_ptr<Comm> &comm_of(const dsopt_comm *handle, const char *what = "the comm") {
+    const std::shared_ptr<Comm> &comm = not_null(handle, what)->object;
+    comm->context()->check_process();
+    return comm;
+}
+std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) { return handle != nullptr ? comm_of(handle) : nullptr; }
+
+Attachments attachments_of(const dsopt_optimizer_desc &desc) {
+    Attachments with;
+    if (desc.scaler != nullptr) {
+        desc.scaler->object->context().check_process();
+        with.scaler = desc.scaler->object;
+    }
+    with.data = comm_if_any(desc.data);
+    with.model = comm_if_any(desc.model);
+    with.node = comm_if_any(desc.node);
+    if (desc.expert_count < 0 || desc.expert_count > 1024)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.expert_count is %d, not in [0, 1024]", desc.expert_count);
+    if ((desc.expert_count > 0) != (desc.experts != nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
+                    desc.experts != nullptr ? "given" : "NULL");
+    for (int32_t i = 0; i < desc.expert_count; ++i)
+        with.experts.push_back(comm_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
+    return with;
+}
+
+/// Checks of a list that stands alone; tensors are called by their place in it.
+void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", static_cast<long long>(count));
+    if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", static_cast<long long>(count));
+    if (count > 0) not_null(list, role);
+    for (int64_t i = 0; i < count; ++i) {
+        char name[24];
+        std::snprintf(name, sizeof name, "%lld", static_cast<long long>(i));
+        check_float_tensor(list[i], {role, name});
+    }
+}
+
+const Context &context_of(const dsopt_context *ctx) {
+    const Context &context = *not_null(ctx, "ctx")->object;
+    context.check_process();
+    return context;
+}
+
+std::string make_build_info() {
+    // Loading NCCL only to say so would put it before the copy that the caller may bring later.
+    const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
+    const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
+    char text[1024];
+    std::snprintf(text, sizeof text,
+                  "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
+                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
+                  "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
+                  DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
+                  std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
+                  can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
+                  cpu_isa_name(),
+#if defined(_OPENMP)
+                  "openmp"
+#else
+                  "std"
+#endif
+    );
+    return text;
+}
+
+} // namespace
+
+int32_t dsopt_version(void) { return DSOPT_VERSION_MAJOR * 10000 + DSOPT_VERSION_MINOR * 100 + DSOPT_VERSION_PATCH; }
+int32_t dsopt_abi_version(void) { return DSOPT_ABI_VERSION; }
+const char *dsopt_status_name(dsopt_status status) { return status_name(status); }
+const char *dsopt_last_error(void) { return last_error(); }
+
+const char *dsopt_build_info(void) {
+    const char *text = "{}";
+    (void)fence([&] {
+        static const std::string info = make_build_info();
+        text = info.c_str();
+    });
+    return text;
+}
+
+// ---------------------------------------------------------------------------------------------------------- context
+dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context **ctx) {
+    return fence([&] {
+        not_null(ctx, "ctx");
+        auto object = std::make_shared<const Context>(read_struct(desc, "dsopt_context_desc"));
+        object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
+                    DSOPT_VERSION_PATCH, object->backend().name(), cpu_isa_name());
+        *ctx = new dsopt_context{std::move(object)};
+    });
+}
+void dsopt_context_destroy(dsopt_context *ctx) { delete ctx; }
+
+// ------------------------------------------------------------------------------------------------------------- comms
+dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
+    return fence([&] {
+        not_null(bytes, "bytes");
+        *bytes = make_comm_id(kind, id, *bytes);
+    });
+}
+dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm) {
+    return fence([&] {
+        (void)context_of(ctx);
+        not_null(comm, "comm");
+        *comm = new dsopt_comm{make_comm(ctx->object, read_struct(desc, "dsopt_comm_desc"))};
+    });
+}
+dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
+    return fence([&] { write_struct(info, comm_of(comm)->info(), "dsopt_comm_info"); });
+}
+dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count, int32_t op,
+                                   void *stream) {
+    return fence([&] {
+        Comm &object = *not_null(comm, "the comm")->object;
+        object.context()->check_process();
+        if (op != DSOPT_OP_SUM && op != DSOPT_OP_MAX && op != DSOPT_OP_MEAN)
+            throw Error(DSOPT_ERR_ARGUMENT, "op is %d, not SUM, MAX or MEAN", op);
+        check_list(list, count, "tensor");
+        all_reduce_list(object, list, count, op, stream);
+    });
+}
+void dsopt_comm_abort(dsopt_comm *comm) {
+    if (comm != nullptr) (void)fence([&] { comm_of(comm)->abort(); }); // after fork() the parent's ranks go on
+}
+void dsopt_comm_destroy(dsopt_comm *comm) { delete comm; }
+
+// ------------------------------------------------------------------------------------------------------------ scaler
+dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler) {
+    return fence([&] {
+        (void)context_of(ctx);
+        not_null(scaler, "scaler");
+        *scaler = new dsopt_scaler{std::make_shared<Scaler>(ctx->object, read_struct(desc, "dsopt_scaler_desc"))};
+    });
+}
+void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
+const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
+    return scaler != nullptr ? scaler->object->scale() : nullptr;
+}
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+}
+dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
+}
+dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info) {
+    return with(scaler, [&](Scaler &object) { write_struct(info, object.info(), "dsopt_scaler_info"); });
+}
+dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler) {
+    return with(scaler, [&](Scaler &object) { object.detach_all(); });
+}
+dsopt_status dsopt_scaler_init_state(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
+                                     void *stream) {
+    return with(scaler, [&](Scaler &object) { object.init_state(state, count, stream); });
+}
+dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
+                                     const int32_t *overflow, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.transition(state, count, overflow, stream); });
+}
+dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info) {
+    return fence([&] {
+        ScalerState state;
+        std::memcpy(&state, not_null(words, "words"), sizeof state);
+        write_struct(info, Scaler::decode(state), "dsopt_scaler_info");
+    });
+}
+dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.scale_loss(*not_null(loss, "loss"), stream); });
+}
+
+// ----------------------------------------------------------------------------------------------- groups, optimizer
+dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm) {
+    return fence([&] {
+        not_null(group, "group");
+        check_size<dsopt_group>(size, "dsopt_group");
+        dsopt_group defaults{};
+        defaults.size = size;
+        defaults.algorithm = algorithm;
+        defaults.lr = 1e-3;
+        defaults.beta1 = 0.9;
+        defaults.beta2 = 0.999;
+        defaults.eps = 1e-8;
+        if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
+            defaults.min_trust = 0.01;
+            defaults.max_trust = 10;
+        }
+        set_onebit_defaults(defaults);
+        Optimizer::check_group(defaults);
+        std::memset(group, 0, size);
+        group->size = size;
+        write_struct(group, defaults, "dsopt_group");
+    });
+}
+
+dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc, dsopt_optimizer **opt) {
+    return fence([&] {
+        not_null(ctx, "ctx")->object->check_process();
+        not_null(opt, "opt");
+        dsopt_optimizer_desc known = read_struct(desc, "dsopt_optimizer_desc");
+        Attachments with = attachments_of(known);
+        known.experts = nullptr; // the caller's array is not kept
+        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(ctx->object, known, std::move(with))};
+    });
+}
+void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
+dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
+    return fence([&] {
+        not_null(opt, "the optimizer")->object->context().check_process();
+        not_null(other, "other"); // before there is a handle that nobody would get
+        *other = new dsopt_optimizer{opt->object};
+    });
+}
+
+dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params,
+                                       int64_t count) {
+    return with(opt, [&](Optimizer &optimizer) {
+        optimizer.add_group(read_struct(not_null(group, "group"), "dsopt_group"), params, count);
+    });
+}
+dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params, int64_t count) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
+}
+
+dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.set(group, key, value); });
+}
+dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key, double *value) {
+    return with(opt, [&](const Optimizer &optimizer) { *not_null(value, "value") = optimizer.get(group, key); });
+}
+dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        if (groups != nullptr) *groups = int64_t(optimizer.groups().size());
+        if (params != nullptr) *params = int64_t(optimizer.params().size());
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------- state
+dsopt_status dsopt_optimizer_state_count(const dsopt_optimizer *opt, int64_t *count) {
+    return with(opt,
+                [&](const Optimizer &optimizer) { *not_null(count, "count") = int64_t(optimizer.state().size()); });
+}
+dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, dsopt_state_info *info) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        const StateEntry &entry = entry_at(optimizer, index);
+        dsopt_state_info known{};
+        known.name = entry.name();
+        known.param = entry.param;
+        known.tensor = entry.tensor();
+        known.flags = entry.flags;
+        known.dims = optimizer.dims_of(entry, known.ndim);
+        write_struct(info, known, "dsopt_state_info");
+    });
+}
+dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
+    return with(opt, [&](Optimizer &optimizer) {
+        const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+        optimizer.settle_momentum();
+        optimizer.export_entry(entry, host);
+    });
+}
+dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
+    return with(opt, [&](Optimizer &optimizer) {
+        const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+        if (entry.of_scaler()) optimizer.check_scaler();
+        optimizer.settle_momentum();
+        optimizer.context().backend().copy_from_host(entry.data, host, bytes, nullptr);
+        optimizer.state_changed();
+    });
+}
+dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
+    return with(opt, [&](Optimizer &optimizer) {
+        if (what == DSOPT_BIND_PARAMS)
+            optimizer.bind_params(list, count);
+        else if (what == DSOPT_BIND_STATE)
+            optimizer.bind_state(list, count);
+        else
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_bind: what is %d", what);
+    });
+}
+dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.reset(what, stream); });
+}
+
+// -------------------------------------------------------------------------------------------------------------- step
+dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.step(read_struct(not_null(step, "step"), "dsopt_step")); });
+}
+dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
+    return with(
+        opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
+}
+dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
+                                        const dsopt_tensor *state, int64_t count, void *stream) {
+    return with(opt, [&](const Optimizer &optimizer) { optimizer.init_state(params, state, count, stream); });
+}
+dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,
+                                       void *stream) {
+    return with(opt, [&](const Optimizer &optimizer) { optimizer.write_reduction(schedule, reduction, stream); });
+}
+dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words, dsopt_schedule_info *info) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        write_struct(info, optimizer.decode_schedule(not_null(words, "words")), "dsopt_schedule_info");
+    });
+}
+dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, int32_t *reduction) {
+    const auto answer = [&](const Optimizer &optimizer) {
+        *not_null(reduction, "reduction") = optimizer.next_reduction(call);
+    };
+    if (call == 0) return with(opt, [&](Optimizer &optimizer) { answer(optimizer); });
+    return with(static_cast<const dsopt_optimizer *>(opt), answer);
+}
+dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
+    return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });
+}
+dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes) {
+    return with(opt, [&](const Optimizer &optimizer) { *not_null(bytes, "bytes") = optimizer.workspace_bytes(); });
+}
+dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report) {
+    return with(opt, [&](Optimizer &optimizer) { write_struct(report, optimizer.report(), "dsopt_report"); });
+}
+
+// ----------------------------------------------------------------------------------------------------- save and load
+dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io) {
+    return with(opt, [&](Optimizer &optimizer) { save_state(optimizer, path, read_struct(io, "dsopt_io")); });
+}
+dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io) {
+    return with(opt, [&](Optimizer &optimizer) { load_state(optimizer, path, read_struct(io, "dsopt_io")); });
+}
+
+// ------------------------------------------------------------------------------------------------------------- lists
+dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        if (how != DSOPT_ZERO_FILL && how != DSOPT_ZERO_NONE)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
+        check_list(grads, count, "gradient");
+        if (how == DSOPT_ZERO_FILL)
+            context.backend().zero(grads, count, context.parallel(), stream);
+        else
+            for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
+    });
+}
+dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
+                                    int64_t *server, size_t *workspace) {
+    return fence([&] {
+        const Comm &object = *comm_of(comm);
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        const CompressLayout layout = make_layout(&object, comm_if_any(known.node).get(), known);
+        if (worker != nullptr) *worker = layout.worker_floats();
+        if (server != nullptr) *server = layout.server_floats();
+        if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
+    });
+}
+dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
+    return fence([&] {
+        Comm &object = *comm_of(comm);
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        compressed_allreduce(*object.context(), object, comm_if_any(known.node).get(), known);
+    });
+}
+dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
+                                     float *server) {
+    return fence([&] {
+        const Comm &object = *comm_of(comm);
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        compressed_errors(*object.context(), object, comm_if_any(known.node).get(), known, worker, server);
+    });
+}
+dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,
+                                double max_norm, dsopt_comm *comm, dsopt_norm_result *result, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX)
+            throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
+        if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
+        not_null(result, "result");
+        if (reinterpret_cast<uintptr_t>(result) % alignof(dsopt_norm_result) != 0)
+            throw Error(DSOPT_ERR_ALIGNMENT, "result is at %p, not aligned to 8 bytes", static_cast<void *>(result));
+        check_list(list, count, "tensor");
+        context.backend().norm(list, count, norm, max_norm, comm_if_any(comm).get(), result, context.parallel(),
+                               stream);
+    });
+}
+dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,
+                                 const dsopt_tensor *y, int64_t count, void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        check_list(x, count, "x");
+        check_list(y, count, "y");
+        for (int64_t i = 0; i < count; ++i)
+            if (x[i].numel != y[i].numel)
+                throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", static_cast<long long>(i),
+                            static_cast<long long>(x[i].numel), static_cast<long long>(y[i].numel));
+        context.backend().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
+    });
+}
+dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,
+                                 void *stream) {
+    return fence([&] {
+        const Context &context = context_of(ctx);
+        if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);
+        check_list(list, count, "tensor");
+        context.backend().clamp(list, count, float(limit), context.parallel(), stream);
+    });
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Storage types and their conversions to and from fp32, bit for bit the same on host and device.
+#pragma once
+#include "base/hd.h"
+#include "base/status.h"
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace dsopt {
+
+enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 = DSOPT_DTYPE_BF16 };
+
+/// Dtypes of safetensors files that no tensor of the ABI has.
+constexpr int32_t kU8 = 101, kI64 = 102;
+
+/// Size in bytes of any dtype of the ABI and of files, state tensors included; 0 for an unknown one.
+constexpr size_t dtype_size(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_F64:
+    case kI64: return 8;
+    case DSOPT_DTYPE_F32:
+    case DSOPT_DTYPE_I32: return 4;
+    case DSOPT_DTYPE_F16:
+    case DSOPT_DTYPE_BF16: return 2;
+    case kU8: return 1;
+    }
+    return 0;
+}
+constexpr size_t dtype_size(Dtype dtype) { return dtype_size(static_cast<int32_t>(dtype)); }
+constexpr bool is_float_dtype(int32_t dtype) {
+    return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
+}
+
+DSOPT_HD uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+DSOPT_HD float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
+
+/// To nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to infinity.
+DSOPT_HD uint16_t f32_to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return uint16_t(((bits & 0x7fffffffu) > 0x7f800000u ? (bits | 0x00400000u) : rounded) >> 16);
+}
+
+/// Exact. The multiplication by 2^112 re-biases the exponent and normalises subnormals in one rounding-free operation.
+DSOPT_HD float f16_to_f32(uint16_t value) {
+    const uint32_t magnitude = uint32_t(value & 0x7fffu) << 13;
+    const float scaled = float_of(magnitude) * float_of(0x77800000u /* 2^112 */);
+    const uint32_t nonfinite = magnitude | 0x7f800000u;
+    const uint32_t quiet = magnitude > 0x0f800000u ? 0x00400000u : 0u;
+    const uint32_t bits = magnitude >= 0x0f800000u ? (nonfinite | quiet) : bits_of(scaled);
+    return float_of(bits | (uint32_t(value & 0x8000u) << 16));
+}
+
+/// To nearest, ties to even, overflow to infinity; a NaN keeps its upper payload bits and becomes quiet.
+DSOPT_HD uint16_t f32_to_f16(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Below 2^-14 the sum with 0.5 puts the wanted bits at the end of the fraction, rounded by the addition itself.
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    const uint32_t large = magnitude > 0x7f800000u ? nan : 0x7c00u;
+    return uint16_t(sign | (magnitude >= 0x477ff000u ? large : finite));
+}
+
+/// Storage tags: what a loop over one array needs to know.
+struct F32 {
+    using storage = float;
+    DSOPT_HD static float load(float value) { return value; }
+    DSOPT_HD static float store(float value) { return value; }
+};
+struct F16 {
+    using storage = uint16_t;
+    DSOPT_HD static float load(uint16_t value) { return f16_to_f32(value); }
+    DSOPT_HD static uint16_t store(float value) { return f32_to_f16(value); }
+};
+struct BF16 {
+    using storage = uint16_t;
+    DSOPT_HD static float load(uint16_t value) { return bf16_to_f32(value); }
+    DSOPT_HD static uint16_t store(float value) { return f32_to_bf16(value); }
+};
+
+/// Calls `f` with the storage tag of a dtype. No default: -Werror=switch finds what a new dtype must touch.
+template <class F> DSOPT_HD void visit(Dtype dtype, F &&f) {
+    switch (dtype) {
+    case Dtype::f32: f(F32{}); return;
+    case Dtype::f16: f(F16{}); return;
+    case Dtype::bf16: f(BF16{}); return;
+    }
+}
+
+} // namespace dsopt

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Structs of dsopt.h that grow: reading those of an older or newer caller, and writing back to them.
+#pragma once
+#include "base/status.h"
+#include <cstring>
+
+namespace dsopt {
+
+/// sizeof of every growable struct in version 0.2, the first of ABI 1. A shorter one is refused.
+template <class T> struct FirstSize;
+template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
+template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
+template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
+template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 152; };
+template <> struct FirstSize<dsopt_schedule_info> { static constexpr size_t value = 40; };
+template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 216; };
+template <> struct FirstSize<dsopt_comm_table> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_comm_desc> { static constexpr size_t value = 64; };
+template <> struct FirstSize<dsopt_comm_info> { static constexpr size_t value = 240; };
+template <> struct FirstSize<dsopt_scaler_desc> { static constexpr size_t value = 56; };
+template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value = 56; };
+template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 80; };
+template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 80; };
+
+template <class T> void check_size(size_t size, const char *type) {
+    static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
+    if (size < FirstSize<T>::value)
+        throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.2 has %zu bytes", type, size, FirstSize<T>::value);
+}
+
+/// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that
+/// this library lacks must be.
+template <class T> T read_struct(const T *user, const char *type) {
+    T known{};
+    if (user == nullptr) {
+        known.size = sizeof known;
+        return known;
+    }
+    check_size<T>(user->size, type);
+    const auto *bytes = reinterpret_cast<const unsigned char *>(user);
+    for (size_t i = sizeof known; i < user->size; ++i)
+        if (bytes[i] != 0)
+            throw Error(DSOPT_ERR_VERSION, "%s has a field at byte %zu that this library does not know", type, i);
+    std::memcpy(&known, user, user->size < sizeof known ? user->size : sizeof known);
+    known.size = sizeof known;
+    return known;
+}
+
+/// Write `known` into a caller's struct, no further than the caller's size.
+template <class T> void write_struct(T *user, T known, const char *type) {
+    if (user == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", type);
+    const size_t size = user->size;
+    check_size<T>(size, type);
+    known.size = size;
+    std::memcpy(user, &known, size < sizeof known ? size : sizeof known);
+}
+
+template <class T> T *not_null(T *pointer, const char *what) {
+    if (pointer == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", what);
+    return pointer;
+}
+
+} // namespace dsopt

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/byte_io.h"
+#include "base/text.h"
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdio>
+#include <dirent.h>
+#include <fcntl.h>
+#include <string>
+#include <string_view>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <system_error>
+#include <unistd.h>
+#include <utility>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace dsopt {
+namespace {
+
+using ull = unsigned long long; // for printf
+
+[[noreturn]] void throw_io(const char *what, const std::string &path, const std::string &reason) {
+    throw Error(DSOPT_ERR_IO, "%s %s: %s", what, shown(path).c_str(), reason.c_str());
+}
+[[noreturn]] void throw_io(const char *what, const std::string &path, int error) {
+    throw_io(what, path, std::generic_category().message(error));
+}
+
+// ---- files ----
+
+class Fd {
+public:
+    explicit Fd(int fd = -1) : fd_(fd) {}
+    Fd(Fd &&other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Fd &operator=(Fd &&other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+    ~Fd() {
+        if (fd_ >= 0) ::close(fd_);
+    }
+    explicit operator bool() const { return fd_ >= 0; }
+    int get() const { return fd_; }
+
+private:
+    int fd_;
+};
+
+constinit std::atomic<unsigned> temporary_counter{0};
+
+/// The file behind a symlink is what gets replaced: such a link often leads to the disk meant for checkpoints.
+std::string follow_links(std::string path) {
+    for (int depth = 0; depth < 40; ++depth) {
+        char buffer[PATH_MAX];
+        const ssize_t length = ::readlink(path.c_str(), buffer, sizeof buffer);
+        if (length < 0 && errno == ENAMETOOLONG) throw_io("cannot save", path, errno); // in parts it might still work
+        if (length <= 0) return path; // not a link; what else may be wrong shows up when the directory is opened
+        const std::string target(buffer, size_t(length));
+        const size_t slash = path.rfind('/');
+        path = target[0] == '/' || slash == std::string::npos ? target : path.substr(0, slash + 1) + target;
+    }
+    throw_io("cannot save", path, ELOOP);
+}
+
+class FileSink final : public Sink {
+public:
+    explicit FileSink(const char *path) : path_(follow_links(path)) {
+        const size_t slash = path_.rfind('/');
+        name_ = slash == std::string::npos ? path_ : path_.substr(slash + 1);
+        if (name_.empty()) fail(path_.empty() ? ENOENT : EISDIR);
+        const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+        directory_ = Fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        if (!directory_) fail(errno);
+        struct stat old;
+        if (::fstatat(directory_.get(), name_.c_str(), &old, AT_SYMLINK_NOFOLLOW) == 0) {
+            if (S_ISDIR(old.st_mode)) fail(EISDIR);
+            if (!S_ISREG(old.st_mode)) throw_io("cannot save", path_, "not a regular file");
+            old_mode_ = int(old.st_mode & 0777);
+        } else if (errno != ENOENT) {
+            fail(errno);
+        }
+        // A hash in place of the name: the temporary's name must not be too long where the target's is not.
+        char prefix[32];
+        std::snprintf(prefix, sizeof prefix, ".dsopt-%016llx-", ull(XXH3_64bits(name_.data(), name_.size())));
+        prefix_ = prefix;
+    }
+    ~FileSink() override {
+        if (!temporary_.empty()) ::unlinkat(directory_.get(), temporary_.c_str(), 0);
+    }
+
+    void begin(uint64_t total) override {
+        sweep();
+        create();
+        // A full disk is noticed here and not after an hour of writing. Not posix_fallocate: where the file system
+        // cannot do it, that one writes a byte to every block.
+        int result;
+        do result = ::fallocate(file_.get(), 0, 0, off_t(total));
+        while (result != 0 && errno == EINTR);
+        if (result != 0 && errno != EOPNOTSUPP && errno != EINVAL && errno != ENOSYS) fail(errno);
+    }
+
+    void write(const void *data, size_t bytes) override {
+        const char *at = static_cast<const char *>(data);
+        while (bytes > 0) {
+            const ssize_t written = ::write(file_.get(), at, bytes);
+            if (written < 0 && errno == EINTR) continue;
+            if (written <= 0) fail(written < 0 ? errno : EIO);
+            at += written;
+            bytes -= size_t(written);
+        }
+    }
+
+    void commit() override {
+        if (old_mode_ >= 0) (void)!::fchmod(file_.get(), mode_t(old_mode_)); // some file systems have no modes
+        // Never a second try: after a failure the kernel has dropped the dirty pages, and fsync would report success.
+        if (::fsync(file_.get()) != 0) fail(errno);
+        if (::renameat(directory_.get(), temporary_.c_str(), directory_.get(), name_.c_str()) != 0) fail(errno);
+        temporary_.clear();
+        file_ = Fd(); // and with it the lock, only now: a sweep must not find the temporary unlocked
+        // EINVAL: this file system does not flush directories.
+        if (::fsync(directory_.get()) != 0 && errno != EINVAL)
+            throw_io("saved, but may not survive a power loss:", path_, errno);
+    }
+
+private:
+    [[noreturn]] void fail(int error) const { throw_io("cannot save", path_, error); }
+
+    /// Readable for others as the umask says, like any output file; whoever wants it private says so by umask or
+    /// directory. If the target exists, its mode is kept. The lock says that the writer lives: other than a pid it
+    /// holds across containers and is not reused.
+    void create() {
+        const mode_t mode = old_mode_ < 0 ? 0666 : mode_t(old_mode_ | 0600);
+        for (int attempt = 0; attempt < 1000; ++attempt) {
+            std::string name =
+                prefix_ + std::to_string(::getpid()) + "-" + std::to_string(temporary_counter++) + ".tmp";
+            Fd file(::openat(directory_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
+            if (!file && (errno == EEXIST || errno == EINTR)) continue;
+            if (!file) fail(errno);
+            // A sweep can come between open and flock; then the file is gone or about to be. Other failures: no locks
+            // here, hence no sweeps either.
+            struct stat now;
+            if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;
+            if (::fstat(file.get(), &now) == 0 && now.st_nlink == 0) continue;
+            file_ = std::move(file);
+            temporary_ = std::move(name); // a copy could fail, and leave the file behind
+            return;
+        }
+        fail(EEXIST);
+    }
+
+    /// Removes what savers of the same target left behind when they were killed. Best effort: failures are the next
+    /// save's matter.
+    void sweep() const {
+        const int copy = ::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (copy < 0) return;
+        const std::unique_ptr<DIR, int (*)(DIR *)> list(::fdopendir(copy), ::closedir);
+        if (!list) {
+            ::close(copy);
+            return;
+        }
+        while (const dirent *entry = ::readdir(list.get())) {
+            const std::string_view name = entry->d_name;
+            if (!name.starts_with(prefix_) || !name.ends_with(".tmp")) continue;
+            const Fd file(::openat(directory_.get(), entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+            struct stat now;
+            if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0 || ::fstat(file.get(), &now) != 0) continue;
+            // Without a link another sweep was faster, and the name may already be a new saver's.
+            if (S_ISREG(now.st_mode) && now.st_nlink > 0) ::unlinkat(directory_.get(), entry->d_name, 0);
+        }
+    }
+
+    std::string path_, name_, prefix_, temporary_;
+    Fd directory_, file_;
+    int old_mode_ = -1;
+};
+
+class FileSource final : public Source {
+public:
+    explicit FileSource(const char *path) : path_(path) {
+        // O_NONBLOCK: opening a FIFO must not wait for a writer.
+        file_ = Fd(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+        struct stat now;
+        if (!file_ || ::fstat(file_.get(), &now) != 0) throw_io("cannot load", path_, errno);
+        if (S_ISDIR(now.st_mode)) throw_io("cannot load", path_, EISDIR);
+        if (!S_ISREG(now.st_mode)) throw_io("cannot load", path_, "not a regular file");
+        size_ = uint64_t(now.st_size);
+    }
+    uint64_t size() const override { return size_; }
+    void read(uint64_t offset, void *data, size_t bytes) const override {
+        char *at = static_cast<char *>(data);
+        while (bytes > 0) {
+            const ssize_t count = ::pread(file_.get(), at, bytes, off_t(offset));
+            if (count < 0 && errno == EINTR) continue;
+            if (count < 0) throw_io("cannot read", path_, errno);
+            if (count == 0) throw_io("cannot read", path_, "the file became shorter");
+            at += count;
+            offset += uint64_t(count);
+            bytes -= size_t(count);
+        }
+    }
+
+private:
+    std::string path_;
+    Fd file_;
+    uint64_t size_ = 0;
+};
+
+// ---- callbacks ----
+
+class CallbackSink final : public Sink {
+public:
+    explicit CallbackSink(const dsopt_io &io) : io_(io) {
+        if (!io.write) throw Error(DSOPT_ERR_ARGUMENT, "io.write is NULL");
+    }
+    void begin(uint64_t) override {}
+    void write(const void *data, size_t bytes) override {
+        const int result = io_.write(io_.user, data, bytes);
+        if (result != 0) throw Error(DSOPT_ERR_IO, "io.write returned %d at offset %llu", result, ull(offset_));
+        offset_ += bytes;
+    }
+    void commit() override {}
+
+private:
+    dsopt_io io_;
+    uint64_t offset_ = 0;
+};
+
+class CallbackSource final : public Source {
+public:
+    explicit CallbackSource(const dsopt_io &io) : io_(io) {
+        if (!io.read) throw Error(DSOPT_ERR_ARGUMENT, "io.read is NULL");
+    }
+    uint64_t size() const override { return io_.total; }
+    void read(uint64_t offset, void *data, size_t bytes) const override {
+        if (bytes == 0) return;
+        const int result = io_.read(io_.user, offset, data, bytes);
+        if (result != 0) throw Error(DSOPT_ERR_IO, "io.read returned %d at offset %llu", result, ull(offset));
+    }
+
+private:
+    dsopt_io io_;
+};
+
+} // namespace
+
+std::unique_ptr<Sink> file_sink(const char *path) { return std::make_unique<FileSink>(path); }
+std::unique_ptr<Source> file_source(const char *path) { return std::make_unique<FileSource>(path); }
+std::unique_ptr<Sink> callback_sink(const dsopt_io &io) { return std::make_unique<CallbackSink>(io); }
+std::unique_ptr<Source> callback_source(const dsopt_io &io) { return std::make_unique<CallbackSource>(io); }
+
+} // namespace dsopt

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/rank_files.h"
+#include <algorithm>
+#include <cstring>
+
+namespace dsopt {
+namespace {
+
+constexpr int64_t kFloats = int64_t(kPiece / sizeof(float));
+
+void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_t count, float *to) {
+    file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
+}
+
+/// What one rank kept of one side of the exchange, read piece by piece.
+class Kept {
+public:
+    Kept(const SafetensorsReader &file, const char *name, int64_t elements, int64_t scales) :
+        file_(file),
+        index_(find_tensor(file, std::string("optimizer.") + name, DSOPT_DTYPE_F32, elements + scales, {})),
+        scales_(size_t(scales)) {
+        file.verify(index_);
+        if (scales != 0) read_floats(file, index_, elements, scales, scales_.data());
+    }
+    /// Errors of elements [at, at + count), whose scale is the one at `slot`.
+    void errors(int64_t at, int64_t count, int64_t slot, float *to) const {
+        read_floats(file_, index_, at, count, to);
+        const float scale = scales_[size_t(slot)];
+        for (int64_t i = 0; i < count; ++i) to[i] = error_of(to[i], scale);
+    }
+
+private:
+    const SafetensorsReader &file_;
+    size_t index_;
+    std::vector<float> scales_;
+};
+
+bool is_active(const std::vector<int32_t> &active, int64_t element) {
+    return (uint32_t(active[size_t(element / 32)]) >> (element % 32)) & 1u;
+}
+
+bool is_zero(const SafetensorsReader &file, const std::string &name) {
+    const size_t index = file.find(name);
+    if (index == SafetensorsReader::npos) return true;
+    std::vector<char> bytes(size_t(file.tensors()[index].bytes));
+    file.verify(index, bytes.data());
+    return std::all_of(bytes.begin(), bytes.end(), [](char byte) { return byte == 0; });
+}
+
+} // namespace
+
+std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
+    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
+    return owner + "." + entry.name();
+}
+
+size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
+                   const std::vector<int64_t> &dims) {
+    const size_t index = file.find(name);
+    if (index == SafetensorsReader::npos)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
+    const TensorEntry &tensor = file.tensors()[index];
+    if (tensor.dtype != dtype)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
+                    tensor.dtype, dtype);
+    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
+                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
+                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
+    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
+                    name.c_str());
+    return index;
+}
+
+RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
+    list_(io.files != 0),
+    rank_(optimizer.rank()),
+    ranks_(optimizer.ranks()),
+    node_ranks_(optimizer.node_ranks()) {
+    const auto open = [](std::unique_ptr<Source> source) {
+        return std::make_unique<SafetensorsReader>(std::move(source));
+    };
+    for (int32_t i = 0; i < io.files; ++i) {
+        dsopt_io part = io;
+        if (io.users != nullptr) {
+            part.user = io.users[i];
+            part.total = io.totals[i];
+        }
+        files_.push_back(open(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(part)));
+    }
+    if (!list_) files_.push_back(open(path != nullptr ? file_source(path) : callback_source(io)));
+    for (const auto &file : files_)
+        if (Fields(*file).text("format") != "dsopt")
+            throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
+
+    const auto rank_of = [](const SafetensorsReader &file) { return Fields(file).number<int32_t>("rank"); };
+    const auto node_of = [](const SafetensorsReader &file) { // only there with two levels
+        return file.metadata().count("node_ranks") != 0 ? Fields(file).number<int32_t>("node_ranks") : 1;
+    };
+    saved_ = Fields(*files_[0]).number<int32_t>("ranks");
+    saved_node_ = node_of(*files_[0]);
+    saved_rank_ = rank_of(*files_[0]);
+    if (saved_ < 1 || saved_ > 65536 || saved_rank_ < 0 || saved_rank_ >= saved_)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
+    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
+    if (!list_) return;
+
+    std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_)};
+    for (size_t i = 0; i < files_.size(); ++i) {
+        const Fields fields(*files_[i]);
+        const int32_t rank = rank_of(*files_[i]), ranks = fields.number<int32_t>("ranks");
+        if (ranks != saved_ || rank < 0 || rank >= ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, rank, ranks,
+                        saved_rank_, saved_);
+        if (node_of(*files_[i]) != saved_node_)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, node_of(*files_[i]),
+                        saved_node_);
+        auto &place = sorted[size_t(rank)];
+        if (place) throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, rank);
+        place = std::move(files_[i]);
+    }
+    for (size_t rank = 0; rank < sorted.size(); ++rank)
+        if (!sorted[rank])
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
+                        saved_, rank);
+    files_ = std::move(sorted);
+    const auto &first = files_[0]->metadata();
+    for (size_t rank = 1; rank < files_.size(); ++rank) {
+        const auto &other = files_[rank]->metadata();
+        for (const auto &[key, value] : first) {
+            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
+            const auto found = other.find(key);
+            if (found == other.end() || found->second != value)
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
+                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
+        }
+    }
+    main_ = resharded() ? 0 : rank_;
+}
+
+void RankFiles::check(const Optimizer &optimizer, bool errors) const {
+    if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
+    if (!resharded()) {
+        if (errors && !list_ && saved_rank_ != rank_)
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_rank_,
+                        saved_, rank_);
+        return;
+    }
+    // One rank alone always has the common parameters, and all gradients.
+    if (saved_ > 1 && !is_zero(file(), "optimizer.lr_sum"))
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
+                    "its %d ranks have no common parameters, and %d cannot go on with them",
+                    saved_, ranks_);
+    if (saved_ > 1)
+        for (const auto &file : files_) {
+            const auto found = file->metadata().find("accumulated");
+            if (found == file->metadata().end() || found->second.find('1') == std::string::npos) continue;
+            const size_t param = found->second.find('1');
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
+                        "ranks has its own, and %d cannot go on with them",
+                        param, saved_, ranks_);
+        }
+    if (errors && !list_ && saved_nodes() > 1)
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
+                    "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
+                    saved_rank_, saved_, rank_, ranks_);
+}
+
+void RankFiles::check_alike(size_t index) const {
+    if (!list_ || !resharded()) return;
+    const TensorEntry &tensor = file().tensors()[index];
+    for (size_t rank = 0; rank < files_.size(); ++rank) {
+        const size_t other = files_[rank]->find(tensor.name);
+        if (other == SafetensorsReader::npos)
+            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor '%.200s'", rank, tensor.name.c_str());
+        const TensorEntry &entry = files_[rank]->tensors()[other];
+        if (entry.dtype != tensor.dtype || entry.bytes != tensor.bytes ||
+            files_[rank]->checksum(other) != file().checksum(index))
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "tensor '%.200s' is not the same in the files of ranks %d and %zu: they are not of one moment",
+                        tensor.name.c_str(), main_, rank);
+    }
+}
+
+void RankFiles::verify_others() const {
+    for (const auto &file : files_)
+        if (file.get() != &this->file())
+            for (size_t i = 0; i < file->tensors().size(); ++i) file->verify(i);
+}
+
+bool RankFiles::makes(const StateEntry &entry) const {
+    return resharded() && entry.param < 0 &&
+           (entry.is_error() || (saved_nodes() == 1 && entry.kind == StateKind::active));
+}
+
+std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &entry) const {
+    std::vector<char> bytes(entry.bytes());
+    const auto take = [&](const auto &list) {
+        if (!bytes.empty()) std::memcpy(bytes.data(), list.data(), bytes.size());
+    };
+    if (entry.kind == StateKind::active)
+        take(active(optimizer));
+    else if (saved_nodes() > 1 && entry.kind == StateKind::worker_error)
+        take(worker_errors(optimizer));
+    else if (saved_nodes() > 1)
+        take(server_errors(optimizer));
+    return bytes; // one rank or node alone owed nothing
+}
+
+CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
+    return make_onebit_setup(optimizer.groups(), optimizer.params(), optimizer.desc(), 0, saved_).layout;
+}
+
+/// Elements that take no part owe nothing, whatever their kept sum and its scale say.
+std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
+    const CompressLayout &layout = optimizer.onebit()->layout;
+    std::vector<int32_t> words(size_t(layout.used_words()));
+    if (saved_nodes() > 1) {
+        file().verify(find_tensor(file(), "optimizer.active", DSOPT_DTYPE_I32, layout.used_words(), {}), words.data());
+        return words;
+    }
+    // One rank or node has none: they follow from the variance, as in the step that last changed it.
+    std::vector<float> v(size_t(kFloats), 0.0f);
+    for (size_t i = 0; i < optimizer.params().size(); ++i) {
+        const int64_t worker = optimizer.onebit()->worker[i], numel = optimizer.params()[i].numel;
+        if (worker < 0) continue;
+        const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_DTYPE_F32, numel,
+                                         optimizer.params()[i].dims);
+        for (int64_t at = 0; at < numel; at += kFloats) {
+            const int64_t count = std::min(kFloats, numel - at);
+            read_floats(file(), index, at, count, v.data());
+            for (int64_t k = 0; k < count; ++k) {
+                const int64_t element = worker + at + k;
+                if (v[size_t(k)] != 0)
+                    words[size_t(element / 32)] = int32_t(uint32_t(words[size_t(element / 32)]) | 1u << (element % 32));
+            }
+        }
+    }
+    return words;
+}
+
+/// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
+std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
+    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout;
+    const std::vector<int32_t> takes_part = active(optimizer);
+    const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
+    const int64_t slice = from.server_numel * nodes;
+    std::vector<Kept> ranks;
+    for (const auto &file : files_) ranks.emplace_back(*file, "worker_error", slice, int64_t(from.parts.size()));
+    std::vector<float> result(size_t(to.worker_floats())), errors(size_t(kFloats), 0.0f);
+    std::vector<double> sums(size_t(kFloats), 0.0);
+    for (size_t part = 0; part < to.parts.size(); ++part)
+        for (int64_t at = 0, count = 0; at < to.parts[part].numel; at += count) {
+            // Tensors are at the same places of the whole vector for any number of ranks.
+            const int64_t begin = to.parts[part].begin + at, place = to.slice_begin + begin, of = place / slice;
+            count = std::min({kFloats, to.parts[part].numel - at, (of + 1) * slice - place});
+            std::fill_n(sums.begin(), count, 0.0);
+            for (int64_t rank = of * nodes; rank < (of + 1) * nodes; ++rank) {
+                ranks[size_t(rank)].errors(place - of * slice, count, int64_t(part), errors.data());
+                for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
+            }
+            for (int64_t k = 0; k < count; ++k)
+                if (is_active(takes_part, place + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
+        }
+    return result;
+}
+
+/// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
+std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
+    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout.all();
+    const std::vector<int32_t> takes_part = active(optimizer);
+    std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
+    std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk
+    for (const CompressLayout::Segment &segment : to.own_segments()) own[size_t(segment.part)] = &segment;
+    for (size_t rank = 0; rank < files_.size(); ++rank) {
+        const Kept kept(*files_[rank], "server_error", from.server_numel, from.row_scales);
+        for (const CompressLayout::Segment &theirs : from.chunks[rank]) {
+            const CompressLayout::Segment *const mine = own[size_t(theirs.part)];
+            if (mine == nullptr) continue;
+            // Both as stretches of the tensor.
+            const int64_t their_begin = theirs.begin - from.parts[size_t(theirs.part)].begin,
+                          my_begin = mine->begin - to.parts[size_t(theirs.part)].begin;
+            const int64_t end = std::min(their_begin + theirs.numel, my_begin + mine->numel);
+            for (int64_t at = std::max(their_begin, my_begin); at < end; at += kFloats) {
+                const int64_t count = std::min(kFloats, end - at);
+                kept.errors(theirs.server + at - their_begin, count, theirs.part - from.first_part[rank],
+                            errors.data());
+                for (int64_t k = 0; k < count; ++k)
+                    if (is_active(takes_part, mine->begin + at - my_begin + k))
+                        result[size_t(mine->server + at - my_begin + k)] = errors[size_t(k)];
+            }
+        }
+    }
+    return result;
+}
+
+} // namespace dsopt

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The checkpoint container: a safetensors file in which every bit is covered by a checksum. Knows nothing of
+// optimizers.
+//
+//   8 bytes   length of the header, little-endian
+//   header    JSON, padded with spaces so that the data begin at a multiple of 64 (4096 from 1 MiB of data on):
+//             {"__metadata__":{"header_xxh3":"<32 hex digits>", <metadata>, "xxh3.<name>":"<32 hex digits>", ...},
+//              "<name>":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}, ...}
+//   data      the tensors one behind the other, those with large elements first, so that each is aligned
+//
+// The digits are XXH3-128 in its canonical byte order. "header_xxh3" comes first and is taken over the length field and
+// the header with its own digits as '0'. Any safetensors reader can read the file; only files with these checksums are
+// read here.
+#pragma once
+#include "base/dtype.h"
+#include "base/status.h"
+#include "checkpoint/byte_io.h"
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace dsopt {
+
+struct TensorEntry {
+    std::string name;           ///< UTF-8 without NUL, unique
+    int32_t dtype;              ///< DSOPT_DTYPE_F32 ...
+    std::vector<int64_t> shape; ///< at most 8 dimensions; none = a scalar
+    uint64_t bytes;             ///< elements times element size
+};
+
+/// Delivers bytes [offset, offset + bytes) of tensor `index` of the list: returns a pointer to where they are in host
+/// memory, or copies them to `buffer` and returns that. `bytes` is 1 to 4 MiB, pieces of a tensor come in order, and
+/// every tensor is asked for twice.
+using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t bytes, void *buffer)>;
+using Metadata = std::vector<std::pair<std::string, std::string>>;
+
+/// Writes a container. Everything is checked and begin() called before the first tensor is asked for.
+/// Throws DSOPT_ERR_ARGUMENT, _DTYPE, _SHAPE: a wrong entry; _UNSUPPORTED: header over the format's limit; _BUSY: a
+/// tensor changed meanwhile; and what the sink and `deliver` throw.
+void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors,
+                       const Deliver &deliver);
+
+/// An open container. Const calls may come from several threads if the source allows it (the one of a file does).
+class SafetensorsReader {
+public:
+    /// Reads and checks the whole header; throws DSOPT_ERR_IO or DSOPT_ERR_FORMAT. Needs memory for the header, not for
+    /// tensors.
+    explicit SafetensorsReader(std::unique_ptr<const Source> source);
+
+    static constexpr size_t npos = size_t(-1);
+    const std::map<std::string, std::string, std::less<>> &metadata() const {
+        return metadata_;
+    }                                                                                ///< without the checksums
+    const std::vector<TensorEntry> &tensors() const { return tensors_; }             ///< in file order
+    size_t find(std::string_view name) const;                                        ///< index of a tensor, or npos
+    const std::string &checksum(size_t index) const { return checksums_.at(index); } ///< as saved
+
+    /// Reads a tensor piece by piece and compares the checksum: DSOPT_ERR_CHECKSUM. `data`, if given, gets the bytes,
+    /// good or not.
+    void verify(size_t index, void *data = nullptr) const;
+    /// Part of a tensor, unchecked.
+    void read(size_t index, uint64_t offset, void *data, size_t bytes) const;
+
+private:
+    std::unique_ptr<const Source> source_;
+    std::map<std::string, std::string, std::less<>> metadata_;
+    std::vector<TensorEntry> tensors_;
+    std::vector<uint64_t> offsets_; // from the start of the file
+    std::vector<std::string> checksums_;
+    std::map<std::string_view, size_t> index_; // views into tensors_
+};
+
+} // namespace dsopt

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/context.h"
+#include "base/status.h"
+#include <algorithm>
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+namespace dsopt {
+namespace {
+
+// Rises in every child of fork(): memory is copied, but worker threads and device contexts are not.
+std::atomic<int64_t> fork_generation{0};
+
+void watch_forks() {
+    static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
+    if (registered != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(registered));
+}
+
+/// Whether this process came from fork(), with no exec() since. The threads of GNU's OpenMP did not come along then, and
+/// it would wait for them for ever, whoever had started them.
+bool is_forked_child() {
+    if (fork_generation.load(std::memory_order_relaxed) > 0) return true;
+    // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name.
+    constexpr unsigned forked_without_exec = 0x40;
+    char text[512];
+    const int file = ::open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    const ssize_t length = ::read(file, text, sizeof text - 1);
+    ::close(file);
+    text[std::max<ssize_t>(length, 0)] = 0;
+    const char *const name_end = std::strrchr(text, ')'); // a name may have any character
+    unsigned flags = 0;
+    return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
+           (flags & forked_without_exec) != 0;
+}
+
+int level_from_environment() {
+    const char *wanted = secure_getenv("DSOPT_LOG");
+    const char *const names[] = {"error", "warn", "info", "trace"};
+    if (wanted != nullptr)
+        for (int i = 0; i < 4; ++i)
+            if (std::strcmp(wanted, names[i]) == 0) return i + 1;
+    return DSOPT_LOG_WARN;
+}
+
+std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
+    switch (desc.backend) {
+    case DSOPT_BACKEND_CPU:
+        if (desc.device != 0)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
+        return make_cpu_backend();
+    case DSOPT_BACKEND_CUDA: return make_cuda_backend(desc.device);
+    }
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.backend is %d, which is no backend", desc.backend);
+}
+
+} // namespace
+
+Context::Context(const dsopt_context_desc &desc) :
+    desc_(desc),
+    chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
+    log_level_(desc.log_level),
+    generation_(0),
+    plain_threads_(false) {
+    if (desc.threads < 0 || desc.threads > Parallel::kMaxThreads)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, %d]", desc.threads,
+                    Parallel::kMaxThreads);
+    if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.log_level is %d, not in [0, 4]", desc.log_level);
+    if ((desc.allocate == nullptr) != (desc.release == nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc: allocate and release come together or not at all");
+    if (chunk_ <= 0 || chunk_ % kLeaf != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.chunk is %lld, not a positive multiple of %lld",
+                    static_cast<long long>(chunk_), static_cast<long long>(kLeaf));
+    if (desc.flags & ~uint32_t(DSOPT_CONTEXT_CHECK_POINTERS))
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
+    if (desc.reserved != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.reserved is %u, must be 0", desc.reserved);
+    if (desc.flags != 0 && desc.backend == DSOPT_BACKEND_CPU)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
+    watch_forks();
+    generation_ = fork_generation.load(std::memory_order_relaxed);
+    plain_threads_ = is_forked_child();
+    backend_ = make_backend(desc);
+    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(), Parallel::kMaxThreads);
+    if (log_level_ == 0) log_level_ = level_from_environment();
+}
+
+Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
+    if (hook != nullptr) return {threads_, hook, user, plain_threads_};
+    return {threads_, desc_.parallel_for, desc_.user, plain_threads_};
+}
+
+void *Context::allocate(size_t bytes, void *stream) const {
+    void *memory =
+        desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream) : backend_->allocate(bytes, stream);
+    if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator gave no memory for %zu bytes", bytes);
+    return memory;
+}
+
+void Context::release(void *memory, size_t bytes, void *stream) const noexcept {
+    if (desc_.release != nullptr)
+        desc_.release(desc_.user, memory, bytes, stream);
+    else
+        backend_->release(memory, bytes, stream);
+}
+
+void Context::log(int32_t level, const char *format, ...) const noexcept {
+    if (desc_.log == nullptr || level > log_level_) return;
+    char text[512];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    desc_.log(desc_.user, level, text);
+}
+
+void Context::check_process() const {
+    if (generation_ != fork_generation.load(std::memory_order_relaxed))
+        throw Error(DSOPT_ERR_FORKED, "made before fork(): in the child only destroy works");
+}
+
+} // namespace dsopt

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "device/backend.h"
+#include <memory>
+
+namespace dsopt {
+
+/// Backend and hooks, shared by every object made from it. Immutable after construction, hence safe from any thread.
+class Context {
+public:
+    explicit Context(const dsopt_context_desc &desc);
+
+    const Backend &backend() const { return *backend_; }
+    /// The pool of a call: the one it brings, else the context's.
+    Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
+    int64_t chunk() const { return chunk_; }
+    bool checks_pointers() const { return desc_.flags & DSOPT_CONTEXT_CHECK_POINTERS; }
+
+    void *allocate(size_t bytes, void *stream) const; // at least 64-byte aligned; throws DSOPT_ERR_NOMEM
+    void release(void *memory, size_t bytes, void *stream) const noexcept;
+
+    [[gnu::format(printf, 3, 4)]] void log(int32_t level, const char *format, ...) const noexcept;
+
+    /// Throws DSOPT_ERR_FORKED in a child of the process that made the context.
+    void check_process() const;
+
+private:
+    dsopt_context_desc desc_;
+    std::unique_ptr<Backend> backend_;
+    int64_t chunk_;
+    int threads_;
+    int log_level_;
+    int64_t generation_;
+    bool plain_threads_;
+};
+
+/// A block of backend memory that goes back when its owner does.
+class Memory {
+public:
+    Memory() = default;
+    Memory(std::shared_ptr<const Context> context, size_t bytes, void *stream) :
+        context_(std::move(context)),
+        data_(context_->allocate(bytes, stream)),
+        bytes_(bytes) {}
+    Memory(Memory &&other) noexcept { swap(other); }
+    Memory &operator=(Memory &&other) noexcept {
+        Memory(std::move(other)).swap(*this);
+        return *this;
+    }
+    ~Memory() {
+        if (data_ != nullptr) context_->release(data_, bytes_, nullptr);
+    }
+    void *data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+private:
+    void swap(Memory &other) noexcept {
+        std::swap(context_, other.context_);
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+    }
+    std::shared_ptr<const Context> context_;
+    void *data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+} // namespace dsopt

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one step is, as every backend reads it: plain data, nothing owned.
+#pragma once
+#include "base/parallel.h"
+#include "rules/loss_scale.h"
+#include "rules/scalars.h"
+
+namespace dsopt {
+
+/// All reductions are cut into leaves of this many elements from each tensor's start, whatever the thread count.
+constexpr int64_t kLeaf = 4096;
+DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
+
+/// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
+struct TensorJob {
+    void *grad; // NULL and `present`: zeros
+    void *weight;
+    void *m, *v;
+    void *copy; // low-precision parameter beside a master, or NULL
+    void *out;  // or NULL
+    int64_t numel;
+    int64_t first_leaf;
+    int64_t offset;      // of its first element in the whole tensor, and
+    uint64_t random_key; // the tensor's key: for stochastic rounding
+    int32_t group;
+    int32_t expert;     // 0 = dense
+    int32_t trust_slot; // among StepPlan::shard_sums; -1: no other rank has a part in its trust ratio
+    Dtype grad_type, weight_type, state_type, copy_type, out_type;
+    bool present;        // takes part in this step
+    bool has_master;     // `weight` is one
+    bool in_norm;        // its squares count on this rank
+    bool stochastic;     // bf16 weights without a master are rounded at random
+    bool onebit;         // its gradient goes into exchanges of the 1-bit family
+    uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
+};
+static_assert(sizeof(TensorJob) == 104);
+
+/// What model ranks add up of a LAMB tensor that is sharded over them.
+struct ShardSums {
+    double weights, updates; // of squares; in compressed steps of 1-bit LAMB of the update without and with decay
+    double shards;           // that take part in the step; none: the trust ratio stays
+};
+/// Of `count` such tensors, with a factor each behind them.
+constexpr size_t shard_bytes(int64_t count) { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
+
+enum StepFlag : uint32_t {
+    kZeroGrads = DSOPT_STEP_ZERO_GRADS,
+    kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
+    kDelta = DSOPT_STEP_DELTA,
+    kNoNan = DSOPT_STEP_NO_NAN,
+};
+
+/// The original's fp16 wrappers, whose order of events compat mode follows.
+enum class Wrapper : uint8_t { none, fused, unfused };
+
+/// What a step tells, in backend memory. Written by the step, read by the host when it asks.
+struct Outcome {
+    int32_t skipped;
+    int32_t kind; // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
+    int64_t nonfinite, first_bad;
+    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
+    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
+    double ms[DSOPT_MS_PHASES];
+    int32_t reasons; // why it was skipped, DSOPT_SKIP_...
+    int32_t reserved;
+};
+
+class Comm;
+class StepCache;
+struct OneBitPlan;
+
+/// Ranks that agree; NULL = one rank.
+struct CommSet {
+    Comm *data, *model;
+    Comm *const *experts;
+    int32_t expert_count;
+    Comm *node; // with it the data ranks are those of all nodes, and `data` has those of the same place in each
+};
+
+/// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in
+/// the backend's.
+struct StepPlan {
+    TensorJob *jobs;
+    int64_t count;
+    const Hyper *groups;
+    int64_t group_count;
+    uint32_t flags;
+    Wrapper wrapper;
+    bool read_gradients; // pass 1: count non-finite elements, sum squares
+    bool skip_nonfinite;
+    bool report_norms;
+    bool has_lamb;
+    bool timing;
+    bool dry;             // learning rates are 0
+    bool local_gradients; // the data ranks' differ: their norms go together
+    double max_norm;
+    float max_value;                                   // INFINITY = off
+    const float *lr, *hyper, *grad_scale, *grad_norms; // device scalars or NULL
+    const int32_t *skip;
+    float *loss_scale; // of the scaler, with its machine and rules; NULL without
+    ScalerState *scaler;
+    ScalerRules scaler_rules;
+    CommSet comms;
+    int32_t *step;            // one counter a tensor
+    const OneBitPlan *onebit; // of the 1-bit family, or NULL
+    float *trust_ratio;       // one a tensor, or NULL
+    float *report;            // or NULL
+    Outcome *outcome;         // or NULL
+    // Workspace, sized by Optimizer::layout().
+    Scalars *scalars;        // one a tensor
+    double *divisors;        // one a group
+    double *norms;           // NormTable
+    int64_t *cost;           // host memory, count + 1: running sum of bytes, the ruler along which the list is cut
+    double *sums_a, *sums_b; // one a leaf
+    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
+    int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
+    void *extra;             // of the backend, Backend::extra_bytes() long
+    StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
+    Outcome *mirror;         // host memory to which the outcome is copied in stream order, or NULL
+    void *stream;
+    Parallel parallel;
+    int64_t chunk;
+
+    DSOPT_HD int64_t classes() const { return 1 + comms.expert_count; }
+    /// 1-bit LAMB: of every slot the largest counts.
+    DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
+};
+
+} // namespace dsopt

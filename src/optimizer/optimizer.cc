@@ -1,0 +1,543 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups, parameters, hyper-parameters and what state tensors there are. Their memory is in state_memory.cc, the step
+// itself in step.cc.
+#include "optimizer/optimizer.h"
+#include "base/text.h"
+#include "rules/rounding.h"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <unordered_set>
+
+namespace dsopt {
+namespace {
+
+long long ll(int64_t value) { return static_cast<long long>(value); }
+
+void require(bool good, const char *field, double value, const char *range) {
+    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
+}
+bool not_negative(double value) { return std::isfinite(value) && value >= 0; }
+constexpr char kMaxValueRange[] = "0, or finite and above 0 in fp32";
+
+std::string param_name(const dsopt_param &param, int64_t index) {
+    if (param.name == nullptr) return "p" + std::to_string(index);
+    const size_t length = strnlen(param.name, 1001);
+    if (length == 0 || length > 1000)
+        throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld has %s bytes, must be 1 to 1000", ll(index),
+                    length == 0 ? "0" : "more than 1000");
+    if (!is_text({param.name, length}))
+        throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld is not UTF-8", ll(index));
+    return param.name;
+}
+
+std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
+    if (param.ndim < 0 || param.ndim > 8 || (param.ndim > 0 && param.dims == nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has ndim %d%s, must be 0 to 8 with dims", name, param.ndim,
+                    param.dims == nullptr ? " and no dims" : "");
+    if (param.ndim == 0) return {param.tensor.numel};
+    std::vector<int64_t> dims(param.dims, param.dims + param.ndim);
+    int64_t product = 1;
+    for (const int64_t dim : dims)
+        if (dim < 0 || __builtin_mul_overflow(product, dim, &product))
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has dimension %lld", name, ll(dim));
+    if (product != param.tensor.numel)
+        throw Error(DSOPT_ERR_ARGUMENT, "dims of parameter '%s' multiply to %lld, its numel is %lld", name, ll(product),
+                    ll(param.tensor.numel));
+    return dims;
+}
+
+bool has_trust(const dsopt_group &group) {
+    return group.algorithm == DSOPT_ALGORITHM_LAMB || group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+}
+
+} // namespace
+
+void Optimizer::check_group(const dsopt_group &g, int32_t compat) {
+    constexpr int32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT |
+                              DSOPT_GROUP_EPS_UNCORRECTED | DSOPT_GROUP_NON_FREEZE;
+    const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
+    if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
+        g.algorithm != DSOPT_ALGORITHM_ADAMW)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
+    if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
+    if ((g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) && !lamb && !legacy)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in Adam and AdamW");
+    if (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) {
+        if (g.algorithm != DSOPT_ALGORITHM_ADAM && g.algorithm != DSOPT_ALGORITHM_ADAMW)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has an effect in Adam and AdamW only");
+        if (g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
+        if (compat != DSOPT_COMPAT_NONE) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
+    }
+    require(not_negative(g.lr), "lr", g.lr, "finite and not negative");
+    require(g.beta1 >= 0 && g.beta1 < 1, "beta1", g.beta1, "in [0, 1)");
+    require(g.beta2 >= 0 && g.beta2 < 1, "beta2", g.beta2, "in [0, 1)");
+    require(not_negative(g.eps), "eps", g.eps, "finite and not negative");
+    require(not_negative(g.weight_decay), "weight_decay", g.weight_decay, "finite and not negative");
+    require(not_negative(g.max_norm), "max_norm of the group", g.max_norm, "finite and not negative");
+    if (lamb) {
+        require(not_negative(g.max_trust), "max_trust", g.max_trust, "finite and not negative");
+        require(g.min_trust >= 0 && g.min_trust <= g.max_trust, "min_trust", g.min_trust, "in [0, max_trust]");
+    } else if (g.min_trust != 0 || g.max_trust != 0) {
+        throw Error(DSOPT_ERR_UNSUPPORTED, "min_trust and max_trust have no effect without LAMB");
+    }
+    check_onebit_group(g);
+}
+
+Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc,
+                     Attachments attachments) :
+    context_(std::move(context)),
+    desc_(desc),
+    with_(std::move(attachments)) {
+    if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
+                    desc.compat);
+    constexpr int32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
+                              DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
+                              DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
+                              DSOPT_OPTIMIZER_MOMENTUM_BITS;
+    if (desc.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
+    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_COMPAT_NONE)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
+    if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
+    if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.masters is %d, not 0 or 1", desc.masters);
+    require(not_negative(desc.max_norm), "dsopt_optimizer_desc.max_norm", desc.max_norm, "finite and not negative");
+    require(is_max_value(desc.max_value), "dsopt_optimizer_desc.max_value", desc.max_value, kMaxValueRange);
+    require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
+    const bool no_master = desc.flags & DSOPT_OPTIMIZER_NO_MASTER,
+               random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    if (random && !no_master)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
+    if (random && desc.compat != DSOPT_COMPAT_NONE)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
+    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
+    if (!random && desc.seed != 0)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
+    if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
+    if (desc.compat != DSOPT_COMPAT_NONE && with_.scaler && with_.scaler->rules().hysteresis > 1)
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
+    if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
+    for (const auto &comm : with_.experts) experts_.push_back(comm.get());
+    if (with_.scaler) scaler_ticket_ = with_.scaler->attach(); // last: nothing after it may throw
+}
+
+Optimizer::~Optimizer() {
+    if (with_.scaler) with_.scaler->detach(scaler_ticket_);
+    // Before memory goes, which waits for the device: their last owner ends what a peer that is gone holds up there.
+    experts_.clear();
+    for (auto *comm : {&with_.data, &with_.model, &with_.node}) comm->reset();
+    with_.experts.clear();
+}
+
+/// One parameter as registered, checked by itself. `first_state` and `first_leaf` are still to be filled in.
+Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t group) const {
+    Param param{};
+    param.name = param_name(given, index);
+    const Label label{"parameter", param.name.c_str()};
+    check_float_tensor(given.tensor, label);
+    constexpr int32_t known = DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED;
+    if (given.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", label.name, given.flags);
+    if (given.expert < 0 || given.expert > desc_.expert_count)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", label.name, given.expert,
+                    desc_.expert_count);
+    const bool random = desc_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
+               no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
+    if (given.offset < 0 || (given.offset != 0 && !random))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
+                    label.name, ll(given.offset));
+    if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", label.name);
+    param.random_key = desc_.seed;
+    for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
+    param.dims = param_dims(given, label.name);
+    param.data = given.tensor.data;
+    param.numel = given.tensor.numel;
+    param.dtype = given.tensor.dtype;
+    param.group = group;
+    param.offset = given.offset;
+    param.flags = given.flags;
+    param.expert = given.expert;
+    param.has_master = param.dtype != DSOPT_DTYPE_F32 && !no_master;
+    return param;
+}
+
+/// Its state tensors, in the order of the table in dsopt.h.
+void Optimizer::add_param_state(const Param &param, int64_t index, int32_t algorithm,
+                                std::vector<StateEntry> &state) const {
+    const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
+    const char *const name = param.name.c_str();
+    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags) {
+        state.push_back({kind, index, dtype, flags, param.numel});
+    };
+    // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
+    const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
+    add(StateKind::exp_avg, moments, 0);
+    add(StateKind::exp_avg_sq, moments, 0);
+    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
+    const bool masked = param.flags & DSOPT_PARAM_MASKED;
+    if (!is_onebit(algorithm)) {
+        if (masked)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
+                        name);
+        return;
+    }
+    if (param.dtype != DSOPT_DTYPE_F32 && no_master)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+        add(desc_.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, DSOPT_DTYPE_F32,
+            DSOPT_STATE_RANK_LOCAL);
+    if (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_DTYPE_F32, 0);
+    if (masked) add(StateKind::mask, DSOPT_DTYPE_F32, 0);
+    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && masked)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
+    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
+}
+
+/// The state tensors of the whole optimizer, in the order of the table in dsopt.h. `setup` NULL: no 1-bit family.
+std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
+                                                   int64_t params) const {
+    std::vector<StateEntry> state;
+    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, int32_t flags = 0) {
+        state.push_back({kind, -1, dtype, flags, numel});
+    };
+    if (setup != nullptr) {
+        if (setup->compresses && !setup->layout.is_exact()) {
+            add(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
+            add(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
+            if (desc_.compat == DSOPT_COMPAT_NONE) add(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
+            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
+                add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
+        }
+        add(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(groups.size()));
+        if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
+            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
+                add(kind, DSOPT_DTYPE_F32, params);
+            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
+                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
+        }
+    }
+    if (with_.scaler) {
+        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1);
+        state.back().data = with_.scaler->scale();
+        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
+        state.back().data = with_.scaler->state();
+    }
+    if (std::any_of(groups.begin(), groups.end(), has_trust)) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, params);
+    add(StateKind::step, DSOPT_DTYPE_I32, params);
+    return state;
+}
+
+void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
+    check_group(group, desc_.compat);
+    std::vector<dsopt_group> groups = groups_;
+    groups.push_back(group);
+    grow(std::move(groups), params, count, false);
+}
+void Optimizer::add_params(const dsopt_param *params, int64_t count) {
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    grow(groups_, params, count, true);
+}
+
+/// `named_groups`: parameters say to which of the groups they go; else all of them go to the last one.
+void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *params, int64_t count, bool named_groups) {
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
+    if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
+    if (count > INT32_MAX - int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
+
+    // The original's wrappers step once when they are made, with all that a group has then.
+    if (named_groups && count != 0 && desc_.compat != DSOPT_COMPAT_NONE && !state_list_.empty())
+        throw Error(DSOPT_ERR_STATE, "in compat mode parameters come before the state is made: add a group for '%s'",
+                    param_name(params[0], int64_t(params_.size())).c_str());
+
+    // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
+    std::vector<Param> new_params = params_;
+    std::vector<StateEntry> new_state = state_;
+    std::vector<StateEntry> of_optimizer; // these follow the parameters' and grow with them
+    while (!new_state.empty() && new_state.back().param < 0) {
+        of_optimizer.push_back(new_state.back());
+        new_state.pop_back();
+    }
+    std::unordered_set<std::string> names;
+    for (const Param &param : params_) names.insert(param.name);
+    int64_t leaf = params_.empty() ? 0 : params_.back().first_leaf + leaves_of(params_.back().numel);
+    std::vector<bool> used(new_groups.size()); // of the original, whose groups' parameters follow one another
+    for (const Param &param : params_) used[size_t(param.group)] = true;
+    const Param *exchanged = nullptr;
+
+    new_params.reserve(new_params.size() + size_t(count));
+    for (int64_t i = 0; i < count; ++i) {
+        const dsopt_param &given = params[i];
+        const int64_t index = int64_t(new_params.size());
+        const int32_t group = named_groups ? given.group : int32_t(new_groups.size()) - 1;
+        if (!named_groups && given.group != 0)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        "dsopt_param.group of parameter %lld is %d: in dsopt_optimizer_add_group it must be 0",
+                        ll(index), given.group);
+        if (group < 0 || size_t(group) >= new_groups.size())
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups",
+                        ll(index), group, new_groups.size());
+        Param param = make_param(given, index, group);
+        if (!names.insert(param.name).second)
+            throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
+        if (desc_.compat != DSOPT_COMPAT_NONE && used[size_t(group)] && new_params.back().group != group)
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "parameter '%s' goes to group %d, whose others do not stand before it: in compat mode the "
+                        "parameters of a group follow one another",
+                        param.name.c_str(), group);
+        used[size_t(group)] = true;
+        param.first_state = int64_t(new_state.size());
+        param.first_leaf = leaf;
+        add_param_state(param, index, new_groups[size_t(group)].algorithm, new_state);
+        leaf += leaves_of(param.numel);
+        // Each size is legal; their sums must be, too, in bytes of all state and workspace.
+        if (leaf > (int64_t(1) << 44))
+            throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
+                        param.name.c_str());
+        new_params.push_back(std::move(param));
+        if (goes_into_exchanges(new_groups[size_t(group)])) exchanged = &new_params.back();
+    }
+    std::vector<Interval> intervals;
+    for (const Param &param : new_params)
+        intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
+    for (const StateEntry &entry : new_state)
+        if (entry.data != nullptr)
+            intervals.push_back(
+                interval_of(entry.tensor(), {entry.name(), new_params[size_t(entry.param)].name.c_str()}));
+    check_overlap(intervals);
+
+    std::unique_ptr<OneBitSetup> setup;
+    if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
+        if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+        setup = std::make_unique<OneBitSetup>(
+            make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
+    } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
+        throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
+                    desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
+                                                           : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
+    }
+    std::vector<StateEntry> longer = optimizer_state(setup.get(), new_groups, int64_t(new_params.size()));
+    if (exchanged != nullptr)
+        for (const StateEntry &entry : of_optimizer)
+            if (entry.kind == StateKind::schedule && entry.data != nullptr &&
+                read_schedule(entry.data, &known_schedule_, nullptr).frozen)
+                throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                            exchanged->name.c_str());
+    settle_momentum(); // its rows are those of the list as it was
+    // What has one element per parameter is copied into something longer.
+    std::vector<Memory> new_memory;
+    for (StateEntry &entry : longer) {
+        const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
+            return other.kind == entry.kind && other.data != nullptr;
+        });
+        if (old == of_optimizer.end() || !entry.carried()) continue;
+        new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
+        entry.data = new_memory.back().data();
+        context_->backend().clear(entry.data, entry.bytes(), nullptr);
+        context_->backend().copy(entry.data, old->data, old->bytes(), nullptr);
+    }
+    context_->backend().synchronize(nullptr);
+    for (StateEntry &entry : longer) new_state.push_back(entry);
+    memory_.reserve(memory_.size() + new_memory.size());
+
+    groups_.swap(new_groups);
+    params_.swap(new_params);
+    state_.swap(new_state);
+    onebit_ = std::move(setup);
+    for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
+    workspace_ = Memory();
+    cache_.reset(); // it describes that
+    lists_compared_ = false;
+    state_list_.clear();
+    state_changed();
+}
+
+void Optimizer::follow_groups() {
+    for (const dsopt_group &group : groups_)
+        if (is_onebit(group.algorithm)) {
+            onebit_->rules = schedule_rules(group, onebit_->rules.compat);
+            return;
+        }
+}
+
+void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls) {
+    groups_.swap(groups);
+    follow_groups();
+    desc_.max_norm = max_norm;
+    desc_.max_value = max_value;
+    calls_ = calls;
+    state_changed();
+}
+
+// ------------------------------------------------------------------------------------------------ hyper-parameters
+namespace {
+
+bool is_optimizer_key(int32_t key) {
+    return key == DSOPT_KEY_MAX_NORM || key == DSOPT_KEY_MAX_VALUE || key == DSOPT_KEY_SKIP_BUDGET ||
+           key == DSOPT_KEY_CALLS;
+}
+
+double *field_of(dsopt_group &group, int32_t key) {
+    switch (key) {
+    case DSOPT_KEY_LR: return &group.lr;
+    case DSOPT_KEY_BETA1: return &group.beta1;
+    case DSOPT_KEY_BETA2: return &group.beta2;
+    case DSOPT_KEY_EPS: return &group.eps;
+    case DSOPT_KEY_WEIGHT_DECAY: return &group.weight_decay;
+    case DSOPT_KEY_GROUP_MAX_NORM: return &group.max_norm;
+    case DSOPT_KEY_MIN_TRUST: return &group.min_trust;
+    case DSOPT_KEY_MAX_TRUST: return &group.max_trust;
+    }
+    return nullptr;
+}
+
+void set_flag(dsopt_group &group, int32_t flag, bool on, int32_t key, double value) {
+    if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
+    group.flags = on ? group.flags | flag : group.flags & ~flag;
+}
+
+dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
+    if (double *field = field_of(group, key))
+        *field = value;
+    else if (key == DSOPT_KEY_BIAS_CORRECTION && is_onebit(group.algorithm)) {
+        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction");
+    } else if (key == DSOPT_KEY_BIAS_CORRECTION)
+        set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
+    else if (key == DSOPT_KEY_EPS_INSIDE_SQRT)
+        set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
+    else if (key == DSOPT_KEY_EPS_UNCORRECTED)
+        set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, value == 1, key, value);
+    else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
+        if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
+            throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
+        group.freeze_step = int64_t(value);
+    } else if (key == DSOPT_KEY_FREEZE_STEP)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
+    else if (key == DSOPT_KEY_ALGORITHM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
+    else
+        throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    return group;
+}
+
+} // namespace
+
+void Optimizer::set(int32_t group, int32_t key, double value) {
+    if (is_optimizer_key(key)) {
+        if (group != DSOPT_ALL_GROUPS)
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
+                        group);
+        const bool whole = value >= 0 && std::floor(value) == value;
+        if (key == DSOPT_KEY_MAX_NORM) {
+            require(not_negative(value), "max_norm", value, "finite and not negative");
+            desc_.max_norm = value;
+        } else if (key == DSOPT_KEY_MAX_VALUE) {
+            require(is_max_value(value), "max_value", value, kMaxValueRange);
+            desc_.max_value = value;
+        } else if (key == DSOPT_KEY_SKIP_BUDGET) {
+            require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
+            desc_.skip_budget = int32_t(value);
+            change_outcome([](Outcome &outcome) { outcome.skipped_in_row = 0; });
+        } else {
+            require(whole && value <= 9007199254740992.0, "calls", value, "a whole number in [0, 2^53]");
+            calls_ = int64_t(value);
+        }
+        return;
+    }
+    if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS && is_onebit(groups_[size_t(group)].algorithm))
+        throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
+    const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
+    const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
+        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
+    };
+    for (size_t i = first; i < last; ++i)
+        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat);
+    for (size_t i = first; i < last; ++i)
+        if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
+    follow_groups();
+}
+
+double Optimizer::get(int32_t group, int32_t key) const {
+    if (is_optimizer_key(key)) {
+        if (group != DSOPT_ALL_GROUPS)
+            throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
+                        group);
+        return key == DSOPT_KEY_MAX_NORM    ? desc_.max_norm
+               : key == DSOPT_KEY_MAX_VALUE ? desc_.max_value
+               : key == DSOPT_KEY_CALLS     ? double(calls_)
+                                            : double(desc_.skip_budget);
+    }
+    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    if (group < DSOPT_ALL_GROUPS || index >= groups_.size())
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    dsopt_group copy = groups_[index];
+    switch (key) {
+    case DSOPT_KEY_ALGORITHM: return copy.algorithm;
+    case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
+    case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
+    case DSOPT_KEY_EPS_UNCORRECTED: return (copy.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0;
+    case DSOPT_KEY_FREEZE_STEP:
+        if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
+        return double(copy.freeze_step);
+    case DSOPT_KEY_MIN_TRUST:
+    case DSOPT_KEY_MAX_TRUST:
+        if (!has_trust(copy))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
+    }
+    const double *field = field_of(copy, key);
+    if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    return *field;
+}
+
+// ---------------------------------------------------------------------------------------------- gradient accumulation
+void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *stream) {
+    if (!(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
+    if (count != int64_t(params_.size()))
+        throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
+                    params_.size());
+    if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
+    for (size_t i = 0; i < params_.size(); ++i) {
+        if (grads[i].data == nullptr) continue;
+        const Label label{"gradient of", params_[i].name.c_str()};
+        check_float_tensor(grads[i], label);
+        check_numel(grads[i], params_[i].numel, label);
+    }
+    call_list_.reserve(state_.size());
+    ensure_state(nullptr, stream);
+    call_list_.resize(params_.size());
+    for (size_t i = 0; i < params_.size(); ++i)
+        call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
+    context_->backend().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
+    for (size_t i = 0; i < params_.size(); ++i)
+        params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
+}
+
+std::string Optimizer::accumulated() const {
+    std::string digits;
+    for (const Param &param : params_) digits += param.accumulated ? '1' : '0';
+    return digits;
+}
+void Optimizer::set_accumulated(const std::string &digits) {
+    for (size_t i = 0; i < params_.size() && i < digits.size(); ++i) params_[i].accumulated = digits[i] == '1';
+}
+
+} // namespace dsopt

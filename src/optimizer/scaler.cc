@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "optimizer/scaler.h"
+#include "base/status.h"
+#include "base/tensor_list.h"
+#include <cmath>
+
+namespace dsopt {
+namespace {
+
+struct Profile {
+    double init, min;
+    uint32_t flags;
+};
+constexpr Profile kProfiles[] = {
+    {65536, 1, 0}, {4294967296.0, 1, 0}, {65536, 0.25, 0}, {4294967296.0, 1, DSOPT_SCALER_FAIL_AT_MIN}};
+
+bool positive(double value) { return std::isfinite(value) && value > 0; }
+
+ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
+    constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
+                               DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
+    if (desc.profile < DSOPT_PROFILE_DEFAULT || desc.profile > DSOPT_PROFILE_DYNAMIC)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.profile is %d, not in [0, 3]", desc.profile);
+    if (desc.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
+    const bool fixed = desc.flags & DSOPT_SCALER_STATIC;
+    const bool wrapper = desc.profile == DSOPT_PROFILE_FUSED || desc.profile == DSOPT_PROFILE_UNFUSED;
+    if (fixed && (desc.factor != 0 || desc.min != 0 || desc.max != 0 || desc.window != 0 || desc.hysteresis != 0 ||
+                  (desc.flags & ~(DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED))))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "a static scaler has nothing but init: the other options have no effect");
+    if (wrapper && (desc.hysteresis > 1 || (desc.flags & (DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN))))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "the original's wrappers ignore hysteresis and never fail at the minimum: use "
+                    "DSOPT_PROFILE_DEFAULT for a scaler that has them");
+    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && desc.profile != DSOPT_PROFILE_DYNAMIC)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_KEEP_AT_MIN has an effect with the DYNAMIC profile only");
+    if ((desc.flags & DSOPT_SCALER_KEEP_AT_MIN) && (desc.flags & DSOPT_SCALER_FAIL_AT_MIN))
+        throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_SCALER_KEEP_AT_MIN and DSOPT_SCALER_FAIL_AT_MIN contradict each other");
+    if ((desc.flags & DSOPT_SCALER_REFILL) && desc.hysteresis <= 1)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_SCALER_REFILL has no effect without hysteresis above 1");
+
+    const Profile &profile = kProfiles[desc.profile];
+    ScalerRules rules;
+    rules.factor = desc.factor != 0 ? desc.factor : 2;
+    rules.min = desc.min != 0 ? desc.min : fixed ? 0 : profile.min;
+    rules.max = desc.max != 0 ? desc.max : HUGE_VAL;
+    rules.window = desc.window != 0 ? desc.window : 1000;
+    rules.hysteresis = desc.hysteresis != 0 ? desc.hysteresis : 1;
+    rules.flags = (desc.flags | profile.flags) & ~uint32_t(DSOPT_SCALER_KEEP_AT_MIN);
+    if (desc.flags & (DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_STATIC))
+        rules.flags &= ~uint32_t(DSOPT_SCALER_FAIL_AT_MIN);
+    Scaler::check(rules);
+    init = desc.init != 0 ? desc.init : fixed ? 1 : profile.init;
+    if (!positive(init) || !std::isfinite(float(init)) || init < rules.min || init > rules.max)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.init is %g, not in [min, max] = [%g, %g]", init, rules.min,
+                    rules.max);
+    return rules;
+}
+
+} // namespace
+
+void Scaler::check(const ScalerRules &rules) {
+    if (!std::isfinite(rules.factor) || rules.factor <= 1)
+        throw Error(DSOPT_ERR_ARGUMENT, "the scale factor is %g, must be above 1", rules.factor);
+    if (!std::isfinite(rules.min) || rules.min < 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive", rules.min);
+    if (!(rules.max >= rules.min))
+        throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
+    if (rules.window < 1) throw Error(DSOPT_ERR_ARGUMENT, "the scale window is %d, must be at least 1", rules.window);
+    if (rules.hysteresis < 1)
+        throw Error(DSOPT_ERR_ARGUMENT, "the hysteresis is %d, must be at least 1", rules.hysteresis);
+}
+
+Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
+    rules_ = make_rules(desc, init_);
+    memory_ = Memory(context_, 128, nullptr);
+    write(first_state(), nullptr);
+    context_->backend().synchronize(nullptr);
+}
+
+ScalerState Scaler::first_state() const {
+    ScalerState state{};
+    state.dynamic = init_;
+    state.last_overflow = -1;
+    state.hysteresis = rules().hysteresis;
+    return state;
+}
+
+int64_t Scaler::attach() {
+    const std::lock_guard lock(mutex_);
+    if (attached_ != 0 && !(rules_.flags & DSOPT_SCALER_SHARED))
+        throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
+                                     "dsopt_scaler_detach first");
+    ++attached_;
+    return ticket_;
+}
+void Scaler::detach(int64_t ticket) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (ticket == ticket_) --attached_;
+}
+void Scaler::detach_all() noexcept {
+    const std::lock_guard lock(mutex_);
+    attached_ = 0;
+    ++ticket_;
+}
+void Scaler::check_attached(int64_t ticket) const {
+    const std::lock_guard lock(mutex_);
+    if (ticket != ticket_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
+}
+
+ScalerState Scaler::read() const {
+    ScalerState state;
+    context_->backend().copy_to_host(&state, this->state(), sizeof state, nullptr);
+    return state;
+}
+void Scaler::write(const ScalerState &state, void *stream) {
+    const float scale = scale_in_use(state);
+    context_->backend().copy_from_host(this->state(), &state, sizeof state, stream);
+    context_->backend().copy_from_host(this->scale(), &scale, sizeof scale, stream);
+}
+
+void Scaler::set(int32_t what, double value, void *stream) {
+    ScalerState state = read();
+    if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {
+        if (value != 0) throw Error(DSOPT_ERR_ARGUMENT, "clearing an override takes no value, got %g", value);
+        state.overridden = 0;
+        state.forced = 0;
+    } else if (what == DSOPT_SCALE_VALUE || what == DSOPT_SCALE_OVERRIDE) {
+        if (!positive(value) || !std::isfinite(float(value)))
+            throw Error(DSOPT_ERR_ARGUMENT, "the loss scale is %g, must be positive and finite in fp32", value);
+        if (what == DSOPT_SCALE_VALUE)
+            state.dynamic = value;
+        else {
+            state.forced = value;
+            state.overridden = 1;
+        }
+    } else {
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_set: what is %d", what);
+    }
+    write(state, stream);
+}
+
+namespace {
+
+void check_overflow(const int32_t *overflow) {
+    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
+                    static_cast<const void *>(overflow));
+}
+
+} // namespace
+
+void Scaler::update(const int32_t *overflow, void *stream) {
+    check_overflow(overflow);
+    context_->backend().update_scaler(rules(), state(), scale(), overflow, stream);
+}
+
+void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
+    check_float_tensor(loss, {"loss", ""});
+    check_numel(loss, 1, {"loss", ""});
+    if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
+    context_->backend().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
+}
+
+namespace {
+
+/// The list of the two state tensors, "loss_scale" and "scaler".
+struct ScalerArrays {
+    float *scale;
+    ScalerState *state;
+};
+ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
+    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
+    if (count != 2)
+        throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2",
+                    static_cast<long long>(count));
+    const struct {
+        const char *name;
+        int32_t dtype;
+        int64_t numel;
+    } wanted[] = {{"loss_scale", DSOPT_DTYPE_F32, 1}, {"scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4}};
+    for (int i = 0; i < 2; ++i) {
+        const Label label{wanted[i].name, "the scaler"};
+        check_tensor(list[i], label);
+        check_dtype(list[i], wanted[i].dtype, label);
+        check_numel(list[i], wanted[i].numel, label);
+        if (list[i].data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", label.role);
+    }
+    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
+}
+
+} // namespace
+
+void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
+    const ScalerArrays arrays = check_arrays(state, count);
+    context_->backend().write_scaler(first_state(), arrays.state, arrays.scale, stream);
+}
+void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
+    const ScalerArrays arrays = check_arrays(state, count);
+    check_overflow(overflow);
+    context_->backend().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
+}
+
+dsopt_scaler_info Scaler::info() const {
+    context_->backend().synchronize(nullptr);
+    return decode(read());
+}
+dsopt_scaler_info Scaler::decode(const ScalerState &state) {
+    dsopt_scaler_info info{};
+    info.scale = double(scale_in_use(state));
+    info.dynamic = state.dynamic;
+    info.updates = state.updates;
+    info.last_overflow = state.last_overflow;
+    info.hysteresis = state.hysteresis;
+    info.overridden = state.overridden;
+    info.failures = state.failures;
+    info.skipped_in_row = state.skipped_in_row;
+    return info;
+}
+
+} // namespace dsopt

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "device/context.h"
+#include "rules/loss_scale.h"
+#include <memory>
+#include <mutex>
+
+namespace dsopt {
+
+/// A loss scale and the machine that moves it, in backend memory.
+class Scaler {
+public:
+    Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc);
+
+    const Context &context() const { return *context_; }
+    /// A copy: appliers read them while another optimizer of a shared scaler may load a checkpoint.
+    ScalerRules rules() const {
+        const std::lock_guard lock(mutex_);
+        return rules_;
+    }
+    float *scale() const { return static_cast<float *>(memory_.data()); }
+    ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
+
+    /// Throws DSOPT_ERR_STATE for a second optimizer unless SHARED. Returns a ticket.
+    int64_t attach();
+    /// Lets go of one optimizer, or of all of them: their tickets are then no good any more.
+    void detach(int64_t ticket) noexcept;
+    void detach_all() noexcept;
+    /// Throws DSOPT_ERR_STATE if the ticket's optimizer was let go.
+    void check_attached(int64_t ticket) const;
+
+    void set(int32_t what, double value, void *stream);
+    void update(const int32_t *overflow, void *stream);
+    void scale_loss(const dsopt_tensor &loss, void *stream) const;
+    dsopt_scaler_info info() const;
+    static dsopt_scaler_info decode(const ScalerState &state);
+    /// Starting values, and a transition, on a list of the two state tensors of the caller.
+    void init_state(const dsopt_tensor *state, int64_t count, void *stream) const;
+    void transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const;
+    ScalerState first_state() const;
+    /// From a checkpoint.
+    void restore(const ScalerRules &rules) {
+        const std::lock_guard lock(mutex_);
+        rules_ = rules;
+    }
+    static void check(const ScalerRules &rules);
+
+private:
+    ScalerState read() const;
+    void write(const ScalerState &state, void *stream);
+
+    std::shared_ptr<const Context> context_;
+    ScalerRules rules_;
+    double init_ = 0;
+    Memory memory_;
+    mutable std::mutex mutex_; // of the rules and the two below
+    int attached_ = 0;
+    int64_t ticket_ = 0;
+};
+
+} // namespace dsopt

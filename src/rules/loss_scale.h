@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loss-scale machine. It lives in backend memory and moves there, so no step waits for it.
+#pragma once
+#include "base/hd.h"
+#include "dsopt.h"
+#include <cfloat>
+#include <string.h>
+
+namespace dsopt {
+
+struct ScalerRules {
+    double factor, min, max; // max: HUGE_VAL = none
+    int32_t window, hysteresis;
+    uint32_t flags; // DSOPT_SCALER_STATIC, _REFILL, _FAIL_AT_MIN, _GROWTH_AT_WINDOW
+};
+
+/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
+struct DoubleWords {
+    int32_t words[2];
+    DSOPT_HD operator double() const {
+        double value;
+        memcpy(&value, words, sizeof value);
+        return value;
+    }
+    DSOPT_HD DoubleWords &operator=(double value) {
+        memcpy(words, &value, sizeof value);
+        return *this;
+    }
+};
+
+/// State tensor "scaler", as 12 I32 words.
+struct ScalerState {
+    DoubleWords dynamic; // the machine's own value
+    DoubleWords forced;  // used while overridden
+    int32_t updates, last_overflow, hysteresis, failures, overridden, recorded, skipped_in_row, reserved;
+};
+static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t) && alignof(ScalerState) == alignof(int32_t));
+
+/// The float that backward multiplies by. The machine counts in double as the original does, and may grow past what
+/// fp32 holds; a scale of Inf would turn gradients of zero into NaN.
+DSOPT_HD float scale_in_use(const ScalerState &s) {
+    const double scale = s.overridden ? s.forced : s.dynamic;
+    return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
+}
+
+DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
+    s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
+}
+
+/// False for words that no transition leaves behind, such as zeros or those of another array.
+DSOPT_HD bool scale_can_be_used(const ScalerState &s) { return s.overridden ? s.forced > 0 : s.dynamic > 0; }
+
+/// After an overflow: words that were spoilt become the smallest scale, and one that has left the doubles comes back.
+/// A static scale is the caller's to know.
+DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
+    if (s.overridden && !(s.forced > 0 && s.forced <= double(FLT_MAX))) {
+        s.overridden = 0;
+        s.forced = 0;
+    }
+    if (rules.flags & DSOPT_SCALER_STATIC) return;
+    if (!(s.dynamic > 0)) s.dynamic = rules.min > 0 ? rules.min : 1;
+    if (!(s.dynamic <= DBL_MAX)) s.dynamic = double(FLT_MAX);
+}
+
+/// Counts from words that may be anything.
+DSOPT_HD int32_t one_more(int32_t count) { return int32_t(uint32_t(count) + 1); }
+
+/// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without
+/// hysteresis).
+DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool overflow) {
+    s.skipped_in_row = overflow ? one_more(s.skipped_in_row) : 0;
+    s.recorded = 0;
+    if (overflow) restore_scale(rules, s);
+    if (s.overridden) return;
+    if (rules.flags & DSOPT_SCALER_STATIC) {
+        s.updates = one_more(s.updates);
+        return;
+    }
+    if (overflow) {
+        if (s.hysteresis > 1) {
+            --s.hysteresis;
+        } else {
+            if ((rules.flags & DSOPT_SCALER_FAIL_AT_MIN) && s.dynamic == rules.min) {
+                s.failures = one_more(s.failures);
+                return; // the original throws here, before it counts
+            }
+            shrink(rules, s);
+        }
+        s.last_overflow = s.updates;
+    } else {
+        if (rules.flags & DSOPT_SCALER_REFILL) s.hysteresis = rules.hysteresis;
+        const int64_t good = int64_t(s.updates) - s.last_overflow - 1; // steps since the last overflow, before this one
+        const bool grow = rules.flags & DSOPT_SCALER_GROWTH_AT_WINDOW ? (good + 1) % rules.window == 0
+                                                                      : good > 0 && good % rules.window == 0;
+        if (grow) {
+            s.hysteresis = rules.hysteresis;
+            s.dynamic = s.dynamic * rules.factor < rules.max ? s.dynamic * rules.factor : rules.max;
+        }
+    }
+    s.updates = one_more(s.updates);
+}
+
+} // namespace dsopt
