@@ -369,8 +369,9 @@ void CudaBackend::step(const StepPlan &plan) const {
     bool narrow = false, counted = false; // 16-bit arrays; the original's way of counting
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
+        for (const Moment &moment : job.moment) narrow = narrow || moment.type != Dtype::f32;
         narrow = narrow || job.grad_type != Dtype::f32 || job.weight_type != Dtype::f32 ||
-                 job.state_type != Dtype::f32 || (job.copy != nullptr && job.copy_type != Dtype::f32) ||
+                 (job.copy != nullptr && job.copy_type != Dtype::f32) ||
                  (job.out != nullptr && job.out_type != Dtype::f32);
     }
     for (int64_t g = 0; g < plan.group_count; ++g)

@@ -39,10 +39,10 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     if (F == Feed::momentum && b.momentum != nullptr && b.schedule->momentum_in_bits != 0)
         t.m = mean_of<V>(b.x, b.momentum, one.part, one.worker + i);
     else
-        t.m = load<V>(job.m, job.state_type, i, aligned16(job.m));
+        t.m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
     if constexpr (F == Feed::distance) {
         t.p = load_weight<V>(job, i);
-        t.v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+        t.v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
         t.drift = load<V>(one.drift, Dtype::f32, i, aligned16(one.drift));
     } else {
         t.p = t.v = t.drift = Pack<V>{};
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_ke
                 for (int k = 0; k < W; ++k)
                     local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
                 store(t.p, job.weight, job.weight_type, i, aligned16(job.weight));
-                store(t.m, job.m, job.state_type, i, aligned16(job.m));
+                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
                 if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             }
             if (kept == nullptr) return;
@@ -196,9 +196,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_
             else
                 t.g = load_gradient<W, true>(job, i);
             if (F != Feed::momentum || !b.exchanges) // otherwise the mean replaces it
-                t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
+                t.m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
             t.p = load_weight<W>(job, i);
-            t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
+            t.v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
             if constexpr (F == Feed::distance) t.drift = load<W>(one.drift, Dtype::f32, i, aligned16(one.drift));
             const Pack<W> old = t.p;
             if (!b.exchanges) y = own_values<W, F>(s, o, t);
@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_
 #pragma unroll
             for (int k = 0; k < W; ++k)
                 take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
-            if (b.momentum == nullptr) store(t.m, job.m, job.state_type, i, aligned16(job.m));
+            if (b.momentum == nullptr)
+                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
             if constexpr (F == Feed::distance) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             publish<W, true>(plan, job, s, t.p, old, i);
         });
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b
 #pragma unroll
             for (int k = 0; k < W; ++k)
                 local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.drift.at[k]);
-            store(t.m, job.m, job.state_type, i, aligned16(job.m));
+            store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
             if (!o.one.anchored) store(t.drift, one.drift, Dtype::f32, i, aligned16(one.drift));
             publish<W, true>(b.d.plan, job, s, t.p, t.p, i);
         });
@@ -256,9 +257,9 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const 
                     y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
                 else
                     t.g = load_gradient<W, true>(job, i);
-                t.m = load<W>(job.m, job.state_type, i, aligned16(job.m));
+                t.m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
                 t.p = load_weight<W>(job, i);
-                t.v = load<W>(job.v, job.state_type, i, aligned16(job.v));
+                t.v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
                 Pack<W> fresh = load<W>(one.fresh, Dtype::f32, i, aligned16(one.fresh));
                 if (!b.exchanges) y = own_values<W, Feed::scaled>(s, o, t);
 #pragma unroll
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const 
                     const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
                     most = factor > most ? factor : most;
                 }
-                store(t.m, job.m, job.state_type, i, aligned16(job.m));
+                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
                 store(fresh, one.fresh, Dtype::f32, i, aligned16(one.fresh));
             });
             sum_rooms(b.d, leaf, n, rooms); // a barrier first
@@ -330,8 +331,9 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const 
         for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             Pack<W> p = load_weight<W>(job, i);
-            const Pack<W> m = load<W>(job.m, job.state_type, i, aligned16(job.m)),
-                          v = load<W>(job.v, job.state_type, i, aligned16(job.v)), old = p;
+            const Pack<W> m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data)),
+                          v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data)),
+                          old = p;
             const float lr = s.scalars.lr * s.trust;
 #pragma unroll
             for (int k = 0; k < W; ++k) p.at[k] = p.at[k] - lr * frozen_update(s.scalars, p.at[k], m.at[k], v.at[k]);
@@ -364,7 +366,7 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(const Device
         const TensorJob &job = plan.jobs[b.d.tensor_of_leaf[leaf]];
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        const double squares = leaf_squares(job.m, job.state_type, begin, n, room[warp]);
+        const double squares = leaf_squares(job.moment[0].data, job.moment[0].type, begin, n, room[warp]);
         if (threadIdx.x % 32 == 0) plan.sums_a[leaf] = squares;
     }
 }
@@ -424,7 +426,7 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(const DeviceOneBi
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         for (int k = int(threadIdx.x) / 32 * 32; k < n; k += kThreads) {
             const int own = k + int(threadIdx.x % 32);
-            const bool has = own < n && load_one(job.v, job.state_type, begin + own) != 0;
+            const bool has = own < n && load_one(job.moment[1].data, job.moment[1].type, begin + own) != 0;
             const unsigned word = __ballot_sync(0xffffffffu, has);
             if (threadIdx.x % 32 == 0) b.active[(worker + begin + k) / 32] = int32_t(word);
         }
@@ -444,7 +446,8 @@ __global__ void __launch_bounds__(kThreads) freeze_kernel(const DeviceOneBit b, 
         for_packs<4>(begin, n, [&](auto width, int64_t i, int) {
             constexpr int W = decltype(width)::value;
             if (copies_variance && one.fresh != nullptr)
-                store(load<W>(job.v, Dtype::f32, i, aligned16(job.v)), one.fresh, Dtype::f32, i, aligned16(one.fresh));
+                store(load<W>(job.moment[1].data, Dtype::f32, i, aligned16(job.moment[1].data)), one.fresh, Dtype::f32,
+                      i, aligned16(one.fresh));
             if (one.drift != nullptr && !b.compat)
                 store(load_weight<W>(job, i), one.drift, Dtype::f32, i, aligned16(one.drift));
         });

@@ -97,8 +97,8 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
                                             const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i);
     Pack<V> p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
+    Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
     const Pack<V> old = p;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -111,8 +111,8 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
         else
             LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
     }
-    store(m, job.m, job.state_type, i, aligned16(job.m));
-    store(v, job.v, job.state_type, i, aligned16(job.v));
+    store(m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
+    store(v, job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
     publish(plan, job, s, p, old, i);
     if (plan.report_norms) {
 #pragma unroll
@@ -127,8 +127,8 @@ template <int V>
 __device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i,
                                                   int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i), p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
+    Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
 #pragma unroll
     for (int k = 0; k < V; ++k) {
         const float u = rule == Rule::lamb ? LambMoments<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k])
@@ -136,16 +136,16 @@ __device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rul
         rooms.a[place + k] = p.at[k];
         rooms.b[place + k] = u;
     }
-    store(m, job.m, job.state_type, i, aligned16(job.m));
-    store(v, job.v, job.state_type, i, aligned16(job.v));
+    store(m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
+    store(v, job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
 }
 
 template <int V>
 __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
                                                   const SharedScalars &s, int64_t i) {
     Pack<V> p = load_weight<V>(job, i);
-    const Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    const Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    const Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
+    const Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
     const Pack<V> old = p;
 #pragma unroll
     for (int k = 0; k < V; ++k) {

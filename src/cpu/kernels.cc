@@ -84,8 +84,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
             const int64_t n = least(kTile, stop - i);
             const float *g = open_gradient(job, i, n, g_buffer);
             float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-            float *m = open(job.m, job.state_type, i, n, m_buffer);
-            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            float *m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+            float *v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
             if (needs_old) widen(p, old.at, n, F32{});
             if (span.sums) weight_sum.add(p, n);
             apply(rule, g, p, m, v, n);
@@ -93,8 +93,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
             if (needs_old) subtract(p, old.at, n);
             if (span.sums) update_sum.add(old.at, n);
             if (!keep) close(p, job.weight, job.weight_type, i, n);
-            close(m, job.m, job.state_type, i, n);
-            close(v, job.v, job.state_type, i, n);
+            close(m, job.moment[0].data, job.moment[0].type, i, n);
+            close(v, job.moment[1].data, job.moment[1].type, i, n);
             publish(span, p, old.at, i, n);
         }
         if (span.sums) {
@@ -132,13 +132,13 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
             const int64_t n = least(kTile, stop - i);
             const float *g = open_gradient(job, i, n, g_buffer);
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
-            float *m = open(job.m, job.state_type, i, n, m_buffer);
-            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            float *m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+            float *v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
             apply_moments(rule, g, p, m, v, u.at, n);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
-            close(m, job.m, job.state_type, i, n);
-            close(v, job.v, job.state_type, i, n);
+            close(m, job.moment[0].data, job.moment[0].type, i, n);
+            close(v, job.moment[1].data, job.moment[1].type, i, n);
         }
         span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
         span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
@@ -164,8 +164,8 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-        const float *m = open(job.m, job.state_type, i, n, m_buffer);
-        const float *v = open(job.v, job.state_type, i, n, v_buffer);
+        const float *m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+        const float *v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
         if (span.flags & kDelta) widen(p, old.at, n, F32{});
         apply_weights(rule, p, m, v, n);
         settle(span, p, i, n);

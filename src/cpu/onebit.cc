@@ -143,7 +143,8 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
         cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
                 [&](int64_t i, int64_t begin, int64_t end) {
                     const TensorJob &job = plan_.jobs[i];
-                    kernels_.squares(job.m, job.state_type, begin, end, plan_.sums_a, job.first_leaf + begin / kLeaf);
+                    kernels_.squares(job.moment[0].data, job.moment[0].type, begin, end, plan_.sums_a,
+                                     job.first_leaf + begin / kLeaf);
                 });
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
@@ -205,7 +206,7 @@ void OneBitStep::end(const Cut &cut, bool taken) {
         cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
                 [&](int64_t i, int64_t begin, int64_t end) {
                     const int64_t worker = one_.jobs[i].worker; // a whole word, as `begin` is
-                    const auto *v = static_cast<const float *>(plan_.jobs[i].v);
+                    const auto *v = static_cast<const float *>(plan_.jobs[i].moment[1].data);
                     for (int64_t k = begin; worker >= 0 && k < end; k += 32) {
                         uint32_t word = 0;
                         for (int64_t b = 0; b < 32 && k + b < end; ++b) word |= uint32_t(v[k + b] != 0) << b;
@@ -218,7 +219,8 @@ void OneBitStep::end(const Cut &cut, bool taken) {
         const TensorJob &job = plan_.jobs[i];
         const auto bytes = size_t(job.numel) * sizeof(float);
         if (bytes == 0) continue;
-        if (copies && one_.jobs[i].fresh != nullptr && !late) std::memcpy(one_.jobs[i].fresh, job.v, bytes);
+        if (copies && one_.jobs[i].fresh != nullptr && !late)
+            std::memcpy(one_.jobs[i].fresh, job.moment[1].data, bytes);
         if (one_.jobs[i].drift != nullptr && !one_.compat) std::memcpy(one_.jobs[i].drift, job.weight, bytes);
     }
     const CompressLayout &layout = one_.setup->layout;

@@ -213,8 +213,8 @@ struct Tile {
             mean(one.momentum, one.worker + i, n, m_buffer.at);
             m = m_buffer.at;
         } else
-            m = open(job.m, job.state_type, i, n, m_buffer);
-        v = open(job.v, job.state_type, i, n, v_buffer);
+            m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+        v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
         drift = one.drift != nullptr ? one.drift + i : drift_buffer.at;
     }
 };
@@ -256,7 +256,7 @@ void feed(const OneBitSpan &one) {
         if (one.feed == Feed::distance) {
             local_tile(one, t, n);
             close(t.p, job.weight, job.weight_type, i, n);
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         }
         if (one.message != nullptr) {
             feed_tile(one, t, n, one.message + one.worker + i);
@@ -302,9 +302,9 @@ void finish(const OneBitSpan &one) {
         if (needs_old) subtract(t.p, old.at, n);
         if (!keep) close(t.p, job.weight, job.weight_type, i, n);
         if (!one.momentum_goes && replaces)
-            store(t.m, job.m, job.state_type, i, n, span.streaming);
+            store(t.m, job.moment[0].data, job.moment[0].type, i, n, span.streaming);
         else if (!one.momentum_goes)
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         publish(span, t.p, old.at, i, n);
     }
     if (span.streaming) fence_streaming();
@@ -337,7 +337,7 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
             }
             sum_without.add(without.at, n);
             sum_with.add(with.at, n);
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;
         span.sums_a[index] = sum_without.fold();
@@ -376,7 +376,7 @@ void local(const OneBitSpan &one) {
         t.open_all(one, i, n, false);
         local_tile(one, t, n);
         close(t.p, job.weight, job.weight_type, i, n);
-        close(t.m, job.m, job.state_type, i, n);
+        close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         publish(span, t.p, t.p, i, n);
     }
     if (span.streaming) fence_streaming();

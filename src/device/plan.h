@@ -11,11 +11,20 @@ namespace dsopt {
 constexpr int64_t kLeaf = 4096;
 DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
 
+/// One moment of a tensor; `data` NULL: the rule has none. A tensor's own dtype each.
+struct Moment {
+    void *data;
+    Dtype type;
+    uint8_t reserved[7]; // no padding, as in TensorJob
+};
+static_assert(sizeof(Moment) == 16);
+constexpr int kMoments = 2; // of any rule, at most
+
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
     void *grad; // NULL and `present`: zeros
     void *weight;
-    void *m, *v;
+    Moment moment[kMoments];
     void *copy; // low-precision parameter beside a master, or NULL
     void *out;  // or NULL
     int64_t numel;
@@ -25,15 +34,15 @@ struct TensorJob {
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // among StepPlan::shard_sums; -1: no other rank has a part in its trust ratio
-    Dtype grad_type, weight_type, state_type, copy_type, out_type;
+    Dtype grad_type, weight_type, copy_type, out_type;
     bool present;        // takes part in this step
     bool has_master;     // `weight` is one
     bool in_norm;        // its squares count on this rank
     bool stochastic;     // bf16 weights without a master are rounded at random
     bool onebit;         // its gradient goes into exchanges of the 1-bit family
-    uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
+    uint8_t reserved[3]; // no padding: tables of these are compared byte by byte
 };
-static_assert(sizeof(TensorJob) == 104);
+static_assert(sizeof(TensorJob) == 120);
 
 /// What model ranks add up of a LAMB tensor that is sharded over them.
 struct ShardSums {

@@ -25,6 +25,8 @@ Rule rule_of(const dsopt_group &group) {
     return inside ? Rule::legacy_eps_inside : Rule::legacy;
 }
 
+Moment moment_of(const dsopt_tensor &state) { return {state.data, Dtype(state.dtype), {}}; }
+
 } // namespace
 
 /// The lists of one call after checking. `params` NULL: where they are bound.
@@ -216,7 +218,6 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         const Param &param = params_[i];
         const dsopt_tensor *own = state + param.first_state;
         void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
-        const dsopt_tensor &moment = own[param.has_master];
         const dsopt_tensor *out =
             arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
         const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY) && !arguments.initial;
@@ -228,8 +229,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
                    .weight = param.has_master ? own[0].data : data,
-                   .m = moment.data,
-                   .v = own[param.has_master + 1].data,
+                   .moment = {moment_of(own[param.has_master]), moment_of(own[param.has_master + 1])},
                    .copy = copies ? data : nullptr,
                    .out = out != nullptr ? out->data : nullptr,
                    .numel = param.numel,
@@ -241,7 +241,6 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                    .trust_slot = shares && shares_trust(param) ? slots++ : -1,
                    .grad_type = grad != nullptr ? Dtype(grad->dtype) : Dtype::f32,
                    .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
-                   .state_type = Dtype(moment.dtype),
                    .copy_type = Dtype(param.dtype),
                    .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
                    // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
@@ -363,9 +362,10 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
 void Optimizer::check_pointers(const StepPlan &plan) const {
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        const std::pair<const char *, const void *> parts[] = {{"gradient", job.grad},  {"weight", job.weight},
-                                                               {"exp_avg", job.m},      {"exp_avg_sq", job.v},
-                                                               {"parameter", job.copy}, {"output", job.out}};
+        const std::pair<const char *, const void *> parts[] = {
+            {"gradient", job.grad},          {"weight", job.weight},
+            {"exp_avg", job.moment[0].data}, {"exp_avg_sq", job.moment[1].data},
+            {"parameter", job.copy},         {"output", job.out}};
         for (const auto &[role, data] : parts)
             if (data != nullptr && job.numel != 0 && !context_->backend().owns(data))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
