@@ -17,13 +17,13 @@ struct SharedScalars {
     Rule rule;
 };
 
-__device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int counted_already, SharedScalars &s) {
+__device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedScalars &s) {
     const StepPlan &plan = d.plan;
     const TensorJob &job = plan.jobs[tensor];
-    const int64_t step = plan.step[tensor] + !counted_already;
+    const int64_t step = plan.step[tensor] + 1;
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     s.rule = plan.groups[job.group].rule;
-    if (d.counted) {
+    if (d.together) {
         s.scalars = plan.scalars[tensor];
         s.step = step;
         return;
@@ -37,8 +37,8 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int cou
 
 /// A step that nobody had to decide about is skipped for these reasons alone.
 __device__ inline bool skipped(const DevicePlan &d) {
-    if (d.decided) return d.control->skip != 0;
-    return d.plan.skip != nullptr && *d.plan.skip != 0;
+    if (d.decided) return d.plan.control->skip != 0;
+    return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
 /// A tensor that kernels of the 1-bit family update, or nobody does.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &j
         }
         store<V, Halves>(x, job.out, job.out_type, i, aligned16(job.out));
     }
-    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V, Halves>(job, i);
+    if (job.zeroes) zero_gradient<V, Halves>(job, i);
 }
 
 template <int V>
@@ -167,7 +167,7 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
         }
         store(x, job.out, job.out_type, i, aligned16(job.out));
     }
-    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V>(job, i);
+    if (job.zeroes) zero_gradient<V>(job, i);
 }
 
 /// body(V, i, place): packs of V elements while they last, then single ones.
@@ -191,9 +191,8 @@ __device__ inline void sum_rooms(const DevicePlan &d, uint32_t leaf, int n, cons
 /// By the last block of the last kernel: counters, the report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
-    if (!skip && !d.counted)
-        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
-            if (plan.jobs[i].present) ++plan.step[i];
+    if (!skip)
+        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) count_step(plan, i);
     if (!skip && plan.report_norms && plan.count != 0) { // as fold_updates() adds them up
         for_tensors(
             int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
@@ -215,16 +214,19 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
+    if (!skip && d.together)
+        for_stretches(plan,
+                      [&](int64_t begin, int64_t end, int32_t group) { count_together(plan, begin, end, group); });
     if (!d.decided) {
         const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_gradients(plan, table, *d.outcome);
-        decide(plan, table, *d.outcome);
+        fold_gradients(plan, table, plan.control->found);
+        decide(plan, table, *d.plan.outcome);
     }
     if (!skip && plan.report_norms) {
-        d.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
-        d.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
+        d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
+        d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
     }
-    if (plan.report != nullptr) write_report(plan, *d.outcome, plan.report);
+    if (plan.report != nullptr) write_report(plan, *d.plan.outcome, plan.report);
 }
 
 /// V: elements a thread has in hand, 4 where everything is fp32, 8 where a 16-byte access must hold 16-bit elements.
@@ -247,7 +249,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         }
         if (elsewhere(d, job)) continue;
         __syncthreads();
-        if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
+        if (threadIdx.x == 0) find_scalars(d, tensor, s);
         __syncthreads();
         if (is_lamb(s.rule))
             for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
@@ -259,7 +261,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
             });
         if (is_lamb(s.rule) || plan.report_norms) sum_rooms(d, leaf, n, rooms);
     }
-    if (!last_block(&d.control->ticket[1])) return;
+    if (!last_block(&d.plan.control->ticket[1])) return;
     const bool skip = skipped(d);
     if (!plan.has_lamb) {
         finish(d, skip);
@@ -270,15 +272,10 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
         [&](int32_t i, int32_t leaves, auto by) {
             const TensorJob &job = plan.jobs[i];
-            const Hyper &hyper = plan.groups[job.group];
-            if (!job.present || !is_lamb(hyper.rule) || elsewhere(d, job)) return;
+            if (!job.present || !is_lamb(plan.groups[job.group].rule) || elsewhere(d, job)) return;
             const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                          updates = by.sum(plan.sums_b + job.first_leaf, leaves);
-            if (!by.lead) return;
-            if (job.trust_slot >= 0)
-                plan.shard_sums[job.trust_slot] = {weights, updates, 1};
-            else
-                plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+            if (by.lead) find_trust(plan, i, weights, updates);
         });
 }
 
@@ -302,7 +299,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         __syncthreads();
         if (threadIdx.x == 0) {
-            find_scalars(d, tensor, d.counted, s);
+            find_scalars(d, tensor, s);
             if (leaf == job.first_leaf) plan.scalars[tensor] = s.scalars; // fold_updates() wants the factor
         }
         __syncthreads();
@@ -310,7 +307,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
             lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i);
         });
     }
-    if (last_block(&d.control->ticket[2])) finish(d, skip);
+    if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }
 
 } // namespace dsopt::gpu

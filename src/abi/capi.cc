@@ -454,8 +454,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
         if (reinterpret_cast<uintptr_t>(result) % alignof(dsopt_norm_result) != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "result is at %p, not aligned to 8 bytes", static_cast<void *>(result));
         check_list(list, count, "tensor");
-        context.backend().norm(list, count, norm, max_norm, comm_if_any(comm).get(), result, context.parallel(),
-                               stream);
+        norm_over_ranks(context, comm_if_any(comm).get(), list, count, norm, max_norm, result, stream);
     });
 }
 dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,

@@ -195,7 +195,7 @@ void unchanged(const Span &span) {
                 load(job.weight, job.weight_type, i, n, p_buffer.at);
             store(p_buffer.at, job.out, job.out_type, i, n);
         }
-        if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, i, n);
+        if (job.zeroes) zero_gradient(job, i, n);
     }
 }
 

@@ -199,9 +199,9 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
 // ------------------------------------------------------------------------------------------------- pieces of a step
 /// One tile of everything that the rules read, as floats; closed again by whoever wrote to it.
 struct Tile {
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, drift_buffer;
+    Buffer g_buffer, p_buffer, m_buffer, v_buffer, track_buffer;
     const float *g;
-    float *p, *m, *v, *drift;
+    float *p, *m, *v, *track;
     /// `replaced`: whoever asks writes the momentum and does not read it.
     void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep, bool replaced = false) {
         const TensorJob &job = *one.span->job;
@@ -215,14 +215,14 @@ struct Tile {
         } else
             m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
         v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
-        drift = one.drift != nullptr ? one.drift + i : drift_buffer.at;
+        track = one.track != nullptr ? one.track + i : track_buffer.at;
     }
 };
 
 template <Feed F> void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *__restrict x) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
     switch (one.feed) {
@@ -236,13 +236,13 @@ void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
 void local_tile(const OneBitSpan &one, const Tile &t, int64_t n) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 
 template <Feed F> void mean_tile(const OneBitSpan &one, const float *__restrict y, const Tile &t, int64_t n) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 
 void feed(const OneBitSpan &one) {

@@ -222,10 +222,12 @@ std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, con
         if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(groups.size()));
         if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
+            const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
+            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
+                                         compat ? StateKind::trust_scaling : StateKind::trust_weight})
                 add(kind, DSOPT_DTYPE_F32, params);
-            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
-                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
+            if (compat && setup->compresses && !setup->layout.parts.empty())
+                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->layout.parts[0].used);
         }
     }
     if (with_.scaler) {
