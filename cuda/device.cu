@@ -518,12 +518,12 @@ void CudaBackend::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t
     std::vector<dsopt_tensor> xs, ys;
     std::vector<int64_t> first{0};
     for (int64_t i = 0; i < count; ++i) {
-        if (x[i].data == nullptr || x[i].numel == 0 || (y != nullptr && y[i].data == nullptr)) continue;
+        const bool counts = x[i].data != nullptr && (y == nullptr || y[i].data != nullptr);
         xs.push_back(x[i]);
         if (y != nullptr) ys.push_back(y[i]);
-        first.push_back(first.back() + leaves_of(x[i].numel));
+        first.push_back(first.back() + (counts ? leaves_of(x[i].numel) : 0));
     }
-    if (xs.empty()) return;
+    if (first.back() == 0) return;
     std::vector<char> image(rounded(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) +
                             rounded(first.size() * 8));
     const size_t ys_at = rounded(xs.size() * sizeof(dsopt_tensor)), first_at = ys_at * (y != nullptr ? 2 : 1);
@@ -551,12 +551,11 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
     const OnDevice on(device_);
     const auto stream = as_stream(where);
     int64_t leaves = 0;
-    std::vector<int64_t> place; // in the caller's list, of the entries that are looked at
     for (int64_t i = 0; i < count; ++i)
-        if (list[i].data != nullptr && list[i].numel != 0) leaves += leaves_of(list[i].numel), place.push_back(i);
+        if (list[i].data != nullptr) leaves += leaves_of(list[i].numel);
     const bool peers = comm != nullptr && comm->ranks() > 1;
     const size_t squares = 0, bad = rounded(size_t(leaves) * 8), largest = bad * 2,
-                 sums = largest + rounded(size_t(leaves) * 4), ticket = sums + rounded(place.size() * 8);
+                 sums = largest + rounded(size_t(leaves) * 4), ticket = sums + rounded(size_t(count) * 8);
     void *memory = nullptr;
     check(cudaMallocAsync(&memory, ticket + kLine, stream), "cudaMallocAsync");
     char *base = static_cast<char *>(memory);
@@ -576,22 +575,17 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
         throw;
     }
     check(cudaFreeAsync(memory, stream), "cudaFreeAsync");
-    const bool all = place.size() == size_t(count);
-    if (!peers && all) return;
-    // The place in the caller's list, and what other ranks have: both are the host's to know.
-    if (capturing(stream)) throw Error(DSOPT_ERR_STATE, "a norm over ranks or a list with gaps cannot be captured");
+    if (!peers) return;
+    if (capturing(stream)) throw Error(DSOPT_ERR_STATE, "a norm over ranks cannot be captured");
     dsopt_norm_result r;
     check(cudaMemcpyAsync(&r, result, sizeof r, cudaMemcpyDeviceToHost, stream), "norm");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    if (r.first_bad >= 0) r.first_bad = place[size_t(r.first_bad)];
-    if (peers) {
-        double shared[3] = {r.norm, double(r.nonfinite), std::isnan(r.norm) ? 1.0 : 0.0};
-        comm->all_reduce(&shared[0], 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, where);
-        comm->all_reduce(&shared[1], 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, where);
-        r.nonfinite = int64_t(shared[1]);
-        if (kind == DSOPT_NORM_MAX && shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
-        finish_norm(r, kind, shared[0], max_norm);
-    }
+    double shared[3] = {r.norm, double(r.nonfinite), std::isnan(r.norm) ? 1.0 : 0.0};
+    comm->all_reduce(&shared[0], 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, where);
+    comm->all_reduce(&shared[1], 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, where);
+    r.nonfinite = int64_t(shared[1]);
+    if (kind == DSOPT_NORM_MAX && shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
+    finish_norm(r, kind, shared[0], max_norm);
     check(cudaMemcpyAsync(result, &r, sizeof r, cudaMemcpyHostToDevice, stream), "norm");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
