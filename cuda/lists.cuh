@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     most = uint32_t(-over_block(0, -int64_t(most)).least);
     if (threadIdx.x >= 32) return;
-    const double total = add_in_order(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
+    const double total = add_by_warp(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
     dsopt_norm_result r{};
     r.nonfinite = found.sum;

@@ -207,9 +207,9 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
             });
         __syncthreads();
         if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
-            const double weights = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_squares[i]; });
+            const double weights = add_by_warp(int32_t(plan.count), [&](int32_t i) { return d.tensor_squares[i]; });
             if (threadIdx.x == 0) d.tensor_squares[0] = weights;
-            const double updates = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_updates[i]; });
+            const double updates = add_by_warp(int32_t(plan.count), [&](int32_t i) { return d.tensor_updates[i]; });
             if (threadIdx.x == 0) d.tensor_updates[0] = updates;
         }
     }
@@ -217,7 +217,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     if (threadIdx.x != 0) return;
     if (!d.decided) {
         const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_gradients(plan, table, *d.outcome);
+        fold_nothing(plan, table, *d.outcome);
         decide(plan, table, *d.outcome);
     }
     if (!skip && plan.report_norms) {

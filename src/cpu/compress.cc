@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/compress.h"
 #include "cpu/cut.h"
+#include "rules/lane_sum.h"
 #include <algorithm>
 #include <cstring>
 
@@ -36,13 +37,9 @@ int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
 
 /// Of what the leaves [begin, end) found.
 float rms(const Exchange &exchange, int64_t begin, int64_t end) {
-    double sum = 0;
     int64_t count = 0;
-    for (int64_t leaf = begin; leaf < end; ++leaf) {
-        sum += exchange.sums[leaf];
-        count += exchange.counts[leaf];
-    }
-    return rms_of(sum, count);
+    for (int64_t leaf = begin; leaf < end; ++leaf) count += exchange.counts[leaf];
+    return rms_of(add_in_lanes(end - begin, [&](int64_t leaf) { return exchange.sums[begin + leaf]; }), count);
 }
 
 } // namespace

@@ -196,19 +196,20 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
     });
     dsopt_norm_result r{};
     r.first_bad = -1;
-    double total = 0;
+    double lanes[kLanes] = {};
     float most = 0;
     for (int64_t i = 0; i < count; ++i) {
-        double sum = 0;
+        const double *const own = squares.data() + first[size_t(i)];
+        lanes[i % kLanes] +=
+            add_in_lanes(first[size_t(i) + 1] - first[size_t(i)], [&](int64_t leaf) { return own[leaf]; });
         for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
-            sum += squares[size_t(leaf)];
             r.nonfinite += bad[size_t(leaf)] & 0xffff;
             if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
             const float magnitude = largest[size_t(leaf)];
             most = magnitude > most || magnitude != magnitude ? magnitude : most;
         }
-        total += sum;
     }
+    const double total = fold_lanes<kLanes>(lanes);
     double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite),
                         std::isnan(most) ? 1.0 : 0.0};
     if (comm != nullptr) {

@@ -139,7 +139,6 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
     feed_ = Feed::scaled;
     if (one_.compat && plan_.count != 0 && one_.scaling[0] == 0) {
         // The original has one scale for everything, so momenta are first brought to the same size.
-        double mean = 0;
         cut.run([&](int64_t i) { return plan_.jobs[i].numel; },
                 [&](int64_t i, int64_t begin, int64_t end) {
                     const TensorJob &job = plan_.jobs[i];
@@ -149,8 +148,9 @@ void OneBitStep::lamb(const Cut &cut, const SpanOf &span_of) {
             const TensorJob &job = plan_.jobs[i];
             one_.scaling[i] =
                 job.numel == 0 ? 0.0f : float(std::sqrt(fold_leaves(plan_.sums_a, job)) / std::sqrt(double(job.numel)));
-            mean += double(one_.scaling[i]) / double(plan_.count);
         }
+        const double mean =
+            add_in_lanes(plan_.count, [&](int64_t i) { return double(one_.scaling[i]) / double(plan_.count); });
         for (int64_t i = 0; i < plan_.count; ++i)
             one_.scaling[i] = one_.scaling[i] > 0 ? float(mean / double(one_.scaling[i])) : 1.0f;
     }

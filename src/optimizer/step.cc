@@ -58,7 +58,7 @@ Optimizer::Layout Optimizer::layout() const {
     l.scalars = place(count * sizeof(Scalars));
     l.divisors = place(groups * sizeof(double));
     const auto classes = 1 + size_t(desc_.expert_count);
-    l.norms = place(((groups + 1) * classes + 1 + groups + 2) * sizeof(double)); // a NormTable and a message of it
+    l.norms = place(size_t(NormTable::room(int64_t(groups), int64_t(classes))) * sizeof(double));
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
