@@ -3,6 +3,7 @@
 // row of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
 // the order that is part of the result and read once.
 #pragma once
+#include "base/sizes.h"
 #include "exchange/exchange.h"
 #include "fold.cuh"
 #include "lists.cuh"
@@ -459,7 +460,7 @@ private:
             size_t at = 0;
             const auto place = [&](size_t size) {
                 const size_t offset = at;
-                at += (size + 63) / 64 * 64;
+                at += round_up(size);
                 return offset;
             };
             units = place(layout.units.size() * sizeof(CompressLayout::Unit));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/exchange.h"
+#include "base/sizes.h"
 #include "base/tensor_list.h"
-#include "base/workspace.h"
 #include "comm/comm.h"
 #include "device/backend.h"
 #include "device/plan.h"
@@ -14,8 +14,6 @@ namespace dsopt {
 namespace {
 
 constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 } // namespace
 

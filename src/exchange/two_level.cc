@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchanges over two comms: full precision inside a node, one bit an element between nodes. Of the vector only a slice
 // a rank leaves its node, so the bytes on the link that a node's ranks share fall by their number.
+#include "base/sizes.h"
 #include "comm/comm.h"
 #include "device/backend.h"
 #include "exchange/exchange.h"
@@ -48,9 +49,8 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
     if (compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
-    if (data_ranks(data, node) > (1 << 24))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24",
-                    static_cast<long long>(data_ranks(data, node)));
+    if (data_ranks(data, node) > kMostDataRanks)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24", ll(data_ranks(data, node)));
     return node->ranks() > 1 ? node : nullptr;
 }
 

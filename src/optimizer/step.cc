@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One step: check the lists, make the plan, hand it to the backend.
-#include "base/workspace.h"
+#include "base/sizes.h"
 #include "device/decide.h"
 #include "optimizer/optimizer.h"
 #include <algorithm>
@@ -9,8 +9,6 @@
 
 namespace dsopt {
 namespace {
-
-long long ll(int64_t value) { return static_cast<long long>(value); }
 
 Rule rule_of(const dsopt_group &group) {
     const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
@@ -51,7 +49,7 @@ Optimizer::Layout Optimizer::layout() const {
     size_t at = 0;
     const auto place = [&](size_t bytes) {
         const size_t offset = at;
-        at += (bytes + 63) / 64 * 64;
+        at += round_up(bytes);
         return offset;
     };
     Layout l;
