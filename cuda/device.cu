@@ -148,6 +148,13 @@ public:
             return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a.data, a.value, b);
         });
     }
+    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
+                     void *stream) const override {
+        const OnDevice on(device_);
+        check(::gpu::launch("add_up_rows", add_up_rows_kernel, blocks_for(n / kThreads + 1), kThreads, 0,
+                            as_stream(stream), rows, stride, count, n, y),
+              "add_up_rows");
+    }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
             return ::gpu::launch("clamp", clamp_kernel, blocks, kThreads, 0, on, device, limit);

@@ -82,6 +82,16 @@ __global__ void __launch_bounds__(kThreads)
     axpby({&pair.x, &pair.y, pair.first_leaf, 1, pair.first_leaf[1]}, factor != nullptr ? *factor : value, b);
 }
 
+/// y may be the first of the rows.
+__global__ void __launch_bounds__(kThreads)
+    add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
+    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
+        float sum = rows[i];
+        for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
+        y[i] = sum;
+    }
+}
+
 __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;

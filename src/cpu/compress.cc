@@ -143,7 +143,8 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
     if (layout.is_exact())
         return for_each_leaf(layout.part_leaf, parallel, [&](int64_t, int64_t leaf) {
             float *at = exchange.slices + leaf * kLeaf;
-            kernels.mean_of_rows(at, layout.slice, layout.node_ranks, std::min(kLeaf, layout.slice - leaf * kLeaf), at);
+            kernels.add_up_rows(at, layout.slice, layout.node_ranks, 1.0f / float(layout.node_ranks),
+                                std::min(kLeaf, layout.slice - leaf * kLeaf), at);
         });
     begin_rows(exchange);
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {

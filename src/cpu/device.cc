@@ -112,6 +112,13 @@ public:
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], b, y[i], begin, end);
         });
     }
+    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
+                     void *) const override {
+        const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
+        ListCut(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
+            onebit_.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
+        });
+    }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             kernels_.clamp(list[i], limit, begin, end);

@@ -72,14 +72,9 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
                     const Parallel &parallel, void *stream) {
     if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     if (numel == 0) return;
-    const Backend &backend = context.backend();
     const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
     node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    const dsopt_tensor sum{scratch, slice, DSOPT_DTYPE_F32, 0};
-    for (int rank = 1; rank < node->ranks(); ++rank) {
-        const dsopt_tensor other{scratch + rank * slice, slice, DSOPT_DTYPE_F32, 0};
-        backend.axpby({}, &other, 1, &sum, 1, parallel, stream);
-    }
+    context.backend().add_up_rows(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
     if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }
