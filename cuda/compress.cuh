@@ -3,7 +3,7 @@
 // row of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
 // the order that is part of the result and read once.
 #pragma once
-#include "base/workspace.h"
+#include "base/sizes.h"
 #include "device/compress.h"
 #include "fold.cuh"
 #include "lists.cuh"
@@ -451,7 +451,7 @@ private:
             size_t at = 0;
             const auto place = [&](size_t size) {
                 const size_t offset = at;
-                at += whole_lines(size);
+                at += round_up(size);
                 return offset;
             };
             units = place(layout.units.size() * sizeof(CompressLayout::Unit));

@@ -101,6 +101,13 @@ public:
             return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a.data, a.value, b);
         });
     }
+    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
+                     void *stream) const override {
+        const OnDevice on(device_);
+        check(::gpu::launch("add_up_rows", add_up_rows_kernel, blocks_for(n / kThreads + 1), kThreads, 0,
+                            as_stream(stream), rows, stride, count, n, y),
+              "add_up_rows");
+    }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
             return ::gpu::launch("clamp", clamp_kernel, blocks, kThreads, 0, on, device, limit);
@@ -242,7 +249,7 @@ void CudaBackend::with_exchange(const ExchangeBuffers &exchange, const dsopt_ten
     if (exchange.table != nullptr) return body(device_exchange(exchange, exchange.table), nullptr);
     const auto stream = as_stream(where);
     const size_t layout = LayoutImage::bytes(*exchange.layout);
-    std::vector<char> image(layout + whole_lines(size_t(count) * sizeof(dsopt_tensor)));
+    std::vector<char> image(layout + round_up(size_t(count) * sizeof(dsopt_tensor)));
     LayoutImage::write(*exchange.layout, image.data());
     if (count != 0) std::memcpy(image.data() + layout, list, size_t(count) * sizeof(dsopt_tensor));
     void *memory = nullptr;
@@ -267,15 +274,15 @@ void CudaBackend::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t
     std::vector<dsopt_tensor> xs, ys;
     std::vector<int64_t> first{0};
     for (int64_t i = 0; i < count; ++i) {
-        if (x[i].data == nullptr || x[i].numel == 0 || (y != nullptr && y[i].data == nullptr)) continue;
+        const bool counts = x[i].data != nullptr && (y == nullptr || y[i].data != nullptr);
         xs.push_back(x[i]);
         if (y != nullptr) ys.push_back(y[i]);
-        first.push_back(first.back() + leaves_of(x[i].numel));
+        first.push_back(first.back() + (counts ? leaves_of(x[i].numel) : 0));
     }
-    if (xs.empty()) return;
-    std::vector<char> image(whole_lines(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) +
-                            whole_lines(first.size() * 8));
-    const size_t ys_at = whole_lines(xs.size() * sizeof(dsopt_tensor)), first_at = ys_at * (y != nullptr ? 2 : 1);
+    if (first.back() == 0) return;
+    std::vector<char> image(round_up(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) +
+                            round_up(first.size() * 8));
+    const size_t ys_at = round_up(xs.size() * sizeof(dsopt_tensor)), first_at = ys_at * (y != nullptr ? 2 : 1);
     std::memcpy(image.data(), xs.data(), xs.size() * sizeof(dsopt_tensor));
     if (y != nullptr) std::memcpy(image.data() + ys_at, ys.data(), ys.size() * sizeof(dsopt_tensor));
     std::memcpy(image.data() + first_at, first.data(), first.size() * 8);
@@ -300,11 +307,10 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
     const OnDevice on(device_);
     const auto stream = as_stream(where);
     int64_t leaves = 0;
-    std::vector<int64_t> place; // in the caller's list, of the entries that are looked at
     for (int64_t i = 0; i < count; ++i)
-        if (list[i].data != nullptr && list[i].numel != 0) leaves += leaves_of(list[i].numel), place.push_back(i);
-    const size_t squares = 0, bad = whole_lines(size_t(leaves) * 8), largest = bad * 2,
-                 sums = largest + whole_lines(size_t(leaves) * 4), ticket = sums + whole_lines(place.size() * 8);
+        if (list[i].data != nullptr) leaves += leaves_of(list[i].numel);
+    const size_t squares = 0, bad = round_up(size_t(leaves) * 8), largest = bad * 2,
+                 sums = largest + round_up(size_t(leaves) * 4), ticket = sums + round_up(size_t(count) * 8);
     void *memory = nullptr;
     check(cudaMallocAsync(&memory, ticket + kLine, stream), "cudaMallocAsync");
     char *base = static_cast<char *>(memory);
@@ -324,16 +330,6 @@ void CudaBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, do
         throw;
     }
     check(cudaFreeAsync(memory, stream), "cudaFreeAsync");
-    if (place.size() == size_t(count)) return;
-    // The place in the caller's list is the host's to know.
-    if (capturing(stream)) throw Error(DSOPT_ERR_STATE, "a norm of a list with gaps cannot be captured");
-    dsopt_norm_result r;
-    check(cudaMemcpyAsync(&r, result, sizeof r, cudaMemcpyDeviceToHost, stream), "norm");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    if (r.first_bad < 0) return;
-    r.first_bad = place[size_t(r.first_bad)];
-    check(cudaMemcpyAsync(result, &r, sizeof r, cudaMemcpyHostToDevice, stream), "norm");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
 /// Devices that can be used, or why there are none.

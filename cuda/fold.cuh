@@ -1,44 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adding up what leaves left, by one block. The order of additions is part of the result: leaves of a tensor one after
-// the other, tensors in list order. So each sum is one chain of additions, and what runs side by side is the loads
-// ahead of a chain and the chains of different tensors and cells. A zero added to a sum of squares changes no bit of
-// it.
+// Adding up what leaves left, by one block, in the order of rules/lane_sum.h: a lane of a warp is a lane of the sum.
 #pragma once
 #include "plan.cuh"
+#include "rules/lane_sum.h"
 #include "rules/onebit.h"
 
 namespace dsopt::gpu {
 
-/// `sum` and then x of lanes 0 to 31, added in that order; the same in every lane.
-__device__ __forceinline__ double add_lanes(double sum, double x) {
-#pragma unroll 8
-    for (int k = 0; k < 32; ++k) sum += __shfl_sync(0xffffffffu, x, k);
-    return sum;
-}
-
 // Places are 32 bits wide here, for the sake of registers: a list has fewer than 2^31 leaves, and so have its tensors.
 
-/// value(0) + value(1) + ... + value(count - 1) by a warp. Rows of zeros are left out.
-template <class Value> __device__ __forceinline__ double add_in_order(int32_t count, const Value &value) {
+constexpr int32_t kFewLeaves = 8; // fewer than that are quicker by one thread
+
+/// value(0), value(1), ... value(count - 1) by a warp; the sum is in all of its lanes.
+template <class Value> __device__ __forceinline__ double add_by_warp(int32_t count, const Value &value) {
     double sum = 0;
-    int32_t at = int32_t(threadIdx.x % 32);
-    double next = at < count ? value(at) : 0.0;
-    for (int32_t rows = (count + 31) / 32; rows > 0; --rows) {
-        const double here = next;
-        at += 32;
-        next = at < count ? value(at) : 0.0; // on its way while the chain below goes on
-        if (__any_sync(0xffffffffu, here != 0.0)) sum = add_lanes(sum, here);
-    }
-    return sum;
+#pragma unroll 4
+    for (int32_t i = int32_t(threadIdx.x % 32); i < count; i += 32) sum += value(i);
+    return fold_lanes(sum);
 }
 
-/// What the leaves of a tensor add up to, by one thread or by a warp.
+/// What the leaves of a tensor add up to: fewer than kFewLeaves by one thread, any number by a warp.
 struct ByThread {
     static constexpr bool lead = true; // the one that writes what comes out
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        double sum = 0;
-        for (int32_t leaf = 0; leaf < count; ++leaf) sum += values[leaf];
-        return sum;
+        return add_few<kFewLeaves>(count, [&](int l) { return values[l]; });
     }
     template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
         int64_t all = 0;
@@ -54,7 +39,7 @@ struct ByThread {
 struct ByWarp {
     bool lead;
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        return add_in_order(count, [&](int32_t leaf) { return values[leaf]; });
+        return add_by_warp(count, [&](int32_t leaf) { return values[leaf]; });
     }
     template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
         int64_t all = 0;
@@ -71,8 +56,6 @@ struct ByWarp {
         return most;
     }
 };
-
-constexpr int32_t kFewLeaves = 8; // fewer than that are quicker by one thread
 
 /// body(tensor, leaves, by) for every tensor of a list: by one thread where `leaves_in(tensor)` are few, by a warp
 /// elsewhere. Neighbours in the list go to different warps: large tensors come in a row.

@@ -50,7 +50,7 @@ __device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t b
     return int64_t(bad) + (int64_t(nans) << 32);
 }
 
-/// The same result as fold_gradients() on one thread, with tensors and then the cells of the table side by side.
+/// The same result as fold_gradients(), with tensors and then the cells of the table side by side.
 __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table) {
     const StepPlan &plan = d.plan;
     int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
@@ -79,7 +79,7 @@ __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table
     const BlockResult found = over_block(nonfinite, first); // a barrier too
     const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
     for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
-        const double sum = add_in_order(int32_t(plan.count), [&](int32_t i) {
+        const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) {
             const int32_t own = d.tensor_cell[i];
             // The last row is over all groups.
             const bool in = own >= 0 && (cell < own_cells ? own == cell : own % classes == cell - own_cells);

@@ -82,6 +82,16 @@ __global__ void __launch_bounds__(kThreads)
     axpby({&pair.x, &pair.y, pair.first_leaf, 1, pair.first_leaf[1]}, factor != nullptr ? *factor : value, b);
 }
 
+/// y may be the first of the rows.
+__global__ void __launch_bounds__(kThreads)
+    add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
+    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
+        float sum = rows[i];
+        for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
+        y[i] = sum;
+    }
+}
+
 __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;
@@ -170,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     most = uint32_t(-over_block(0, -int64_t(most)).least);
     if (threadIdx.x >= 32) return;
-    const double total = add_in_order(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
+    const double total = add_by_warp(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
     dsopt_norm_result r{};
     r.nonfinite = found.sum;

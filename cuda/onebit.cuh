@@ -347,9 +347,10 @@ __global__ void __launch_bounds__(kThreads) momentum_scaling_kernel(const Device
             if (by.lead) b.one.trust_scaling[i] = rms_of(squares, plan.jobs[i].numel);
         });
     __syncthreads();
-    if (threadIdx.x == 0) {
-        mean = 0;
-        for (int64_t i = 0; i < plan.count; ++i) mean += double(b.one.trust_scaling[i]) / double(plan.count);
+    if (threadIdx.x < 32) {
+        const double sum = add_by_warp(int32_t(plan.count),
+                                       [&](int32_t i) { return double(b.one.trust_scaling[i]) / double(plan.count); });
+        if (threadIdx.x == 0) mean = sum;
     }
     __syncthreads();
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)

@@ -50,8 +50,8 @@ __device__ __forceinline__ double add_squares(const float *x, int n, double sum)
     return sum;
 }
 __device__ __forceinline__ double fold_lanes(double sum) {
-    for (int width = 16; width != 0; width /= 2) sum += __shfl_down_sync(0xffffffffu, sum, unsigned(width));
-    return sum; // of lane 0
+    for (int width = 16; width != 0; width /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
+    return sum; // in all lanes
 }
 
 } // namespace dsopt::gpu

@@ -30,7 +30,7 @@ struct Extra {
         size_t at = 0;
         const auto place = [&](size_t size) {
             const size_t offset = at;
-            at += whole_lines(size);
+            at += round_up(size);
             return offset;
         };
         table = place(StepTable::bytes(shape));

@@ -206,9 +206,9 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
             });
         __syncthreads();
         if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
-            const double weights = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_squares[i]; });
+            const double weights = add_by_warp(int32_t(plan.count), [&](int32_t i) { return d.tensor_squares[i]; });
             if (threadIdx.x == 0) d.tensor_squares[0] = weights;
-            const double updates = add_in_order(int32_t(plan.count), [&](int32_t i) { return d.tensor_updates[i]; });
+            const double updates = add_by_warp(int32_t(plan.count), [&](int32_t i) { return d.tensor_updates[i]; });
             if (threadIdx.x == 0) d.tensor_updates[0] = updates;
         }
     }
@@ -219,7 +219,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
                       [&](int64_t begin, int64_t end, int32_t group) { count_together(plan, begin, end, group); });
     if (!d.decided) {
         const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_gradients(plan, table, plan.control->found);
+        fold_nothing(plan, table, plan.control->found);
         decide(plan, table, *d.plan.outcome);
     }
     if (!skip && plan.report_norms) {

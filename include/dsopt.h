@@ -52,8 +52,8 @@
  *    create new contexts. Their CPU work runs on threads of their own, started for each pass, and not on OpenMP, whose
  *    threads do not survive a fork.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
- *    and for any order and packing of the lists. Norms give the same bits for any number of threads and any instruction
- *    set. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
+ *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
+ *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
  *  - Since: 0.1, unless a line says otherwise. Nothing is frozen before 1.0.
  */
 #include <stddef.h>
@@ -1572,7 +1572,10 @@ enum dsopt_norm { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1, DSOPT_NORM_SIGNED = -1 
 
 /** What dsopt_tensors_norm finds. */
 typedef struct dsopt_norm_result {
-    /** L2: squares and sums in double, leaves of 4096 in order. MAX: largest magnitude, NaN if there is a NaN. */
+    /** L2: squares and sums in double. Each tensor is cut into leaves of 4096 elements. The elements of a leaf, the
+     *  leaves of a tensor and the tensors of the list are added up alike: lane l of 32 adds values l, l + 32, ..., then
+     *  the upper half of the lanes is added to the lower half, five times.
+     *  MAX: largest magnitude, NaN if there is a NaN. */
     double norm;
     /** What to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0. */
     float coefficient;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions on lists without an optimizer: norm and finite check, a x + b y, clamping.
+#include "test_lanes.h"
 #include "test_mixed_util.h"
 
 using namespace dsopt_test;
@@ -32,26 +33,6 @@ double exact_norm(const std::vector<Array> &arrays) {
         for (const float x : array.floats()) sum += static_cast<long double>(x) * x;
     return double(std::sqrt(sum));
 }
-/// The order that is part of the result: 32 lanes a leaf of 4,096, folded in halves; leaves in order; tensors in order.
-double ordered_squares(const std::vector<Array> &arrays) {
-    double total = 0;
-    for (const Array &array : arrays) {
-        double tensor = 0;
-        for (size_t leaf = 0; leaf < array.size(); leaf += 4096) {
-            double lane[32] = {};
-            for (size_t i = leaf; i < std::min(array.size(), leaf + 4096); ++i) {
-                const volatile double square = double(array[i]) * double(array[i]); // rounded before it is added
-                lane[(i - leaf) % 32] += square;
-            }
-            for (int width = 16; width > 0; width /= 2)
-                for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-            tensor += lane[0];
-        }
-        total += tensor;
-    }
-    return total;
-}
-
 TEST(Norm, IsTheExactOneOfMixedListsInTheDocumentedOrder) {
     const Context ctx = make_context();
     for (uint64_t seed = 0; seed < 5; ++seed) {
@@ -59,7 +40,7 @@ TEST(Norm, IsTheExactOneOfMixedListsInTheDocumentedOrder) {
         const std::vector<Array> list = mixed_list(random);
         const double norm = norm_of(ctx, list).norm;
         EXPECT_LE(std::fabs(norm - exact_norm(list)), 1e-14 * norm);
-        EXPECT_EQ(norm, std::sqrt(ordered_squares(list)));
+        EXPECT_EQ(norm, std::sqrt(lanes::squares_of_list(list)));
         float most = 0;
         for (const Array &array : list)
             for (const float x : array.floats()) most = std::max(most, std::fabs(x));
@@ -76,7 +57,7 @@ TEST(Norm, KeepsItsOrderInEveryTail) {
             std::vector<float> values(size);
             for (float &value : values) value = float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12)));
             const std::vector<Array> list = {Array(DSOPT_DTYPE_F32, values)};
-            ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(ordered_squares(list))) << isa << ", " << size;
+            ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(lanes::squares_of_list(list))) << isa << ", " << size;
         }
     }
 }

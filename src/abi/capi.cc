@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every public function, one fence each. Nothing is decided here.
 #include "abi/fence.h"
+#include "base/sizes.h"
 #include "base/struct_io.h"
-#include "base/workspace.h"
 #include "checkpoint/state_io.h"
 #include "comm/comm.h"
 #include "exchange/exchange.h"

@@ -58,7 +58,6 @@ public:
     }
 
 private:
-    static long long ll(int64_t value) { return static_cast<long long>(value); }
     int64_t begun() const {
         int64_t count = 0;
         for (int64_t word = 0; word * 64 < parts_; ++word)

@@ -15,6 +15,10 @@ Error::Error(dsopt_status status, const char *format, ...) noexcept : status_(st
     va_end(arguments);
 }
 
+void require(bool good, const char *field, double value, const char *range) {
+    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
+}
+
 void set_last_error(const char *text) noexcept { std::snprintf(last_error_text, sizeof last_error_text, "%s", text); }
 const char *last_error() noexcept { return last_error_text; }
 

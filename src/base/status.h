@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "dsopt.h"
+#include <cstdint>
 #include <exception>
 
 namespace dsopt {
@@ -17,6 +18,12 @@ private:
     dsopt_status status_;
     char text_[512];
 };
+
+/// For %lld, whichever type int64_t is.
+constexpr long long ll(int64_t value) { return static_cast<long long>(value); }
+
+/// Throws ARGUMENT unless `good`: "lr is -1, must be finite and not negative".
+void require(bool good, const char *field, double value, const char *range);
 
 /// Text of dsopt_last_error() for the calling thread.
 void set_last_error(const char *text) noexcept;

@@ -30,12 +30,11 @@ void check_tensor(const dsopt_tensor &tensor, Label label) {
         throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has reserved word %d, must be 0", label.role, label.name,
                     tensor.reserved);
     if (tensor.numel < 0)
-        throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld", label.role, label.name,
-                    static_cast<long long>(tensor.numel));
+        throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld", label.role, label.name, ll(tensor.numel));
     // 2^62 bytes: sums of two such sizes still fit, and no machine has them.
     if (tensor.numel > (int64_t(1) << 62) / int64_t(size))
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld: its size overflows", label.role, label.name,
-                    static_cast<long long>(tensor.numel));
+                    ll(tensor.numel));
     if (reinterpret_cast<uintptr_t>(tensor.data) % size != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "%s '%s' is at %p, not aligned to its %zu-byte elements", label.role,
                     label.name, tensor.data, size);
@@ -51,7 +50,7 @@ void check_float_tensor(const dsopt_tensor &tensor, Label label) {
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label) {
     if (tensor.numel != registered)
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld, registered are %lld", label.role, label.name,
-                    static_cast<long long>(tensor.numel), static_cast<long long>(registered));
+                    ll(tensor.numel), ll(registered));
 }
 
 Interval interval_of(const dsopt_tensor &tensor, Label label) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/compress.h"
 #include "cpu/cut.h"
+#include "rules/lane_sum.h"
 #include <algorithm>
 #include <cstring>
 
@@ -39,13 +40,9 @@ bool is_skipped(const ExchangeBuffers &exchange) { return exchange.skip != nullp
 
 /// Of what the leaves [begin, end) found.
 float rms(const ExchangeBuffers &exchange, int64_t begin, int64_t end) {
-    double sum = 0;
     int64_t count = 0;
-    for (int64_t leaf = begin; leaf < end; ++leaf) {
-        sum += exchange.sums[leaf];
-        count += exchange.counts[leaf];
-    }
-    return rms_of(sum, count);
+    for (int64_t leaf = begin; leaf < end; ++leaf) count += exchange.counts[leaf];
+    return rms_of(add_in_lanes(end - begin, [&](int64_t leaf) { return exchange.sums[begin + leaf]; }), count);
 }
 
 } // namespace
@@ -151,7 +148,8 @@ void pack_slice(const OneBitKernels &kernels, const ExchangeBuffers &exchange, c
     if (layout.is_exact())
         return for_each_leaf(layout.part_leaf, parallel, [&](int64_t, int64_t leaf) {
             float *at = exchange.slices + leaf * kLeaf;
-            kernels.mean_of_rows(at, layout.slice, layout.node_ranks, std::min(kLeaf, layout.slice - leaf * kLeaf), at);
+            kernels.add_up_rows(at, layout.slice, layout.node_ranks, 1.0f / float(layout.node_ranks),
+                                std::min(kLeaf, layout.slice - leaf * kLeaf), at);
         });
     begin_rows(exchange);
     if (is_skipped(exchange)) return;

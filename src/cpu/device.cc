@@ -89,6 +89,13 @@ public:
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], b, y[i], begin, end);
         });
     }
+    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
+                     void *) const override {
+        const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
+        ListCut(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
+            onebit_.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
+        });
+    }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             kernels_.clamp(list[i], limit, begin, end);
@@ -173,19 +180,20 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
     });
     dsopt_norm_result r{};
     r.first_bad = -1;
-    double total = 0;
+    double lanes[kLanes] = {};
     float most = 0;
     for (int64_t i = 0; i < count; ++i) {
-        double sum = 0;
+        const double *const own = squares.data() + first[size_t(i)];
+        lanes[i % kLanes] +=
+            add_in_lanes(first[size_t(i) + 1] - first[size_t(i)], [&](int64_t leaf) { return own[leaf]; });
         for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
-            sum += squares[size_t(leaf)];
             r.nonfinite += bad[size_t(leaf)] & 0xffff;
             if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
             const float magnitude = largest[size_t(leaf)];
             most = magnitude > most || magnitude != magnitude ? magnitude : most;
         }
-        total += sum;
     }
+    const double total = fold_lanes<kLanes>(lanes);
     const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
     if (raw)
         r.norm = value; // ranks add theirs before the root is taken

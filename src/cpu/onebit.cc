@@ -68,11 +68,10 @@ void OneBitStep::scale_momenta() {
                  kernels_.squares(job.moment[0].data, job.moment[0].type, begin, end, plan_.sums_a,
                                   job.first_leaf + begin / kLeaf);
              });
-    double mean = 0;
-    for (int64_t i = 0; i < plan_.count; ++i) {
+    for (int64_t i = 0; i < plan_.count; ++i)
         one_.trust_scaling[i] = rms_of(fold_leaves(plan_.sums_a, plan_.jobs[i]), plan_.jobs[i].numel);
-        mean += double(one_.trust_scaling[i]) / double(plan_.count);
-    }
+    const double mean =
+        add_in_lanes(plan_.count, [&](int64_t i) { return double(one_.trust_scaling[i]) / double(plan_.count); });
     for (int64_t i = 0; i < plan_.count; ++i)
         one_.trust_scaling[i] = one_.trust_scaling[i] > 0 ? float(mean / double(one_.trust_scaling[i])) : 1.0f;
 }

@@ -22,15 +22,14 @@ void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t fi
     }
 }
 
-void mean_of_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *y) {
-    const float share = 1.0f / float(ranks);
+void add_up_rows(const float *rows, int64_t stride, int count, float share, int64_t n, float *y) {
     Buffer sum;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
         widen(rows + i, sum.at, size, F32{});
-        for (int rank = 1; rank < ranks; ++rank) {
-            const float *row = rows + rank * stride + i;
-            for (int64_t k = 0; k < size; ++k) sum.at[k] += row[k];
+        for (int row = 1; row < count; ++row) {
+            const float *next = rows + row * stride + i;
+            for (int64_t k = 0; k < size; ++k) sum.at[k] += next[k];
         }
         for (int64_t k = 0; k < size; ++k) y[i + k] = sum.at[k] * share;
     }
@@ -41,7 +40,7 @@ void add_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *ke
     Buffer mean;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
-        mean_of_rows(rows + i, stride, ranks, size, mean.at);
+        add_up_rows(rows + i, stride, ranks, 1.0f / float(ranks), size, mean.at);
         add_error(mean.at, kept + i, scale, size);
         if (active != nullptr) leave_out(kept + i, size, active, i);
     }
@@ -388,6 +387,6 @@ void local(const OneBitSpan &one) {
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
-    add_error, mean_of_rows, add_rows, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
+    add_error, add_up_rows, add_rows, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

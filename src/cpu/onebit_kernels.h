@@ -46,9 +46,9 @@ struct OneBitKernels {
     // `active`: bits of the stretch, lowest first, or NULL; what does not take part is 0 and owes nothing.
     /// kept = x + what is owed; x NULL = 0.
     void (*add_error)(const float *x, float *kept, float scale, int64_t n);
-    /// Two levels: the mean of as many rows as there are ranks, in rank order, `stride` apart. y may be the first row.
-    void (*mean_of_rows)(const float *rows, int64_t stride, int ranks, int64_t n, float *y);
-    /// kept = that mean + what is owed.
+    /// y = share times the sum of `count` rows, in their order, `stride` apart. y may be the first row.
+    void (*add_up_rows)(const float *rows, int64_t stride, int count, float share, int64_t n, float *y);
+    /// Two levels: kept = the mean of as many rows as there are ranks + what is owed.
     void (*add_rows)(const float *rows, int64_t stride, int ranks, int64_t n, float *kept, float scale,
                      const int32_t *active);
     /// kept = x + what is owed, unless that was done before: `owed` NULL. Then the leaf's sum of squares, and its bits:

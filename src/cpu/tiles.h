@@ -3,6 +3,7 @@
 // instruction set: everything is local to each of them.
 #pragma once
 #include "cpu/kernels.h"
+#include "rules/lane_sum.h"
 #include "rules/rounding.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -193,8 +194,7 @@ inline Double8 doubles8(Float8 x) {
 #endif
 }
 
-/// Sum of squares of a leaf: element i goes to lane i % 32, lanes are doubles, and the fold halves their number five
-/// times. That order is part of the result on every backend.
+/// Sum of squares of a leaf in the order of rules/lane_sum.h.
 struct LeafSum {
     Double8 lane[4] = {};
 
@@ -218,9 +218,7 @@ struct LeafSum {
     double fold() const {
         double sum[32];
         for (int i = 0; i < 32; ++i) sum[i] = lane[i / 8][i % 8];
-        for (int width = 16; width != 0; width /= 2)
-            for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
-        return sum[0];
+        return fold_lanes<kLanes>(sum);
     }
     /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
     static Double8 plus_square(Double8 sum, Double8 x) {

@@ -69,6 +69,9 @@ public:
     /// y = a x + b y in fp32.
     virtual void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
                        const Parallel &parallel, void *stream) const = 0;
+    /// y = the sum of `count` rows of n floats, in their order, `stride` apart. y may be the first row.
+    virtual void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y,
+                             const Parallel &parallel, void *stream) const = 0;
     virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel,
                        void *stream) const = 0;
     /// A norm as it is before ranks add theirs: its parts, with which finish_norm() makes the result.

@@ -4,6 +4,7 @@
 // never has to look.
 #pragma once
 #include "device/plan.h"
+#include "rules/lane_sum.h"
 
 namespace dsopt {
 
@@ -13,6 +14,11 @@ struct NormTable {
     double *at;
     int64_t groups, classes;
     DSOPT_HD static constexpr int64_t size(int64_t groups, int64_t classes) { return (groups + 1) * classes + 1; }
+    /// With a message of agree_on_norms() behind it, and kLanes a cell for fold_gradients().
+    static constexpr int64_t room(int64_t groups, int64_t classes) {
+        return size(groups, classes) + groups + 2 + (groups + 1) * classes * kLanes;
+    }
+    double *lanes() const { return at + size(groups, classes) + groups + 2; }
     DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
     DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
     DSOPT_HD double &reasons() const { return at[(groups + 1) * classes]; }
@@ -45,10 +51,8 @@ struct NormMove {
 };
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 
-DSOPT_HD double fold_leaves(const double *sums, const TensorJob &job) {
-    double sum = 0;
-    for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) sum += sums[leaf];
-    return sum;
+inline double fold_leaves(const double *sums, const TensorJob &job) {
+    return add_in_lanes(leaves_of(job.numel), [&](int64_t leaf) { return sums[job.first_leaf + leaf]; });
 }
 
 /// Whether a LAMB tensor takes part in the step, with any of its shards.
@@ -165,33 +169,46 @@ DSOPT_HD void note_reasons(const StepPlan &plan, const NormTable &table, Found &
     table.reasons() = found.reasons != 0;
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor in order, then tensors in list order; that order is part of the
-/// result.
-DSOPT_HD void fold_gradients(const StepPlan &plan, const NormTable &table, Found &found) {
+/// Where pass 1 did not run.
+DSOPT_HD void fold_nothing(const StepPlan &plan, const NormTable &table, Found &found) {
     for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
     found.nonfinite = 0;
     found.first_bad = -1;
     found.kind = 0;
-    if (plan.read_gradients)
-        for (int64_t i = 0; i < plan.count; ++i) {
-            const TensorJob &job = plan.jobs[i];
-            if (!job.present || job.grad == nullptr) continue;
-            int64_t bad = 0, nans = 0;
-            for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
-                bad += plan.bad[leaf] & 0xffff;
-                nans += plan.bad[leaf] >> 32;
-            }
-            if (job.in_norm) {
-                const double squares = fold_leaves(plan.sums_a, job);
-                table.square(job.group, job.expert) += squares;
-                table.of_all(job.expert) += squares;
-            }
-            found.nonfinite += bad;
-            if (bad != 0 && found.first_bad < 0) {
-                found.first_bad = i;
-                found.kind = nans != 0 ? 2 : 1;
-            }
+    note_reasons(plan, table, found);
+}
+
+/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in the
+/// list says which lane they are in. Tensors of other cells count as zeros.
+inline void fold_gradients(const StepPlan &plan, const NormTable &table, Found &found) {
+    fold_nothing(plan, table, found);
+    if (!plan.read_gradients) return;
+    double *const lanes = table.lanes();
+    const int64_t cells = (table.groups + 1) * table.classes;
+    const auto lane_of = [&](int64_t group, int64_t type, int64_t i) -> double & {
+        return lanes[(group * table.classes + type) * kLanes + i % kLanes];
+    };
+    for (int64_t i = 0; i < cells * kLanes; ++i) lanes[i] = 0;
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const TensorJob &job = plan.jobs[i];
+        if (!job.present || job.grad == nullptr) continue;
+        int64_t bad = 0, nans = 0;
+        for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
+            bad += plan.bad[leaf] & 0xffff;
+            nans += plan.bad[leaf] >> 32;
         }
+        if (job.in_norm) {
+            const double squares = fold_leaves(plan.sums_a, job);
+            lane_of(job.group, job.expert, i) += squares;
+            lane_of(table.groups, job.expert, i) += squares;
+        }
+        found.nonfinite += bad;
+        if (bad != 0 && found.first_bad < 0) {
+            found.first_bad = i;
+            found.kind = nans != 0 ? 2 : 1;
+        }
+    }
+    for (int64_t cell = 0; cell < cells; ++cell) table.at[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
     note_reasons(plan, table, found);
 }
 
@@ -364,16 +381,16 @@ DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
 }
 
 /// Weight and update norm from the sums that pass 2 left.
-DSOPT_HD void fold_updates(const StepPlan &plan, Outcome &outcome) {
-    double weights = 0, updates = 0;
+inline void fold_updates(const StepPlan &plan, Outcome &outcome) {
+    double weights[kLanes] = {}, updates[kLanes] = {};
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
         if (!job.present || job.numel == 0) continue;
-        weights += fold_leaves(plan.sums_a, job);
-        updates += update_weight(plan, i) * fold_leaves(plan.sums_b, job);
+        weights[i % kLanes] += fold_leaves(plan.sums_a, job);
+        updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.sums_b, job);
     }
-    outcome.weight_norm = sqrt(weights);
-    outcome.update_norm = sqrt(updates);
+    outcome.weight_norm = sqrt(fold_lanes<kLanes>(weights));
+    outcome.update_norm = sqrt(fold_lanes<kLanes>(updates));
 }
 
 DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *report) {

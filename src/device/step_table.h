@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-#include "base/workspace.h"
+#include "base/sizes.h"
 #include "device/onebit_plan.h"
 
 namespace dsopt {
@@ -31,9 +31,9 @@ private:
     struct Places {
         size_t groups, onebit, bytes;
         explicit Places(const StepShape &shape) :
-            groups(whole_lines(size_t(shape.tensors) * sizeof(TensorJob))),
-            onebit(groups + whole_lines(size_t(shape.groups) * sizeof(Hyper))),
-            bytes(onebit + (shape.onebit ? whole_lines(size_t(shape.tensors) * sizeof(OneBitJob)) : 0)) {}
+            groups(round_up(size_t(shape.tensors) * sizeof(TensorJob))),
+            onebit(groups + round_up(size_t(shape.groups) * sizeof(Hyper))),
+            bytes(onebit + (shape.onebit ? round_up(size_t(shape.tensors) * sizeof(OneBitJob)) : 0)) {}
     };
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_compressed_allreduce and what belongs to it: exchanges without an optimizer.
+#include "base/sizes.h"
 #include "base/tensor_list.h"
-#include "base/workspace.h"
 #include "exchange/exchange.h"
 
 namespace dsopt {

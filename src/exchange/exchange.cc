@@ -2,6 +2,7 @@
 // With two comms values go in full precision inside a node, and as one bit an element between nodes. Of the vector only
 // a slice a rank leaves its node, so the bytes on the link that a node's ranks share fall by their number.
 #include "exchange/exchange.h"
+#include "base/sizes.h"
 #include "rules/onebit.h"
 #include <algorithm>
 
@@ -12,9 +13,8 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
     if (compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
-    if (data_ranks(data, node) > (1 << 24))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24",
-                    static_cast<long long>(data_ranks(data, node)));
+    if (data_ranks(data, node) > kMostDataRanks)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24", ll(data_ranks(data, node)));
     return node->ranks() > 1 ? node : nullptr;
 }
 
@@ -49,14 +49,9 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
                     const Parallel &parallel, void *stream) {
     if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     if (numel == 0) return;
-    const Backend &backend = context.backend();
     const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
     node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    const dsopt_tensor sum{scratch, slice, DSOPT_DTYPE_F32, 0};
-    for (int rank = 1; rank < node->ranks(); ++rank) {
-        const dsopt_tensor other{scratch + rank * slice, slice, DSOPT_DTYPE_F32, 0};
-        backend.axpby({}, &other, 1, &sum, 1, parallel, stream);
-    }
+    context.backend().add_up_rows(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
     if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the elements of a list are in the buffers of an exchange, and where those are in a workspace.
-#include "base/workspace.h"
+#include "base/sizes.h"
 #include "device/compress.h"
 #include "device/plan.h"
 #include <algorithm>
@@ -10,7 +10,6 @@ namespace dsopt {
 namespace {
 
 constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 } // namespace
 
@@ -78,12 +77,10 @@ void CompressLayout::count_leaves() {
 
 size_t CompressLayout::workspace_bytes() const {
     const auto row = size_t(row_bytes());
-    const size_t one_level = 3 * whole_lines(row * size_t(ranks)) + whole_lines(row) +
-                             whole_lines(size_t(leaves()) * sizeof(double)) +
-                             whole_lines(size_t(leaves()) * sizeof(int32_t));
+    const size_t one_level = 3 * round_up(row * size_t(ranks)) + round_up(row) +
+                             round_up(size_t(leaves()) * sizeof(double)) + round_up(size_t(leaves()) * sizeof(int32_t));
     if (!has_levels()) return one_level;
-    return one_level + whole_lines(row * size_t(whole->ranks)) +
-           2 * whole_lines(size_t(whole->worker_numel) * sizeof(float));
+    return one_level + round_up(row * size_t(whole->ranks)) + 2 * round_up(size_t(whole->worker_numel) * sizeof(float));
 }
 
 ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer, float *server_buffer,
@@ -91,19 +88,19 @@ ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer,
     layout(&of),
     worker(worker_buffer),
     server(server_buffer) {
-    const size_t rows = whole_lines(size_t(of.row_bytes() * of.ranks));
+    const size_t rows = round_up(size_t(of.row_bytes() * of.ranks));
     send = static_cast<char *>(workspace);
     recv = send + rows;
     results = recv + rows;
     result = results + rows;
-    sums = reinterpret_cast<double *>(result + whole_lines(size_t(of.row_bytes())));
+    sums = reinterpret_cast<double *>(result + round_up(size_t(of.row_bytes())));
     counts =
-        reinterpret_cast<int32_t *>(reinterpret_cast<char *>(sums) + whole_lines(size_t(of.leaves()) * sizeof(double)));
+        reinterpret_cast<int32_t *>(reinterpret_cast<char *>(sums) + round_up(size_t(of.leaves()) * sizeof(double)));
     slice_results = results;
     if (!of.has_levels()) return;
-    results = reinterpret_cast<char *>(counts) + whole_lines(size_t(of.leaves()) * sizeof(int32_t));
-    message = reinterpret_cast<float *>(results + whole_lines(size_t(of.row_bytes() * of.whole->ranks)));
-    slices = message + whole_lines(size_t(of.whole->worker_numel) * sizeof(float)) / sizeof(float);
+    results = reinterpret_cast<char *>(counts) + round_up(size_t(of.leaves()) * sizeof(int32_t));
+    message = reinterpret_cast<float *>(results + round_up(size_t(of.row_bytes() * of.whole->ranks)));
+    slices = message + round_up(size_t(of.whole->worker_numel) * sizeof(float)) / sizeof(float);
 }
 
 CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, int node_rank,

@@ -9,14 +9,6 @@
 #include <cstring>
 
 namespace dsopt {
-namespace {
-
-void need(bool good, const char *field, double value, const char *range) {
-    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
-}
-
-} // namespace
-
 void set_onebit_defaults(dsopt_group &group) {
     if (!is_onebit(group.algorithm)) return;
     group.freeze_step = 100000;
@@ -51,18 +43,18 @@ void check_onebit_group(const dsopt_group &g) {
         if (!count.used && count.value != 0)
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
         if (count.used)
-            need(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
+            require(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
     }
     if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
     if (!lamb) return;
-    need(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
-    need(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
-    need(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
-         "finite and not negative");
-    need(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
-         "in [0, trust_max_change]");
+    require(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
+    require(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
+    require(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
+            "finite and not negative");
+    require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
+            "in [0, trust_max_change]");
 }
 
 ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {

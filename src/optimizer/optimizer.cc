@@ -12,11 +12,6 @@
 namespace dsopt {
 namespace {
 
-long long ll(int64_t value) { return static_cast<long long>(value); }
-
-void require(bool good, const char *field, double value, const char *range) {
-    if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
-}
 bool not_negative(double value) { return std::isfinite(value) && value >= 0; }
 constexpr char kMaxValueRange[] = "0, or finite and above 0 in fp32";
 

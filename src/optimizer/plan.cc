@@ -33,19 +33,19 @@ StepShape Optimizer::shape() const {
 Optimizer::Layout Optimizer::layout() const {
     const StepShape shape = this->shape();
     const size_t count = params_.size(), groups = groups_.size(), leaves = size_t(shape.leaves);
-    const int64_t norms = norms_size(shape.groups, 1 + desc_.expert_count);
+    const int64_t classes = 1 + desc_.expert_count;
     const Backend &backend = context_->backend();
     size_t at = 0;
     const auto place = [&](size_t bytes) {
         const size_t offset = at;
-        at += whole_lines(bytes);
+        at += round_up(bytes);
         return offset;
     };
     Layout l;
     l.shared = place(sizeof(SharedWords));
     l.scalars = place(count * sizeof(Scalars));
     l.divisors = place(groups * sizeof(double));
-    l.norms = place(size_t(norms) * sizeof(double));
+    l.norms = place(size_t(NormTable::room(shape.groups, classes)) * sizeof(double));
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
@@ -58,7 +58,7 @@ Optimizer::Layout Optimizer::layout() const {
     if (!backend.is_host()) at = 0;
     l.table = place(StepTable::bytes(shape));
     l.lists = place(onebit_ && onebit_->mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
-    l.host_norms = place(backend.is_host() ? 0 : size_t(norms) * sizeof(double));
+    l.host_norms = place(backend.is_host() ? 0 : size_t(norms_size(shape.groups, classes)) * sizeof(double));
     l.bytes = backend.is_host() ? at : workspace;
     l.host_bytes = at;
     return l;

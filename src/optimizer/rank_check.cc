@@ -11,7 +11,6 @@
 namespace dsopt {
 namespace {
 
-long long ll(int64_t value) { return static_cast<long long>(value); }
 uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e3779b97f4a7c15ull; }
 
 /// Everything that ranks compare, as words.

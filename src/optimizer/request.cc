@@ -3,10 +3,6 @@
 #include "optimizer/step_parts.h"
 
 namespace dsopt {
-namespace {
-long long ll(int64_t value) { return static_cast<long long>(value); }
-} // namespace
-
 Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
     if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
     constexpr int32_t known =

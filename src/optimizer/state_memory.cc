@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
+#include "base/sizes.h"
 #include "optimizer/optimizer.h"
 #include <algorithm>
 
 namespace dsopt {
 namespace {
-
-long long ll(int64_t value) { return static_cast<long long>(value); }
 
 /// Of the same entries. They stay where they are: callers hold dsopt_state_info.dims.
 void swap_memory(std::vector<StateEntry> &a, std::vector<StateEntry> &b) {
@@ -42,8 +41,6 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
     if (!state_.empty() && state_list_.size() == state_.size())
         return; // made when everything had memory, dropped on any change
-    constexpr size_t line = 64;
-    const auto rounded = [](size_t bytes) { return (bytes + line - 1) / line * line; };
     const auto is_flat = [&](const StateEntry &entry) {
         return desc_.masters == DSOPT_MASTERS_FLAT && (entry.flags & DSOPT_STATE_FROM_PARAM);
     };
@@ -56,19 +53,19 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     size_t bytes = 0;
     bool missing = !flat.empty();
     for (size_t k = 0; k < flat.size(); ++k) {
-        if (k != 0 && group_of(flat[k]) != group_of(flat[k - 1])) bytes = rounded(bytes);
+        if (k != 0 && group_of(flat[k]) != group_of(flat[k - 1])) bytes = round_up(bytes);
         place[flat[k]] = bytes;
         bytes += state_[flat[k]].bytes();
     }
     for (size_t i = 0; i < state_.size(); ++i) {
         if (state_[i].data != nullptr || is_flat(state_[i])) continue;
-        place[i] = bytes = rounded(bytes);
+        place[i] = bytes = round_up(bytes);
         bytes += state_[i].bytes();
         missing = true;
     }
     if (missing) {
         state_changed();
-        Memory arena(context_, std::max(rounded(bytes), line), stream);
+        Memory arena(context_, std::max(round_up(bytes), kLine), stream);
         std::vector<StateEntry> allocated = state_;
         bool counters = false;
         for (size_t i = 0; i < allocated.size(); ++i) {

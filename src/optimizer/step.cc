@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One step: check the lists, make the plan, hand it to the driver.
+#include "base/sizes.h"
 #include "optimizer/step_parts.h"
 #include <algorithm>
 #include <cstring>
 
 namespace dsopt {
-namespace {
-long long ll(int64_t value) { return static_cast<long long>(value); }
-} // namespace
-
 void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *memory,
                     const OfEngine *of_engine) const {
     const Backend &backend = context_->backend();

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums of leaves and of tensors: the bits of the CPU, and those of the documented order, for numbers on either side of
+// what one thread, a row of lanes and a warp add up.
+#include "../test_lanes.h"
+#include "side.h"
+
+using namespace cuda_test;
+
+namespace {
+
+constexpr int kCounts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65};
+
+class CudaSums : public Cuda {
+protected:
+    CudaSums() { good(dsopt_context_create(&where(), &context_)); }
+    ~CudaSums() override { dsopt_context_destroy(context_); }
+    static void good(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
+    static const dsopt_context_desc &where() {
+        static const dsopt_context_desc desc = [] {
+            DSOPT_NEW(dsopt_context_desc, d);
+            d.backend = DSOPT_BACKEND_CUDA;
+            return d;
+        }();
+        return desc;
+    }
+    /// Of a list in device memory.
+    double norm(const std::vector<std::vector<float>> &list) {
+        std::vector<Bytes> memory;
+        std::vector<dsopt_tensor> tensors;
+        for (const std::vector<float> &values : list) {
+            const size_t bytes = values.size() * sizeof(float);
+            memory.emplace_back(true, bytes, 0);
+            std::vector<char> raw(bytes);
+            if (bytes != 0) std::memcpy(raw.data(), values.data(), bytes);
+            memory.back().set(raw);
+            tensors.push_back({memory.back().data(), int64_t(values.size()), DSOPT_DTYPE_F32, 0});
+        }
+        Bytes room(true, sizeof(dsopt_norm_result), 0);
+        good(dsopt_tensors_norm(context_, tensors.data(), int64_t(tensors.size()), DSOPT_NORM_L2, 0, nullptr,
+                                reinterpret_cast<dsopt_norm_result *>(room.data()), nullptr));
+        dsopt_norm_result result;
+        std::memcpy(&result, room.get().data(), sizeof result);
+        return result.norm;
+    }
+    /// Numbers of all sizes: sums of their squares depend on the order.
+    float uneven() {
+        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+        return std::ldexp(1.0f + float(state_ >> 40) * 0x1p-24f, int(state_ >> 33 & 15) - 8);
+    }
+
+    dsopt_context *context_ = nullptr;
+    uint64_t state_ = 1;
+};
+
+TEST_F(CudaSums, OfLeavesAreInTheOrderOfLanes) {
+    for (const int leaves : kCounts) {
+        std::vector<float> values(size_t(leaves) * 4096);
+        for (size_t leaf = 0; leaf < size_t(leaves); ++leaf) values[leaf * 4096 + 11 * leaf] = uneven();
+        EXPECT_EQ(norm({values}), std::sqrt(lanes::squares(values))) << leaves;
+    }
+}
+
+/// Empty ones have their place in the list, too.
+TEST_F(CudaSums, OfTensorsAreInTheOrderOfLanes) {
+    for (const int tensors : kCounts)
+        for (const int gap : {1, 3}) {
+            std::vector<std::vector<float>> list{static_cast<size_t>(tensors)};
+            for (size_t i = 0; i < list.size(); ++i)
+                if (gap == 1 || i % 3 != 1) list[i] = {uneven()};
+            EXPECT_EQ(norm(list), std::sqrt(lanes::squares_of_list(list))) << tensors;
+        }
+}
+
+/// Of the groups, of all of them, of weights and updates, and of LAMB's trust ratios.
+TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
+        for (const int tensors : kCounts)
+            for (const int leaves : {1, 33}) {
+                if (leaves == 33 && tensors > 9) continue;
+                Setting s;
+                s.algorithm = algorithm;
+                s.sizes.assign(size_t(tensors), 3);
+                if (tensors > 1) s.sizes[1] = leaves * 4096 - 5, s.sizes[size_t(tensors) - 1] = 0;
+                s.desc.max_norm = 0.5;
+                s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
+                s.change = [](dsopt_group &group, int index) { group.max_norm = index == 0 ? 0.25 : 0.125; };
+                Side host(false, s), device(true, s);
+                for (Side *side : {&host, &device}) {
+                    side->fill_gradients(1);
+                    good(side->step());
+                }
+                EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors";
+            }
+}
+
+/// Scales of 1-bit compression are roots of means of squares, also of what a rank serves.
+TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+            Setting s;
+            s.algorithm = algorithm;
+            s.desc.compat = compat;
+            s.sizes.assign(33, 5);
+            s.sizes[3] = 4096 * 7, s.sizes[20] = 4096 * 65 + 1;
+            s.change = [](dsopt_group &group, int) {
+                group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+                group.freeze_step = 1;
+            };
+            std::vector<std::vector<std::vector<char>>> results[2];
+            for (const bool device : {false, true}) {
+                results[device].resize(2);
+                const Ranks group(2);
+                group.run([&](int rank) {
+                    Side side(device, s, &group, rank);
+                    for (int t = 0; t < 3; ++t) {
+                        side.fill_gradients(t + 9 * rank);
+                        good(side.step());
+                    }
+                    results[device][size_t(rank)] = side.everything();
+                });
+            }
+            for (size_t rank = 0; rank < 2; ++rank) EXPECT_TRUE(same(results[0][rank], results[1][rank])) << algorithm;
+        }
+}
+
+} // namespace

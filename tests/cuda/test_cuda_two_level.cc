@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The full mean over nodes: one pass over what the ranks of a node sent, however many they are, and sums in rank order.
+#include "side.h"
+#include <algorithm>
+#include <barrier>
+
+using namespace cuda_test;
+
+namespace {
+
+constexpr int kNodes = 2;
+
+Setting averaging() {
+    Setting s;
+    s.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
+    s.sizes = {40, 0, 1, 5000, 33};
+    s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
+    s.change = [](dsopt_group &group, int) {
+        group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+        group.freeze_step = 4;
+        group.beta1 = 0; // so that the momentum is the mean itself
+    };
+    return s;
+}
+
+std::vector<float> floats(const std::vector<char> &bytes) {
+    std::vector<float> values(bytes.size() / sizeof(float));
+    if (!values.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+    return values;
+}
+std::vector<float> momentum(Side &side, int64_t param) {
+    std::vector<char> bytes;
+    int64_t count = 0;
+    Side::good(dsopt_optimizer_state_count(side.optimizer, &count));
+    for (int64_t i = 0; i < count; ++i) {
+        DSOPT_NEW(dsopt_state_info, info);
+        Side::good(dsopt_optimizer_state(side.optimizer, i, &info));
+        if (info.param != param || std::strcmp(info.name, "exp_avg") != 0) continue;
+        bytes.resize(size_t(info.tensor.numel) * sizeof(float));
+        Side::good(dsopt_optimizer_export(side.optimizer, i, bytes.data(), bytes.size()));
+    }
+    return floats(bytes);
+}
+
+/// Runs two steps on nodes of `per_node` ranks. The kernels of all ranks in the second one.
+std::vector<std::string> train(bool device, int per_node) {
+    const Nodes nodes(per_node, kNodes);
+    const int ranks = nodes.count();
+    const Setting setting = averaging();
+    std::vector<std::vector<std::vector<float>>> grads(static_cast<size_t>(ranks)); // of a rank, of a tensor
+    std::vector<std::string> kernels;
+    std::barrier together(ranks);
+    Ranks::run(ranks, [&](int rank) {
+        const int d = rank / per_node, l = rank % per_node;
+        Side side(device, setting, &nodes.across[size_t(l)], d, &nodes.inside[size_t(d)], l);
+        for (int t = 0; t < 2; ++t) {
+            side.fill_gradients(t + 20 * rank);
+            if (t == 1)
+                for (const Bytes &bytes : side.grads) grads[size_t(rank)].push_back(floats(bytes.get()));
+            together.arrive_and_wait();
+            if (device && rank == 0) fakert::mark();
+            together.arrive_and_wait();
+            EXPECT_EQ(side.step(), DSOPT_OK) << dsopt_last_error();
+            together.arrive_and_wait();
+        }
+        if (device && rank == 0) kernels = fakert::launched_kernels();
+        for (size_t p = 0; p < setting.sizes.size(); ++p) {
+            const std::vector<float> mean = momentum(side, int64_t(p));
+            ASSERT_EQ(int64_t(mean.size()), setting.sizes[p]);
+            for (size_t k = 0; k < mean.size(); ++k) {
+                float all = 0;
+                for (int node = 0; node < kNodes; ++node) {
+                    float sum = grads[size_t(node * per_node)][p][k];
+                    for (int other = 1; other < per_node; ++other) sum += grads[size_t(node * per_node + other)][p][k];
+                    all = node == 0 ? sum : all + sum;
+                }
+                ASSERT_EQ(mean[k], all * (1.0f / float(ranks))) << "tensor " << p << ", element " << k;
+            }
+        }
+    });
+    return kernels;
+}
+
+TEST_F(Cuda, AddsUpTheRanksOfANodeInOnePassAndInTheirOrder) {
+    allow_many_blocks();
+    for (const int per_node : {2, 3, 4}) {
+        (void)train(false, per_node);
+        const std::vector<std::string> kernels = train(true, per_node);
+        const auto launches = [&](const char *name) { return std::count(kernels.begin(), kernels.end(), name); };
+        EXPECT_EQ(launches("add_up_rows"), per_node * kNodes);
+        // Gradients to the buffer, and the buffer by the number of ranks: no pass for each rank of the node.
+        EXPECT_EQ(launches("axpby") + launches("axpby_one"), 2 * per_node * kNodes);
+    }
+}
+
+} // namespace
