@@ -375,7 +375,8 @@ void CudaBackend::step(const StepPlan &plan) const {
                  (job.out != nullptr && job.out_type != Dtype::f32);
     }
     for (int64_t g = 0; g < plan.group_count; ++g)
-        counted = counted || (plan.groups[g].compat && !is_lamb(plan.groups[g].rule) && plan.wrapper == Wrapper::none);
+        counted =
+            counted || (plan.groups[g].compat && sweeps_of(plan.groups[g].rule) == 1 && plan.wrapper == Wrapper::none);
     // 2^31 leaves are 2^43 elements: more than any device holds.
     if (leaves > INT32_MAX)
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31", static_cast<long long>(leaves));

@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit
     const bool taken = !skipped(b.d);
     if (taken && b.stage == Stage::full && b.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB)
         for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
-            if (moves_trust(plan, plan.jobs[i]) && is_lamb(plan.groups[plan.jobs[i].group].rule))
+            if (moves_trust(plan, plan.jobs[i]) && sweeps_of(plan.groups[plan.jobs[i].group].rule) == 2)
                 average_trust(b.trust, plan.trust_ratio[i], b.trust_average[i], b.scaling[i]);
     if (taken && b.stage == Stage::sync)
         for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) write_double(b.lr_sum + 2 * g, 0);

@@ -304,14 +304,14 @@ void CpuBackend::step(const StepPlan &plan) const {
             kernels_.unchanged(span);
         else if (elsewhere)
             return;
-        else if (is_lamb(rule))
+        else if (sweeps_of(rule) == 2)
             kernels_.lamb_moments(rule, span);
         else
             kernels_.update(rule, span);
     });
     if (taken && plan.has_lamb) {
         const auto sweeps = [&](int64_t i) {
-            return is_lamb(plan.groups[plan.jobs[i].group].rule) && !(onebit && onebit->owns(i));
+            return sweeps_of(plan.groups[plan.jobs[i].group].rule) == 2 && !(onebit && onebit->owns(i));
         };
         find_trust_ratios(plan, sweeps);
         cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {

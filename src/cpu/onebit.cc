@@ -131,7 +131,7 @@ void OneBitStep::run(const Cut &cut, const SpanOf &span_of, double *ms) {
 
 void OneBitStep::average_trust() {
     for (int64_t i = 0; i < plan_.count; ++i)
-        if (moves_trust(plan_, plan_.jobs[i]) && is_lamb(plan_.groups[plan_.jobs[i].group].rule))
+        if (moves_trust(plan_, plan_.jobs[i]) && sweeps_of(plan_.groups[plan_.jobs[i].group].rule) == 2)
             dsopt::average_trust(one_.trust, plan_.trust_ratio[i], one_.trust_average[i], one_.scaling[i]);
 }
 

@@ -4,6 +4,7 @@
 // never has to look.
 #pragma once
 #include "device/plan.h"
+#include "rules/all.h"
 #include <functional>
 
 namespace dsopt {
@@ -275,7 +276,7 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
 /// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
 DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end) {
     const Hyper hyper = hyper_of(plan, g);
-    if (!hyper.compat || is_lamb(hyper.rule) || plan.wrapper != Wrapper::none) {
+    if (!hyper.compat || sweeps_of(hyper.rule) == 2 || plan.wrapper != Wrapper::none) {
         Scalars scalars{};
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
         for (int64_t i = begin; i < end; ++i) {
@@ -306,7 +307,7 @@ DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int6
 
 /// Factor for a tensor's sum of update^2. LAMB sums the update before it is multiplied by lr and trust ratio.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
-    if (!is_lamb(plan.groups[plan.jobs[i].group].rule)) return 1;
+    if (sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
     return factor * factor;
 }

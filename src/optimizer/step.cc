@@ -3,6 +3,7 @@
 #include "base/workspace.h"
 #include "device/decide.h"
 #include "optimizer/optimizer.h"
+#include "rules/group.h"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,19 +12,6 @@ namespace dsopt {
 namespace {
 
 long long ll(int64_t value) { return static_cast<long long>(value); }
-
-Rule rule_of(const dsopt_group &group) {
-    const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
-    switch (group.algorithm) {
-    case DSOPT_ALGORITHM_ADAM: return Rule::adam;
-    case DSOPT_ALGORITHM_ADAMW:
-    case DSOPT_ALGORITHM_ONEBIT_ADAM:
-    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return Rule::adamw;
-    case DSOPT_ALGORITHM_ONEBIT_LAMB:
-    case DSOPT_ALGORITHM_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
-    }
-    return inside ? Rule::legacy_eps_inside : Rule::legacy;
-}
 
 Moment moment_of(const dsopt_tensor &state) { return {state.data, Dtype(state.dtype), {}}; }
 
@@ -85,7 +73,7 @@ bool Optimizer::shares_trust() const {
     return desc_.compat == DSOPT_COMPAT_NONE && with_.model && with_.model->ranks() > 1;
 }
 bool Optimizer::shares_trust(const Param &param) const {
-    return (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && is_lamb(rule_of(groups_[size_t(param.group)]));
+    return (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups_[size_t(param.group)]);
 }
 int64_t Optimizer::shard_count() const {
     if (!shares_trust()) return 0;
@@ -269,13 +257,13 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                      g.max_norm,
                      g.min_trust,
                      g.max_trust,
-                     rule_of(g),
+                     formula_of(g),
                      !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
                      (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,
                      {}};
         clips = clips || g.max_norm > 0;
-        has_lamb = has_lamb || is_lamb(hypers[i].rule);
+        has_lamb = has_lamb || has_trust(g);
     }
     const bool scales = with_.scaler != nullptr && !arguments.initial;
     // The fused wrapper looks at every gradient, but without a scaler it only reports; the other one skips.
