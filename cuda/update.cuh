@@ -3,7 +3,7 @@
 // for the weights, once the trust ratios are known.
 #pragma once
 #include "fold.cuh"
-#include "rules/lamb.h"
+#include "rules/all.h"
 #include "rules/rounding.h"
 
 namespace dsopt::gpu {
@@ -92,27 +92,38 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &j
     if (job.zeroes) zero_gradient<V, Halves>(job, i);
 }
 
-template <int V>
-__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
-                                            const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+template <int V> __device__ __forceinline__ Pack<V> load_moment(const Moment &moment, int64_t i) {
+    return load<V>(moment.data, moment.type, i, aligned16(moment.data));
+}
+template <int V> __device__ __forceinline__ void store_moment(const Pack<V> &x, const Moment &moment, int64_t i) {
+    store(x, moment.data, moment.type, i, aligned16(moment.data));
+}
+
+/// With the moments that a rule has.
+template <class R> __device__ __forceinline__ void update_one(const R &rule, float g, float &p, float &m, float &v) {
+    static_assert(R::moments.count >= 0 && R::moments.count <= kMoments);
+    if constexpr (R::moments.count == 0)
+        rule(g, p);
+    else if constexpr (R::moments.count == 1)
+        rule(g, p, m);
+    else
+        rule(g, p, m, v);
+}
+
+/// A rule without a moment has neither registers nor traffic for it.
+template <class R, int V>
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, const SharedScalars &s,
+                                            int64_t i, int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i);
     Pack<V> p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
+    Pack<V> m, v;
+    if constexpr (R::moments.count > 0) m = load_moment<V>(job.moment[0], i);
+    if constexpr (R::moments.count > 1) v = load_moment<V>(job.moment[1], i);
     const Pack<V> old = p;
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-        if (rule == Rule::adamw)
-            Adam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::adam)
-            Adam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::legacy)
-            LegacyAdam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else
-            LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-    }
-    store(m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    store(v, job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
+    for (int k = 0; k < V; ++k) update_one(R{s.scalars}, g.at[k], p.at[k], m.at[k], v.at[k]);
+    if constexpr (R::moments.count > 0) store_moment(m, job.moment[0], i);
+    if constexpr (R::moments.count > 1) store_moment(v, job.moment[1], i);
     publish(plan, job, s, p, old, i);
     if (plan.report_norms) {
 #pragma unroll
@@ -123,37 +134,35 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
     }
 }
 
-template <int V>
-__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i,
-                                                  int place, const Rooms &rooms) {
+template <class R, int V>
+__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, const SharedScalars &s, int64_t i, int place,
+                                                  const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i), p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
+    Pack<V> m = load_moment<V>(job.moment[0], i);
+    Pack<V> v = load_moment<V>(job.moment[1], i);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        const float u = rule == Rule::lamb ? LambMoments<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k])
-                                           : LambMoments<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        const float u = typename R::Moments{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
         rooms.a[place + k] = p.at[k];
         rooms.b[place + k] = u;
     }
-    store(m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    store(v, job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
+    store_moment(m, job.moment[0], i);
+    store_moment(v, job.moment[1], i);
 }
 
 template <int V>
-__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
-                                                  const SharedScalars &s, int64_t i) {
+__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, const SharedScalars &s,
+                                                  int64_t i) {
     Pack<V> p = load_weight<V>(job, i);
-    const Pack<V> m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    const Pack<V> v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
+    const Pack<V> m = load_moment<V>(job.moment[0], i);
+    const Pack<V> v = load_moment<V>(job.moment[1], i);
     const Pack<V> old = p;
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-        if (rule == Rule::lamb)
-            LambWeights<false>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
-        else
-            LambWeights<true>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
-    }
+    for (int k = 0; k < V; ++k)
+        visit(s.rule, [&](auto formula) {
+            using R = typename decltype(formula)::type;
+            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+        });
     publish(plan, job, s, p, old, i);
 }
 
@@ -251,15 +260,17 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         __syncthreads();
         if (threadIdx.x == 0) find_scalars(d, tensor, s);
         __syncthreads();
-        if (is_lamb(s.rule))
+        visit(s.rule, [&](auto formula) {
+            using R = typename decltype(formula)::type;
             for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                lamb_moments_pack<decltype(width)::value>(job, s.rule, s, i, place, rooms);
+                constexpr int W = decltype(width)::value;
+                if constexpr (R::sweeps == 2)
+                    lamb_moments_pack<R, W>(job, s, i, place, rooms);
+                else
+                    update_pack<R, W>(plan, job, s, i, place, rooms);
             });
-        else
-            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                update_pack<decltype(width)::value>(plan, job, s.rule, s, i, place, rooms);
-            });
-        if (is_lamb(s.rule) || plan.report_norms) sum_rooms(d, leaf, n, rooms);
+        });
+        if (sweeps_of(s.rule) == 2 || plan.report_norms) sum_rooms(d, leaf, n, rooms);
     }
     if (!last_block(&d.plan.control->ticket[1])) return;
     const bool skip = skipped(d);
@@ -272,7 +283,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
         [&](int32_t i, int32_t leaves, auto by) {
             const TensorJob &job = plan.jobs[i];
-            if (!job.present || !is_lamb(plan.groups[job.group].rule) || elsewhere(d, job)) return;
+            if (!job.present || sweeps_of(plan.groups[job.group].rule) == 1 || elsewhere(d, job)) return;
             const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                          updates = by.sum(plan.sums_b + job.first_leaf, leaves);
             if (by.lead) find_trust(plan, i, weights, updates);
@@ -294,7 +305,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
         const int32_t tensor = d.tensor_of_leaf[leaf];
         const TensorJob &job = plan.jobs[tensor];
         const Rule rule = plan.groups[job.group].rule;
-        if (!job.present || !is_lamb(rule) || elsewhere(d, job)) continue;
+        if (!job.present || sweeps_of(rule) == 1 || elsewhere(d, job)) continue;
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         __syncthreads();
@@ -303,9 +314,8 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
             if (leaf == job.first_leaf) plan.scalars[tensor] = s.scalars; // fold_updates() wants the factor
         }
         __syncthreads();
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
-            lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i);
-        });
+        for_packs<V>(begin, n,
+                     [&](auto width, int64_t i, int) { lamb_weights_pack<decltype(width)::value>(plan, job, s, i); });
     }
     if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }

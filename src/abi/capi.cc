@@ -9,6 +9,7 @@
 #include "optimizer/onebit.h"
 #include "optimizer/optimizer.h"
 #include "optimizer/scaler.h"
+#include "rules/group.h"
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -250,19 +251,8 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
     return fence([&] {
         not_null(group, "group");
         check_size<dsopt_group>(size, "dsopt_group");
-        dsopt_group defaults{};
+        dsopt_group defaults = default_group(algorithm);
         defaults.size = size;
-        defaults.algorithm = algorithm;
-        defaults.lr = 1e-3;
-        defaults.beta1 = 0.9;
-        defaults.beta2 = 0.999;
-        defaults.eps = 1e-8;
-        if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            defaults.min_trust = 0.01;
-            defaults.max_trust = 10;
-        }
-        set_onebit_defaults(defaults);
-        Optimizer::check_group(defaults);
         std::memset(group, 0, size);
         group->size = size;
         write_struct(group, defaults, "dsopt_group");

@@ -88,7 +88,7 @@ void Step::update() {
                      kernels_.unchanged(span);
                  else if (elsewhere)
                      return;
-                 else if (is_lamb(rule))
+                 else if (sweeps_of(rule) == 2)
                      kernels_.lamb_moments(rule, span);
                  else
                      kernels_.update(rule, span);
@@ -96,7 +96,7 @@ void Step::update() {
     if (skipped || !plan_.has_lamb) return;
     for (int64_t i = 0; i < plan_.count; ++i) {
         const TensorJob &job = plan_.jobs[i];
-        if (job.present && is_lamb(plan_.groups[job.group].rule) && !is_elsewhere(i))
+        if (job.present && sweeps_of(plan_.groups[job.group].rule) == 2 && !is_elsewhere(i))
             find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
     }
 }
@@ -107,7 +107,7 @@ void Step::update_weights(bool shared) {
     cut_.run([&](int64_t i) { return plan_.jobs[i].numel; },
              [&](int64_t i, int64_t begin, int64_t end) {
                  const Rule rule = plan_.groups[plan_.jobs[i].group].rule;
-                 if (plan_.jobs[i].present && is_lamb(rule) && !is_elsewhere(i))
+                 if (plan_.jobs[i].present && sweeps_of(rule) == 2 && !is_elsewhere(i))
                      kernels_.lamb_weights(rule, span_of(i, begin, end));
              });
 }

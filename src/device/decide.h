@@ -4,6 +4,7 @@
 // never has to look.
 #pragma once
 #include "device/plan.h"
+#include "rules/all.h"
 #include "rules/lane_sum.h"
 
 namespace dsopt {
@@ -295,7 +296,7 @@ DSOPT_HD bool needs_decision(const StepPlan &plan) {
 /// parameter dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode
 /// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
 DSOPT_HD bool counts_together(const StepPlan &plan, const Hyper &hyper) {
-    return hyper.compat && !is_lamb(hyper.rule) && plan.wrapper == Wrapper::none;
+    return hyper.compat && sweeps_of(hyper.rule) == 1 && plan.wrapper == Wrapper::none;
 }
 constexpr int kCountedTypes = 3;
 DSOPT_HD Dtype counted_type(int index) { return index == 0 ? Dtype::f16 : index == 1 ? Dtype::bf16 : Dtype::f32; }
@@ -375,7 +376,7 @@ DSOPT_HD bool decide_step(const StepPlan &plan, const NormTable &table) {
 
 /// Factor for a tensor's sum of update^2. LAMB sums the update before it is multiplied by lr and trust ratio.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
-    if (!is_lamb(plan.groups[plan.jobs[i].group].rule)) return 1;
+    if (sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
     return factor * factor;
 }

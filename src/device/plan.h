@@ -18,7 +18,6 @@ struct Moment {
     uint8_t reserved[7]; // no padding, as in TensorJob
 };
 static_assert(sizeof(Moment) == 16);
-constexpr int kMoments = 2; // of any rule, at most
 
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {

@@ -5,58 +5,9 @@
 #include "device/backend.h"
 #include "optimizer/optimizer.h"
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace dsopt {
-void set_onebit_defaults(dsopt_group &group) {
-    if (!is_onebit(group.algorithm)) return;
-    group.freeze_step = 100000;
-    if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
-        group.var_interval_steps = 16;
-        group.local_interval_steps = 32678; // sic: the original's number, probably meant to be 2^15
-        group.max_local_interval = 16;
-    } else if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-        group.trust_beta = 0.9;
-        group.trust_threshold = 0.1;
-        group.trust_min_change = 0.5;
-        group.trust_max_change = 4;
-    }
-}
-
-void check_onebit_group(const dsopt_group &g) {
-    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-    const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-    if (onebit && (g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in the 1-bit family");
-    if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "non_freeze has an effect in 1-bit Adam only");
-    const struct {
-        const char *name;
-        int64_t value;
-        bool used;
-    } counts[] = {{"freeze_step", g.freeze_step, onebit},
-                  {"var_interval_steps", g.var_interval_steps, zero_one},
-                  {"local_interval_steps", g.local_interval_steps, zero_one},
-                  {"max_local_interval", g.max_local_interval, zero_one}};
-    for (const auto &count : counts) {
-        if (!count.used && count.value != 0)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
-        if (count.used)
-            require(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
-    }
-    if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
-    if (!lamb) return;
-    require(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
-    require(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
-    require(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
-            "finite and not negative");
-    require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
-            "in [0, trust_max_change]");
-}
-
 ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
     return {group.algorithm,          group.freeze_step,
             group.var_interval_steps, group.local_interval_steps,

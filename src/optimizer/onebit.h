@@ -4,6 +4,7 @@
 #pragma once
 #include "device/onebit_plan.h"
 #include "exchange/exchange.h"
+#include "rules/onebit_family.h"
 
 namespace dsopt {
 
@@ -31,14 +32,8 @@ struct KnownSchedule {
     ScheduleState state{};
 };
 
-void set_onebit_defaults(dsopt_group &group);
-void check_onebit_group(const dsopt_group &group);
 ScheduleRules schedule_rules(const dsopt_group &group, bool compat);
 
-inline bool is_onebit(int32_t algorithm) {
-    return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM || algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ||
-           algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-}
 inline bool goes_into_exchanges(const dsopt_group &group) {
     return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);
 }

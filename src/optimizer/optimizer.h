@@ -196,7 +196,6 @@ public:
     /// To be called where state tensors may have been written to, other than by steps.
     void state_changed() const { known_schedule_.valid = false; }
 
-    static void check_group(const dsopt_group &group, int32_t compat = DSOPT_COMPAT_NONE);
     const int64_t *dims_of(const StateEntry &entry, int32_t &count) const;
 
 private:

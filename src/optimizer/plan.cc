@@ -1,24 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // From checked lists to the plan of a step.
 #include "optimizer/step_parts.h"
+#include "rules/group.h"
 #include <algorithm>
 #include <cmath>
 
 namespace dsopt {
 namespace {
-
-Rule rule_of(const dsopt_group &group) {
-    const bool inside = group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT;
-    switch (group.algorithm) {
-    case DSOPT_ALGORITHM_ADAM: return Rule::adam;
-    case DSOPT_ALGORITHM_ADAMW:
-    case DSOPT_ALGORITHM_ONEBIT_ADAM:
-    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return Rule::adamw;
-    case DSOPT_ALGORITHM_ONEBIT_LAMB:
-    case DSOPT_ALGORITHM_LAMB: return inside ? Rule::lamb_eps_inside : Rule::lamb;
-    }
-    return inside ? Rule::legacy_eps_inside : Rule::legacy;
-}
 
 Moment moment_of(const dsopt_tensor &state) { return {state.data, Dtype(state.dtype), {}}; }
 
@@ -69,7 +57,7 @@ bool Optimizer::shares_trust() const {
     return desc_.compat == DSOPT_COMPAT_NONE && with_.model && with_.model->ranks() > 1;
 }
 bool Optimizer::shares_trust(const Param &param) const {
-    return (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && is_lamb(rule_of(groups_[size_t(param.group)]));
+    return (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups_[size_t(param.group)]);
 }
 int64_t Optimizer::shard_count() const {
     if (!shares_trust()) return 0;
@@ -163,7 +151,7 @@ void Optimizer::plan_groups(Hyper *hypers) const {
                      g.max_norm,
                      g.min_trust,
                      g.max_trust,
-                     rule_of(g),
+                     formula_of(g),
                      !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
                      (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,
@@ -181,7 +169,7 @@ StepPlan Optimizer::make_plan(const Arguments &arguments, const dsopt_tensor *st
     bool clips = desc_.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups_.size(); ++i) {
         clips = clips || table.groups[i].max_norm > 0;
-        has_lamb = has_lamb || is_lamb(table.groups[i].rule);
+        has_lamb = has_lamb || sweeps_of(table.groups[i].rule) == 2;
     }
     const Wrapper wrapped = wrapper();
     const bool scales = with_.scaler != nullptr && !arguments.initial;
