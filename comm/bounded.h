@@ -39,6 +39,13 @@ private:
     int looks_ = 0;
 };
 
+/// Calls look() until it says that what it looks at is over. False: it was not by then.
+template <class Look> bool poll(const Deadline &deadline, const Look &look) {
+    for (Pause pause; !look(); pause())
+        if (deadline.over()) return false;
+    return true;
+}
+
 /// Runs `body` on a thread of its own. False if it has not returned by then, or no thread could be had: the thread and
 /// what `body` holds are left behind.
 template <class Body> bool run_bounded(const Deadline &deadline, Body body) {

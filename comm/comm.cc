@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.h"
-#include "base/struct_io.h"
+#include "base/sizes.h"
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -17,13 +17,11 @@ void keep_forever(Memory &&memory) {
     all->push_back(std::move(memory));
 }
 
-constexpr int64_t padded(int64_t bytes) { return (bytes + 3) / 4 * 4; }
-
 } // namespace
 
 char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
-        bytes = (bytes + 255) / 256 * 256;
+        bytes = round_up(bytes, 256);
         if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
         if (device)
             device_ = Memory(context, bytes, stream);
@@ -137,7 +135,7 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
         if (there) {
             result = call(send, recv);
         } else {
-            const int64_t second = send == recv ? 0 : (sent + 63) / 64 * 64;
+            const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kLine));
             char *const room = staging_.get(context_, device_, size_t(second + received), stream);
             result = settle(stream);
             if (result == 0) {
@@ -175,7 +173,7 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
                     moved);
     char *const rows = static_cast<char *>(recv);
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
-    const int64_t row = padded(bytes);
+    const int64_t row = round_up(bytes, 4);
     char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
     clear(room, row * ranks(), stream);
     move(room + rank() * row, send, bytes, stream);
@@ -263,59 +261,6 @@ dsopt_comm_info Comm::info() const {
     return info;
 }
 
-std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
-    const bool library = desc.kind == DSOPT_COMM_KIND_NCCL || desc.kind == DSOPT_COMM_KIND_HCCL;
-    const bool meets = desc.kind == DSOPT_COMM_KIND_LOCAL || library;
-    if (desc.kind != DSOPT_COMM_KIND_TABLE && desc.table != nullptr)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
-    if (!library && desc.native != nullptr)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
-    if (!meets && (by_id || desc.timeout_ms != 0))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d", desc.kind);
-    if (desc.native != nullptr && by_id)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native knows its ranks: id, rank and ranks must be 0");
-    if (meets && desc.native == nullptr) {
-        if (desc.ranks < 1 || desc.ranks > 65536 || desc.rank < 0 || desc.rank >= desc.ranks)
-            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
-        const size_t bytes = make_comm_id(desc.kind, nullptr, 0);
-        if (desc.id == nullptr || desc.id_bytes != bytes)
-            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
-                        desc.kind, bytes);
-    }
-    if (desc.flags & ~uint32_t(DSOPT_COMM_FLAG_ENQUEUE))
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
-    if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
-    if (desc.flags != 0 && desc.kind != DSOPT_COMM_KIND_NCCL && desc.kind != DSOPT_COMM_KIND_TABLE)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_FLAG_ENQUEUE has no effect with kind %d", desc.kind);
-    if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
-    switch (desc.kind) {
-    case DSOPT_COMM_KIND_SELF: return make_self_comm(std::move(context));
-    case DSOPT_COMM_KIND_LOCAL: return make_local_comm(std::move(context), desc);
-    case DSOPT_COMM_KIND_NCCL: return make_nccl_comm(std::move(context), desc);
-    case DSOPT_COMM_KIND_HCCL: return make_hccl_comm(std::move(context), desc);
-    case DSOPT_COMM_KIND_TABLE:
-        return make_table_comm(std::move(context),
-                               read_struct(not_null(desc.table, "dsopt_comm_desc.table"), "dsopt_comm_table"),
-                               desc.flags & DSOPT_COMM_FLAG_ENQUEUE);
-    }
-    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.kind is %d, which this library does not know", desc.kind);
-}
-
-size_t make_comm_id(int32_t kind, void *id, size_t capacity) {
-    size_t bytes = 0;
-    void (*make)(void *) = nullptr;
-    switch (kind) {
-    case DSOPT_COMM_KIND_LOCAL: bytes = kLocalIdBytes, make = make_local_id; break;
-    case DSOPT_COMM_KIND_NCCL: bytes = kNcclIdBytes, make = make_nccl_id; break;
-    case DSOPT_COMM_KIND_HCCL: bytes = kHcclIdBytes, make = make_hccl_id; break;
-    default: throw Error(DSOPT_ERR_UNSUPPORTED, "comms of kind %d have no unique id", kind);
-    }
-    if (id == nullptr) return bytes;
-    if (capacity < bytes) throw Error(DSOPT_ERR_SHAPE, "the id has %zu bytes, there is room for %zu", bytes, capacity);
-    make(id);
-    return bytes;
 }
 
 } // namespace dsopt

@@ -103,23 +103,7 @@ inline int64_t data_ranks(const Comm *data, const Comm *node) {
 /// In place, over all ranks; in fp32, rounded once. The op may be DSOPT_OP_MEAN here.
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);
 
-/// Providers, in comm/.
-std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
-std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
-                                      bool enqueues);
-std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
-std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
-std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
-constexpr size_t kLocalIdBytes = 16;
-void make_local_id(void *id);
-constexpr size_t kNcclIdBytes = 128;
-void make_nccl_id(void *id);
-constexpr size_t kHcclIdBytes = 4108;
-void make_hccl_id(void *id);
-/// "loaded", or why not yet; nothing is loaded to find out.
-const char *nccl_state();
-const char *hccl_state();
-
+/// From a description that read_struct() has read.
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 /// Size of the blob of a kind, which is written to `id` unless that is NULL.
 size_t make_comm_id(int32_t kind, void *id, size_t capacity);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
 // order, and nobody leaves before all have read. So every rank computes the same bits.
-#include "comm/comm.h"
+#include "comm/provider.h"
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -50,8 +50,7 @@ public:
     }
     void describe(char *text, size_t capacity) {
         const std::lock_guard lock(mutex_);
-        std::strncpy(text, reason_.c_str(), capacity - 1);
-        text[capacity - 1] = 0;
+        copy_text(reason_, text, capacity);
     }
 
     /// Shows `offer`, waits for all, calls read(offers), waits until all have read.
@@ -95,7 +94,7 @@ private:
         if (timeout_ms < 0)
             changed_.wait(lock, over);
         else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), over))
-            fail(DSOPT_ERR_TIMEOUT, "not all ranks came within " + std::to_string(timeout_ms) + " ms");
+            fail(DSOPT_ERR_TIMEOUT, not_all_came(ranks_, timeout_ms));
         if (round_ != round) return DSOPT_OK; // all came, whatever happened since
         if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
         return failed_;
@@ -232,28 +231,24 @@ void make_local_id(void *id) {
 }
 
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
+    const int timeout_ms = timeout_of(desc);
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
     auto endpoint =
         std::make_unique<Endpoint>(Endpoint{context, find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
     const dsopt_status status = endpoint->meeting->join(desc.rank, timeout_ms);
     if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
-    if (status != DSOPT_OK) throw Error(status, "not all of the %d ranks came", desc.ranks);
-    const dsopt_comm_table table{.size = sizeof(dsopt_comm_table),
-                                 .self = endpoint.get(),
-                                 .rank = desc.rank,
-                                 .ranks = desc.ranks,
-                                 .all_reduce = Endpoint::all_reduce,
-                                 .all_to_all = Endpoint::all_to_all,
-                                 .all_gather = Endpoint::all_gather,
-                                 .error = Endpoint::error,
-                                 .abort = Endpoint::abort,
-                                 .destroy = Endpoint::destroy,
-                                 .memory = DSOPT_MEMORY_HOST,
-                                 .reserved = 0};
-    auto comm = std::make_unique<Comm>(std::move(context), table);
-    (void)endpoint.release(); // the table's destroy has it now
-    return comm;
+    if (status != DSOPT_OK) throw Error(status, "%s", not_all_came(desc.ranks, timeout_ms).c_str());
+    dsopt_comm_table table{};
+    table.rank = desc.rank;
+    table.ranks = desc.ranks;
+    table.memory = DSOPT_MEMORY_HOST;
+    table.all_reduce = Endpoint::all_reduce;
+    table.all_to_all = Endpoint::all_to_all;
+    table.all_gather = Endpoint::all_gather;
+    table.error = Endpoint::error;
+    table.abort = Endpoint::abort;
+    table.destroy = Endpoint::destroy;
+    return comm_of(std::move(context), std::move(endpoint), table);
 }
 
 } // namespace dsopt

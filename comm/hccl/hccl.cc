@@ -2,9 +2,8 @@
 // Ranks over HCCL, the collectives of Ascend. The engine has no backend there, so data come from host memory and are
 // copied to and from buffers on the device that was current when the comm was made. The host waits by looking, so that
 // a dead peer costs no more than the time-out. HCCL has no abort: a communicator that failed is left behind.
-#include "comm/bounded.h"
-#include "comm/comm.h"
 #include "comm/hccl/api.h"
+#include "comm/polled.h"
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -35,24 +34,23 @@ private:
     hccl::Current before_ = nullptr;
 };
 
-class Endpoint {
+class Endpoint final : public PolledEndpoint {
 public:
-    Endpoint(const Api &functions, std::shared_ptr<const dsopt::Context> engine, int timeout_ms) :
+    Endpoint(const Api &functions, std::shared_ptr<const dsopt::Context> engine, const dsopt_comm_desc &desc) :
+        PolledEndpoint(desc.ranks, timeout_of(desc)),
         api(functions),
-        engine_(std::move(engine)),
-        timeout_ms_(timeout_ms) {
+        engine_(std::move(engine)) {
         if (api.get_context(&context_) != 0 || context_ == nullptr)
             throw Error(DSOPT_ERR_STATE, "this thread has no Ascend device: call aclrtSetDevice before");
     }
     void open(void *native, const dsopt_comm_desc &desc) {
         owned_ = native == nullptr;
         comm_ = native;
-        const Deadline deadline(timeout_ms_);
-        if (owned_) join(desc, deadline);
+        if (owned_) join(desc);
         uint32_t ranks = 0, rank = 0;
         check(api.rank_size(comm_, &ranks), "HcclGetRankSize");
         check(api.rank_id(comm_, &rank), "HcclGetRankId");
-        this->ranks = int(ranks);
+        set_ranks(int(ranks));
         this->rank = int(rank);
         check(api.create_stream(&stream_), "aclrtCreateStream");
     }
@@ -78,32 +76,28 @@ public:
     /// enqueue(send, recv) between a copy to the device and a copy back.
     template <class Enqueue>
     dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
-        if (asked_.load()) return DSOPT_ERR_ABORTED;
+        if (asked_to_abort()) return DSOPT_ERR_ABORTED;
         if (lost_) return DSOPT_ERR_COMM;
         try {
             const MadeCurrent current(api, context_);
-            const Deadline deadline(timeout_ms_);
+            const Deadline end = deadline();
             void *const send = room(0, size_t(sent)), *const recv = room(1, size_t(received));
             if (sent != 0) check(api.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
             lost_ = true; // unless it ends well
             check(enqueue(send, recv), "the call");
-            wait(deadline);
+            if (const dsopt_status status = wait(end)) return status;
             lost_ = false;
             check(api.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
             return DSOPT_OK;
         } catch (const Error &error) {
-            text_ = error.what();
+            explain(error.what());
             return error.status();
         }
     }
-    void abort() { asked_.store(true); }
-    void describe(char *text, size_t capacity) const {
-        std::strncpy(text, text_.c_str(), capacity - 1);
-        text[capacity - 1] = 0;
-    }
+    void abort() { ask_to_abort(); }
 
     const Api api;
-    int rank = 0, ranks = 1;
+    int rank = 0;
     std::vector<double> rows; // of an all-reduce that the host adds up
     Communicator comm() const { return comm_; }
     hccl::Stream stream() const { return stream_; }
@@ -114,7 +108,7 @@ private:
         size_t bytes = 0;
     };
 
-    void join(const dsopt_comm_desc &desc, const Deadline &deadline) {
+    void join(const dsopt_comm_desc &desc) {
         // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
         struct Started {
             Api api;
@@ -125,12 +119,12 @@ private:
         };
         const auto started = std::make_shared<Started>(Started{api, context_, {}, nullptr, 0});
         std::memcpy(started->info.bytes, desc.id, sizeof started->info.bytes);
-        const bool came = run_bounded(deadline, [started, ranks = desc.ranks, rank = desc.rank] {
+        const bool came = run_bounded(deadline(), [started, ranks = desc.ranks, rank = desc.rank] {
             started->result = started->api.set_context(started->context);
             if (started->result == 0)
                 started->result = started->api.init(uint32_t(ranks), &started->info, uint32_t(rank), &started->comm);
         });
-        if (!came) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+        if (!came) throw_not_all_came(desc.ranks, timeout_ms());
         check(started->result, "HcclCommInitRootInfo");
         comm_ = started->comm;
     }
@@ -145,17 +139,16 @@ private:
         }
         return room.memory;
     }
-    void wait(const Deadline &deadline) {
-        for (Pause pause;; pause()) {
+    dsopt_status wait(const Deadline &deadline) {
+        return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             StreamStatus status = complete;
             check(api.query_stream(stream_, &status), "aclrtStreamQuery");
             Result error = 0;
             if (api.async_error != nullptr) check(api.async_error(comm_, &error), "HcclGetCommAsyncError");
             check(error, "the communicator");
-            if (status == complete) return;
-            if (asked_.load()) throw Error(DSOPT_ERR_ABORTED, "the comm was aborted");
-            if (deadline.over()) throw Error(DSOPT_ERR_TIMEOUT, "not all ranks came within %d ms", timeout_ms_);
-        }
+            if (status != complete) return {};
+            return DSOPT_OK;
+        });
     }
     void check(Result result, const char *what) const {
         if (result == 0) return;
@@ -164,14 +157,11 @@ private:
     }
 
     std::shared_ptr<const dsopt::Context> engine_;
-    const int timeout_ms_;
     hccl::Current context_ = nullptr;
     Communicator comm_ = nullptr;
     hccl::Stream stream_ = nullptr;
     Room rooms_[2];
     bool owned_ = false, lost_ = false;
-    std::atomic<bool> asked_{false};
-    std::string text_;
 };
 
 // ---------------------------------------------------------------------------------------------------------- the table
@@ -179,19 +169,19 @@ Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
 
 int all_gather(void *self, const void *from, void *to, int64_t bytes, void *) {
     Endpoint &me = of(self);
-    return me.call(from, bytes, to, bytes * me.ranks, [&](void *send, void *recv) {
+    return me.call(from, bytes, to, bytes * me.ranks(), [&](void *send, void *recv) {
         return me.api.all_gather(send, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
     });
 }
 /// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
 int reduce_doubles(void *self, const double *from, double *to, int64_t count, int32_t op) {
     Endpoint &me = of(self);
-    me.rows.resize(size_t(count) * size_t(me.ranks));
+    me.rows.resize(size_t(count) * size_t(me.ranks()));
     const int status = all_gather(self, from, me.rows.data(), count * int64_t(sizeof(double)), nullptr);
     if (status != DSOPT_OK) return status;
     for (int64_t i = 0; i < count; ++i) {
         double total = me.rows[size_t(i)];
-        for (int rank = 1; rank < me.ranks; ++rank) {
+        for (int rank = 1; rank < me.ranks(); ++rank) {
             const double next = me.rows[size_t(rank) * size_t(count) + size_t(i)];
             total = op == DSOPT_OP_SUM ? total + next : std::max(total, next);
         }
@@ -211,7 +201,7 @@ int all_reduce(void *self, const void *from, void *to, int64_t count, int32_t dt
 }
 int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
     Endpoint &me = of(self);
-    return me.call(from, bytes * me.ranks, to, bytes * me.ranks, [&](void *send, void *recv) {
+    return me.call(from, bytes * me.ranks(), to, bytes * me.ranks(), [&](void *send, void *recv) {
         return me.api.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
     });
 }
@@ -230,22 +220,18 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
         throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kName);
     if (desc.native == nullptr) library = Library::any(kName, kKnown, kVariable);
     const Api api(library, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable));
-    auto endpoint = std::make_unique<Endpoint>(api, context, desc.timeout_ms == 0 ? 600000 : desc.timeout_ms);
+    auto endpoint = std::make_unique<Endpoint>(api, context, desc);
     endpoint->open(desc.native, desc);
     dsopt_comm_table table{};
-    table.size = sizeof table;
-    table.self = endpoint.get();
     table.rank = endpoint->rank;
-    table.ranks = endpoint->ranks;
+    table.ranks = endpoint->ranks();
     table.all_reduce = all_reduce;
     table.all_gather = all_gather;
     if (api.all_to_all != nullptr) table.all_to_all = all_to_all;
     table.error = [](void *self, char *text, size_t capacity) { return of(self).describe(text, capacity), 0; };
     table.abort = [](void *self) { of(self).abort(); };
     table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
-    auto comm = std::make_unique<Comm>(std::move(context), table);
-    (void)endpoint.release(); // the table's destroy has it now
-    return comm;
+    return comm_of(std::move(context), std::move(endpoint), table);
 }
 
 const char *hccl_state() { return Library::loaded(kName, kKnown) ? "loaded" : "looked for when a comm is made"; }

@@ -4,9 +4,8 @@
 //
 // NCCL allows no other thread inside while a communicator is aborted. So a thread that aborts sets a flag; the
 // communicator is ended by whoever holds `busy_`: the call that sees the flag, or the aborting thread if there is none.
-#include "comm/bounded.h"
-#include "comm/comm.h"
 #include "comm/nccl/api.h"
+#include "comm/polled.h"
 #include <cstring>
 #include <string>
 
@@ -41,11 +40,9 @@ struct Session {
             Result state = success;
             if (api.finalize != nullptr) {
                 state = api.finalize(comm);
-                Pause pause;
-                while (state == in_progress || state == success) {
-                    if (api.async_error(comm, &state) != success || state != in_progress || deadline.over()) break;
-                    pause();
-                }
+                if (state == in_progress || state == success)
+                    (void)poll(deadline,
+                               [&] { return api.async_error(comm, &state) != success || state != in_progress; });
             }
             if (state == success) {
                 (void)api.destroy(comm);
@@ -67,11 +64,11 @@ void end_bounded(const std::shared_ptr<const Session> &session, bool politely, i
     });
 }
 
-class Endpoint {
+class Endpoint final : public PolledEndpoint {
 public:
-    Endpoint(std::shared_ptr<Session> session, int timeout_ms) :
-        session_(std::move(session)),
-        timeout_ms_(timeout_ms) {}
+    Endpoint(std::shared_ptr<Session> session, int ranks, int timeout_ms) :
+        PolledEndpoint(ranks, timeout_ms),
+        session_(std::move(session)) {}
 
     /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
@@ -86,13 +83,8 @@ public:
     }
 
     void abort() noexcept {
-        asked_.store(true);
+        ask_to_abort();
         stop_if_asked();
-    }
-    void describe(char *text, size_t capacity) {
-        const std::lock_guard lock(text_mutex_);
-        std::strncpy(text, text_.c_str(), capacity - 1);
-        text[capacity - 1] = 0;
     }
     void end() noexcept {
         try {
@@ -112,7 +104,7 @@ private:
             const std::lock_guard lock(busy_);
             try {
                 on_device(*session_->context,
-                          [&] { status = asked_.load() ? DSOPT_ERR_ABORTED : body(Deadline(timeout_ms_)); });
+                          [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
             } catch (const Error &error) {
                 explain(error.what());
                 status = error.status();
@@ -122,14 +114,6 @@ private:
         stop_if_asked(); // in the moment in which the flag had been looked at and `busy_` was still held
         return status;
     }
-    void explain(std::string text) {
-        const std::lock_guard lock(text_mutex_);
-        text_ = std::move(text);
-    }
-    dsopt_status timed_out() {
-        explain("not all ranks came within " + std::to_string(timeout_ms_) + " ms");
-        return DSOPT_ERR_TIMEOUT;
-    }
     dsopt_status refused(Result result) {
         explain(session_->describe(result));
         return DSOPT_ERR_COMM;
@@ -137,13 +121,14 @@ private:
 
     /// Until a call of a communicator that does not block has been made.
     dsopt_status settle(Result result, const Deadline &deadline) {
-        for (Pause pause; result == in_progress; pause()) {
-            if (asked_.load()) return DSOPT_ERR_ABORTED;
-            if (deadline.over()) return timed_out();
-            const Result looked = session_->api.async_error(session_->comm, &result);
-            if (looked != success) result = looked;
-        }
-        return result == success ? DSOPT_OK : refused(result);
+        return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
+            if (result == in_progress) {
+                const Result looked = session_->api.async_error(session_->comm, &result);
+                if (looked != success) result = looked;
+            }
+            if (result == in_progress) return {};
+            return result == success ? DSOPT_OK : refused(result);
+        });
     }
     /// Whether the communicator has come upon an error.
     dsopt_status look() {
@@ -153,14 +138,13 @@ private:
         return error == success || error == in_progress ? DSOPT_OK : refused(error);
     }
     dsopt_status wait(void *stream, const Deadline &deadline) {
-        for (Pause pause;; pause()) {
+        return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             const bool over = session_->context->backend().finished(stream);
             // Afterwards: a collective that an error ended is over too.
-            if (const dsopt_status status = look()) return status;
-            if (over) return DSOPT_OK;
-            if (asked_.load()) return DSOPT_ERR_ABORTED;
-            if (deadline.over()) return timed_out();
-        }
+            const dsopt_status status = look();
+            if (status != DSOPT_OK || over) return status;
+            return {};
+        });
     }
 
     void stop() noexcept { // with `busy_` held
@@ -168,18 +152,14 @@ private:
         ended_ = true;
     }
     void stop_if_asked() noexcept {
-        if (!asked_.load() || !busy_.try_lock()) return;
+        if (!asked_to_abort() || !busy_.try_lock()) return;
         stop();
         busy_.unlock();
     }
 
     const std::shared_ptr<Session> session_;
-    const int timeout_ms_;
     std::mutex busy_;
-    std::atomic<bool> asked_{false};
     bool ended_ = false;
-    std::mutex text_mutex_;
-    std::string text_;
 };
 
 // ---------------------------------------------------------------------------------------------------------- the table
@@ -254,7 +234,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
                     });
                 } catch (const std::exception &) { started->second = remote_error; }
             });
-        if (!came) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+        if (!came) throw_not_all_came(desc.ranks, timeout_ms);
         session->comm = started->first.comm;
         result = started->second;
     } else {
@@ -262,17 +242,18 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
             Config config;
             result = api.init_config(&session->comm, desc.ranks, id, desc.rank, &config);
             // Success, too, only means that it has begun.
-            for (Pause pause; (result == success || result == in_progress) && session->comm != nullptr; pause()) {
+            if ((result != success && result != in_progress) || session->comm == nullptr) return;
+            (void)poll(deadline, [&] {
                 const Result looked = api.async_error(session->comm, &result);
                 if (looked != success) result = looked;
-                if (result != in_progress || deadline.over()) break;
-            }
+                return result != in_progress;
+            });
         });
     }
     if (result == success && session->comm != nullptr) return;
     const std::string text = session->describe(result);
     if (session->comm != nullptr) end_bounded(session, false, kAbortMs);
-    if (result == in_progress) throw Error(DSOPT_ERR_TIMEOUT, "not all of the %d ranks came", desc.ranks);
+    if (result == in_progress) throw_not_all_came(desc.ranks, timeout_ms);
     throw Error(DSOPT_ERR_COMM, "NCCL made no communicator: %s", text.c_str());
 }
 
@@ -312,9 +293,8 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
     const auto session = std::make_shared<Session>(
         Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
-    const int timeout_ms = desc.timeout_ms == 0 ? 600000 : desc.timeout_ms;
+    const int timeout_ms = timeout_of(desc);
     dsopt_comm_table table{};
-    table.size = sizeof table;
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_BACKEND;
@@ -328,11 +308,8 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    auto endpoint = std::make_unique<Endpoint>(session, timeout_ms);
-    table.self = endpoint.get();
-    auto comm = std::make_unique<Comm>(std::move(context), table, Provider{.enqueues = enqueues, .wait = wait});
-    (void)endpoint.release(); // the table's destroy has it now
-    return comm;
+    return comm_of(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms), table,
+                   Provider{.enqueues = enqueues, .wait = wait});
 }
 
 const char *nccl_state() {

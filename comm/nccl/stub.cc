@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // In place of the NCCL provider in a build without it.
-#include "comm/comm.h"
+#include "comm/provider.h"
 
 namespace dsopt {
 

@@ -4,7 +4,7 @@
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "checkpoint/state_io.h"
-#include "comm/comm.h"
+#include "comm/provider.h"
 #include "exchange/exchange.h"
 #include "optimizer/onebit.h"
 #include "optimizer/optimizer.h"

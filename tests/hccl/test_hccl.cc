@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The HCCL provider over test doubles of libhccl.so and libascendcl.so.
-#include "comm/comm.h"
+#include "comm/provider.h"
 #include <chrono>
 #include <cstdlib>
 #include <cstring>

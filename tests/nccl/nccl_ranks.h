@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks of a comm on the emulated device, each with a context and a stream of its own.
 #pragma once
-#include "comm/comm.h"
+#include "comm/provider.h"
 #include "cuda_runtime.h"
 #include "fake_nccl.h"
 #include <barrier>

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the ends of comms share whose library is asked again and again instead of waited for.
+#pragma once
+#include "comm/bounded.h"
+#include "comm/provider.h"
+#include <optional>
+
+namespace dsopt {
+
+/// One rank's end. Waits until its library is done, the time-out is over, or abort() was called by any thread.
+class PolledEndpoint {
+public:
+    PolledEndpoint(int ranks, int timeout_ms) : ranks_(ranks), timeout_ms_(timeout_ms) {}
+    PolledEndpoint(const PolledEndpoint &) = delete;
+    PolledEndpoint &operator=(const PolledEndpoint &) = delete;
+
+    int ranks() const { return ranks_; }
+    int timeout_ms() const { return timeout_ms_; }
+    /// Why the last call failed.
+    void describe(char *text, size_t capacity) {
+        const std::lock_guard lock(text_mutex_);
+        copy_text(text_, text, capacity);
+    }
+
+protected:
+    void set_ranks(int ranks) { ranks_ = ranks; } // once a library has told them
+    void ask_to_abort() noexcept { asked_.store(true); }
+    bool asked_to_abort() const noexcept { return asked_.load(); }
+
+    Deadline deadline() const { return Deadline(timeout_ms_); }
+    void explain(std::string text) {
+        const std::lock_guard lock(text_mutex_);
+        text_ = std::move(text);
+    }
+    /// look() gives a status once the library is done, and nothing before.
+    template <class Look> dsopt_status poll_until(const Deadline &deadline, const Look &look) {
+        std::optional<dsopt_status> status;
+        const bool over = poll(deadline, [&] {
+            status = look();
+            if (!status && asked_to_abort()) status = aborted();
+            return status.has_value();
+        });
+        if (over) return *status;
+        explain(not_all_came(ranks_, timeout_ms_));
+        return DSOPT_ERR_TIMEOUT;
+    }
+
+private:
+    dsopt_status aborted() {
+        explain("the comm was aborted");
+        return DSOPT_ERR_ABORTED;
+    }
+
+    int ranks_;
+    const int timeout_ms_;
+    std::atomic<bool> asked_{false};
+    std::mutex text_mutex_;
+    std::string text_;
+};
+
+} // namespace dsopt

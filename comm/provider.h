@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a provider of comms gives, and what providers share. Each one fills the table of dsopt.h; Comm does the rest.
+#pragma once
+#include "base/sizes.h"
+#include "comm/comm.h"
+#include <string>
+
+namespace dsopt {
+
+// One per provider. rank, ranks, id and time-out of `desc` were checked by make_comm().
+std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
+std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
+                                      bool enqueues);
+std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
+
+// Ids under which ranks meet.
+constexpr size_t kLocalIdBytes = 16, kNcclIdBytes = 128, kHcclIdBytes = 4108;
+void make_local_id(void *id);
+void make_nccl_id(void *id);
+void make_hccl_id(void *id);
+
+/// "loaded", or why not yet; nothing is loaded to find out.
+const char *nccl_state();
+const char *hccl_state();
+
+/// Longest wait in milliseconds, -1 = none. dsopt_mpi.h has the same default.
+inline int timeout_of(const dsopt_comm_desc &desc) { return desc.timeout_ms == 0 ? 600000 : desc.timeout_ms; }
+
+/// Why a wait for other ranks ended.
+inline std::string not_all_came(int ranks, int timeout_ms) {
+    return "not all of the " + std::to_string(ranks) + " ranks came within " + std::to_string(timeout_ms) + " ms";
+}
+[[noreturn]] inline void throw_not_all_came(int ranks, int timeout_ms) {
+    throw Error(DSOPT_ERR_TIMEOUT, "%s", not_all_came(ranks, timeout_ms).c_str());
+}
+
+/// For the table's `error`: as much as there is room for.
+inline void copy_text(const std::string &from, char *to, size_t capacity) {
+    if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
+}
+
+/// A comm whose table has `endpoint` as self and frees it in `destroy`.
+template <class Endpoint>
+std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
+                              dsopt_comm_table table, Provider provider = {}) {
+    table.size = sizeof table;
+    table.self = endpoint.get();
+    auto comm = std::make_unique<Comm>(std::move(context), table, provider);
+    (void)endpoint.release(); // the table's destroy has it now
+    return comm;
+}
+
+} // namespace dsopt
