@@ -261,6 +261,4 @@ dsopt_comm_info Comm::info() const {
     return info;
 }
 
-}
-
 } // namespace dsopt
