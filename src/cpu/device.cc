@@ -248,7 +248,10 @@ void CpuBackend::step(const StepPlan &plan) const {
     const auto numel = [&](int64_t i) { return plan.jobs[i].numel; };
     const auto bytes = [&](int64_t i) -> int64_t {
         const TensorJob &job = plan.jobs[i];
-        return 20 + int64_t(dtype_size(job.grad_type)) + (job.copy != nullptr ? 2 : 0) + (job.out != nullptr ? 4 : 0);
+        int64_t state = 0;
+        for (const Moment &moment : job.moment) state += moment.data != nullptr ? 8 : 0;
+        return 4 + state + int64_t(dtype_size(job.grad_type)) + (job.copy != nullptr ? 2 : 0) +
+               (job.out != nullptr ? 4 : 0);
     };
     const Cut cut(plan.count, plan.cost, plan.chunk, plan.parallel, bytes, numel);
 
