@@ -159,14 +159,12 @@ TEST(GoldenTables, CompatCounterIsOnePerDtypeOnTheLastTensor) {
     compat.train(1);
     EXPECT_EQ(steps(compat.opt()), (std::vector<int32_t>{0, 0, 3}));
     EXPECT_EQ(state_info(compat.opt(), state_index(compat.opt(), 1, "exp_avg")).tensor.dtype, DSOPT_DTYPE_F16);
-    EXPECT_EQ(state_info(compat.opt(), state_index(compat.opt(), 2, "exp_avg_sq")).tensor.dtype,
-              DSOPT_DTYPE_BF16);
+    EXPECT_EQ(state_info(compat.opt(), state_index(compat.opt(), 2, "exp_avg_sq")).tensor.dtype, DSOPT_DTYPE_BF16);
 
     const Trainer standard(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
     standard.train(1);
     EXPECT_EQ(steps(standard.opt()), (std::vector<int32_t>{1, 1, 1}));
-    EXPECT_EQ(state_info(standard.opt(), state_index(standard.opt(), 1, "exp_avg")).tensor.dtype,
-              DSOPT_DTYPE_F32);
+    EXPECT_EQ(state_info(standard.opt(), state_index(standard.opt(), 1, "exp_avg")).tensor.dtype, DSOPT_DTYPE_F32);
     // f16 is the first dtype that counts, so it has step 1 in both; fp32 is the third.
     EXPECT_EQ(exported(standard.opt(), 0, "exp_avg").size(), 4u);
     EXPECT_NE(compat.model.params[0].text(), standard.model.params[0].text());
