@@ -212,12 +212,12 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
 }
 
 CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
-    return make_onebit_setup(optimizer.groups(), optimizer.params(), optimizer.desc(), 0, saved_).layout;
+    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_, 1}).layout;
 }
 
 /// Elements that take no part owe nothing, whatever their kept sum and its scale say.
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
-    const CompressLayout &layout = optimizer.onebit()->layout;
+    const CompressLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1) {
         file().verify(find_tensor(file(), "optimizer.active", DSOPT_DTYPE_I32, layout.used_words(), {}), words.data());
@@ -226,7 +226,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     // One rank or node has none: they follow from the variance, as in the step that last changed it.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
-        const int64_t worker = optimizer.onebit()->worker[i], numel = optimizer.params()[i].numel;
+        const int64_t worker = optimizer.onebit()->setup().worker[i], numel = optimizer.params()[i].numel;
         if (worker < 0) continue;
         const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_DTYPE_F32, numel,
                                          optimizer.params()[i].dims);
@@ -245,7 +245,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
 
 /// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
 std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
-    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout;
+    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout;
     const std::vector<int32_t> takes_part = active(optimizer);
     const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
     const int64_t slice = from.server_numel * nodes;
@@ -271,7 +271,7 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
 
 /// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
 std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
-    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->layout.all();
+    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout.all();
     const std::vector<int32_t> takes_part = active(optimizer);
     std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk

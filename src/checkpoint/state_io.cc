@@ -421,9 +421,9 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                                         "keeps of the whole list follows it");
 
     // The original forgets errors when it loads, forget_like_original() below; so their sizes do not matter.
-    const bool forgets = optimizer.onebit() != nullptr && optimizer.onebit()->rules.compat;
-    const bool owes =
-        optimizer.onebit() != nullptr && optimizer.onebit()->compresses && !optimizer.onebit()->layout.is_exact();
+    const bool forgets = optimizer.onebit() != nullptr && optimizer.onebit()->setup().rules.compat;
+    const bool owes = optimizer.onebit() != nullptr && optimizer.onebit()->setup().compresses &&
+                      !optimizer.onebit()->setup().layout.is_exact();
     const bool with_errors = owes && !forgets && !no_state && !(io.flags & DSOPT_IO_RESET_ERRORS);
     files.check(optimizer, with_errors);
 
@@ -465,7 +465,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
-                               optimizer.onebit()->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+                               optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
         if (entry != nullptr && entry->kind == StateKind::scaler) check_scaler_state(file, transfer.index, rules);
     }

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit family: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et al. 2021). What their
-// steps need beyond those of other optimizers.
+// The 1-bit family's part of an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et al.
+// 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
 #pragma once
-#include "device/onebit_plan.h"
 #include "exchange/exchange.h"
+#include "optimizer/param.h"
+#include "optimizer/state_table.h"
 #include "rules/onebit_family.h"
+#include "step/average.h"
 
 namespace dsopt {
 
-/// How the parameters of an optimizer go into exchanges; made when groups are added.
+/// A rank among the data-parallel ones, which come in nodes.
+struct DataRank {
+    int rank, ranks, node_ranks;
+};
+
+/// How the parameters of an optimizer go into exchanges; follows from groups, parameters and ranks.
 struct OneBitSetup {
     ScheduleRules rules{};
     CompressLayout layout;
@@ -18,6 +25,9 @@ struct OneBitSetup {
     int64_t mean_numel = 0;
     int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where an exchange has no room as long
     bool compresses = false;  // more than one rank
+
+    OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
+                const dsopt_optimizer_desc &desc, DataRank place);
 };
 
 /// One step.
@@ -26,16 +36,61 @@ struct PlannedOneBit {
     ExchangeBuffers buffers;
 };
 
-/// The schedule as the host knows it without asking the backend's memory.
-struct KnownSchedule {
-    bool valid = false;
-    ScheduleState state{};
-};
-
-ScheduleRules schedule_rules(const dsopt_group &group, bool compat);
-
 inline bool goes_into_exchanges(const dsopt_group &group) {
     return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);
 }
+
+/// In methods `state` is the optimizer's table, and `list` a list of all its tensors, its own or a caller's.
+class OneBit {
+public:
+    OneBit(const Context &context, const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
+           const dsopt_optimizer_desc &desc, DataRank place) :
+        context_(context),
+        desc_(desc),
+        setup_(groups, params, desc, place) {}
+    const OneBitSetup &setup() const { return setup_; }
+    /// The schedule's rules are those of the groups.
+    void follow(const std::vector<dsopt_group> &groups);
+
+    /// State tensors of a parameter, and of the whole optimizer, beside those of other rules.
+    static void add_param_state(const Param &param, int64_t index, const dsopt_group &group,
+                                const dsopt_optimizer_desc &desc, StateTable &state);
+    void add_state(int64_t groups, int64_t params, StateTable &state) const;
+
+    /// `own`: the schedule in `list` is the engine's.
+    PlannedOneBit plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
+                       const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
+                       void *stream) const;
+    /// Jobs whose gradients the engine averages in this step.
+    void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
+
+    /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode every
+    /// call counts. In compat mode only the device knows whether the last step was taken, so the host waits for it, as
+    /// it does where the state is not the engine's.
+    ScheduleState read_schedule(const void *data, bool own, void *stream) const;
+    /// After a step with the engine's schedule.
+    void count_step(const OneBitPlan &plan) const;
+    /// The memory may have been written to.
+    void forget_schedule() const { known_.valid = false; }
+
+    /// What the next calls do with gradients, DSOPT_REDUCTION_...; `first_call_is_spent`: by a wrapper that was made.
+    int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
+    /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
+    void settle_momentum(const StateTable &state, const std::vector<Param> &params) const;
+    /// After a load: what the original forgets or decides anew there.
+    void forget_like_original(const StateTable &state) const;
+    /// Errors as what they stand for, to host memory.
+    void export_errors(const StateTable &state, const StateEntry &entry, float *host) const;
+
+private:
+    struct KnownSchedule {
+        bool valid = false;
+        ScheduleState state{};
+    };
+    const Context &context_;
+    const dsopt_optimizer_desc desc_;
+    OneBitSetup setup_;
+    mutable KnownSchedule known_; // `apply` may be given the memory that it is about
+};
 
 } // namespace dsopt

@@ -130,80 +130,33 @@ Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t gro
 }
 
 /// Its state tensors, in the order of the table in dsopt.h.
-void Optimizer::add_param_state(Param &param, int64_t index, const dsopt_group &group,
-                                std::vector<StateEntry> &state) const {
-    const int32_t algorithm = group.algorithm;
+void Optimizer::add_param_state(const Param &param, int64_t index, const dsopt_group &group, StateTable &state) const {
     const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
-    const char *const name = param.name.c_str();
-    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags) {
-        param.state.set(kind, int64_t(state.size()));
-        state.push_back({kind, index, dtype, flags, param.numel});
+    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags, const MomentInfo *moment = nullptr) {
+        state.add({kind, index, dtype, flags, param.numel, nullptr, moment});
     };
+    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
     const int32_t type = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
-    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
     const MomentList &moments = moments_of(group);
-    for (int k = 0; k < moments.count; ++k) {
-        add(kMomentKinds[k], type, 0);
-        state.back().moment = &moments.at[k];
-    }
+    for (int k = 0; k < moments.count; ++k) add(kMomentKinds[k], type, 0, &moments.at[k]);
     if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
-    const bool masked = param.flags & DSOPT_PARAM_MASKED;
-    if (!is_onebit(algorithm)) {
-        if (masked)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
-                        name);
-        return;
-    }
-    if (param.dtype != DSOPT_DTYPE_F32 && no_master)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
-    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-        add(desc_.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, DSOPT_DTYPE_F32,
-            DSOPT_STATE_RANK_LOCAL);
-    if (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, DSOPT_DTYPE_F32, 0);
-    if (masked) add(StateKind::mask, DSOPT_DTYPE_F32, 0);
-    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && masked)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
-    if ((desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
+    OneBit::add_param_state(param, index, group, desc_, state);
 }
 
-/// The state tensors of the whole optimizer, in the order of the table in dsopt.h. `setup` NULL: no 1-bit family.
-std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
-                                                   int64_t params) const {
-    std::vector<StateEntry> state;
-    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, int32_t flags = 0) {
-        state.push_back({kind, -1, dtype, flags, numel});
+/// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
+void Optimizer::add_own_state(const OneBit *onebit, const std::vector<dsopt_group> &groups, int64_t params,
+                              StateTable &state) const {
+    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, void *data = nullptr) {
+        state.add({kind, StateTable::kOptimizer, dtype, 0, numel, data});
     };
-    if (setup != nullptr) {
-        if (setup->compresses && !setup->layout.is_exact()) {
-            add(StateKind::worker_error, DSOPT_DTYPE_F32, setup->layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
-            add(StateKind::server_error, DSOPT_DTYPE_F32, setup->layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-            if (desc_.compat == DSOPT_COMPAT_NONE) add(StateKind::active, DSOPT_DTYPE_I32, setup->layout.used_words());
-            if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-                add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, setup->layout.all().rows_bytes() / 4);
-        }
-        add(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
-        if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-            add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(groups.size()));
-        if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
-            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
-                                         compat ? StateKind::trust_scaling : StateKind::trust_weight})
-                add(kind, DSOPT_DTYPE_F32, params);
-            if (compat && setup->compresses && !setup->layout.parts.empty())
-                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->layout.parts[0].used);
-        }
-    }
+    if (onebit != nullptr) onebit->add_state(int64_t(groups.size()), params, state);
     if (with_.scaler) {
-        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1);
-        state.back().data = with_.scaler->scale();
-        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
-        state.back().data = with_.scaler->state();
+        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1, with_.scaler->scale());
+        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4, with_.scaler->state());
     }
     if (std::any_of(groups.begin(), groups.end(), has_trust)) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, params);
     add(StateKind::step, DSOPT_DTYPE_I32, params);
-    return state;
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
@@ -217,131 +170,130 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
     grow(groups_, params, count, true);
 }
 
-/// `named_groups`: parameters say to which of the groups they go; else all of them go to the last one.
-void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *params, int64_t count, bool named_groups) {
+/// The registered parameters with those of the call behind them. `named_groups`: parameters say to which of the groups
+/// they go; else all of them go to the last one.
+std::vector<Param> Optimizer::with_params(const std::vector<dsopt_group> &groups, const dsopt_param *added,
+                                          int64_t count, bool named_groups) const {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
-    if (count > 0 && params == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
+    if (count > 0 && added == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
-
+    const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
     // The original's wrappers step once when they are made, with all that a group has then.
-    if (named_groups && count != 0 && desc_.compat != DSOPT_COMPAT_NONE && !state_list_.empty())
+    if (named_groups && count != 0 && compat && !state_list_.empty())
         throw Error(DSOPT_ERR_STATE, "in compat mode parameters come before the state is made: add a group for '%s'",
-                    param_name(params[0], int64_t(params_.size())).c_str());
-
-    // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
-    std::vector<Param> new_params = params_;
-    std::vector<StateEntry> new_state = state_;
-    std::vector<StateEntry> of_optimizer; // these follow the parameters' and grow with them
-    while (!new_state.empty() && new_state.back().param < 0) {
-        of_optimizer.push_back(new_state.back());
-        new_state.pop_back();
-    }
+                    param_name(added[0], int64_t(params_.size())).c_str());
+    std::vector<Param> params = params_;
+    params.reserve(params.size() + size_t(count));
     std::unordered_set<std::string> names;
-    for (const Param &param : params_) names.insert(param.name);
-    int64_t leaf = params_.empty() ? 0 : params_.back().first_leaf + leaves_of(params_.back().numel);
-    std::vector<bool> used(new_groups.size()); // of the original, whose groups' parameters follow one another
-    for (const Param &param : params_) used[size_t(param.group)] = true;
-    const Param *exchanged = nullptr;
-
-    new_params.reserve(new_params.size() + size_t(count));
+    std::vector<bool> used(groups.size()); // of the original, whose groups' parameters follow one another
+    for (const Param &param : params) {
+        names.insert(param.name);
+        used[size_t(param.group)] = true;
+    }
     for (int64_t i = 0; i < count; ++i) {
-        const dsopt_param &given = params[i];
-        const int64_t index = int64_t(new_params.size());
-        const int32_t group = named_groups ? given.group : int32_t(new_groups.size()) - 1;
-        if (!named_groups && given.group != 0)
+        const int64_t index = int64_t(params.size());
+        const int32_t group = named_groups ? added[i].group : int32_t(groups.size()) - 1;
+        if (!named_groups && added[i].group != 0)
             throw Error(DSOPT_ERR_ARGUMENT,
                         "dsopt_param.group of parameter %lld is %d: in dsopt_optimizer_add_group it must be 0",
-                        ll(index), given.group);
-        if (group < 0 || size_t(group) >= new_groups.size())
+                        ll(index), added[i].group);
+        if (group < 0 || size_t(group) >= groups.size())
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups",
-                        ll(index), group, new_groups.size());
-        Param param = make_param(given, index, group);
+                        ll(index), group, groups.size());
+        Param param = make_param(added[i], index, group);
         if (!names.insert(param.name).second)
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
-        if (desc_.compat != DSOPT_COMPAT_NONE && used[size_t(group)] && new_params.back().group != group)
+        if (compat && used[size_t(group)] && params.back().group != group)
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "parameter '%s' goes to group %d, whose others do not stand before it: in compat mode the "
                         "parameters of a group follow one another",
                         param.name.c_str(), group);
         used[size_t(group)] = true;
-        param.first_leaf = leaf;
-        add_param_state(param, index, new_groups[size_t(group)], new_state);
-        leaf += leaves_of(param.numel);
+        param.first_leaf = index == 0 ? 0 : params.back().first_leaf + leaves_of(params.back().numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
-        if (leaf > (int64_t(1) << 44))
+        if (param.first_leaf + leaves_of(param.numel) > (int64_t(1) << 44))
             throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
                         param.name.c_str());
-        new_params.push_back(std::move(param));
-        if (goes_into_exchanges(new_groups[size_t(group)])) exchanged = &new_params.back();
+        params.push_back(std::move(param));
     }
+    return params;
+}
+
+/// The 1-bit family's part for these groups and parameters; NULL without one of its groups.
+std::unique_ptr<OneBit> Optimizer::make_onebit(const std::vector<dsopt_group> &groups,
+                                               const std::vector<Param> &params) const {
+    if (std::none_of(groups.begin(), groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
+        if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
+                        desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
+                                                               : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
+        return nullptr;
+    }
+    if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+    auto onebit = std::make_unique<OneBit>(*context_, groups, params, desc_, data_rank());
+    const StateEntry *const schedule = state_.find(StateKind::schedule);
+    if (schedule == nullptr || schedule->data == nullptr) return onebit;
+    const auto joins = [&](const Param &param) { return goes_into_exchanges(groups[size_t(param.group)]); };
+    const auto first = std::find_if(params.begin() + int64_t(params_.size()), params.end(), joins);
+    if (first != params.end() && onebit_->read_schedule(schedule->data, true, nullptr).frozen)
+        throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                    first->name.c_str());
+    return onebit;
+}
+
+/// What has one element per parameter is copied into something longer. Returns the memory.
+std::vector<Memory> Optimizer::carry_state(const std::vector<StateEntry> &old, StateTable &state) const {
+    const Backend &backend = context_->backend();
+    std::vector<Memory> memory;
+    for (const StateEntry &entry : old) {
+        const int64_t slot = state.slot(StateTable::kOptimizer, entry.kind);
+        if (entry.data == nullptr || slot < 0 || !entry.carried()) continue;
+        StateEntry &longer = state[size_t(slot)];
+        memory.emplace_back(context_, std::max<size_t>(longer.bytes(), 1), nullptr);
+        longer.data = memory.back().data();
+        backend.clear(longer.data, longer.bytes(), nullptr);
+        backend.copy(longer.data, entry.data, entry.bytes(), nullptr);
+    }
+    backend.synchronize(nullptr);
+    return memory;
+}
+
+void Optimizer::grow(std::vector<dsopt_group> groups, const dsopt_param *added, int64_t count, bool named_groups) {
+    // Everything is built beside the live lists and swapped in at the end, so a failure changes nothing.
+    std::vector<Param> params = with_params(groups, added, count, named_groups);
+    StateTable state = state_;
+    const std::vector<StateEntry> own = state.take_optimizer(); // these follow the parameters' and grow with them
+    for (size_t i = params_.size(); i < params.size(); ++i)
+        add_param_state(params[i], int64_t(i), groups[size_t(params[i].group)], state);
     std::vector<Interval> intervals;
-    for (const Param &param : new_params)
+    for (const Param &param : params)
         intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
-    for (const StateEntry &entry : new_state)
+    for (const StateEntry &entry : state)
         if (entry.data != nullptr)
-            intervals.push_back(
-                interval_of(entry.tensor(), {entry.name(), new_params[size_t(entry.param)].name.c_str()}));
+            intervals.push_back(interval_of(entry.tensor(), {entry.name(), params[size_t(entry.param)].name.c_str()}));
     check_overlap(intervals);
-
-    std::unique_ptr<OneBitSetup> setup;
-    if (std::any_of(new_groups.begin(), new_groups.end(), [](const auto &g) { return is_onebit(g.algorithm); })) {
-        if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
-        setup = std::make_unique<OneBitSetup>(
-            make_onebit_setup(new_groups, new_params, desc_, rank(), ranks(), node_ranks()));
-    } else if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS)) {
-        throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
-                    desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
-                                                           : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
-    }
-    std::vector<StateEntry> longer = optimizer_state(setup.get(), new_groups, int64_t(new_params.size()));
-    if (exchanged != nullptr)
-        for (const StateEntry &entry : of_optimizer)
-            if (entry.kind == StateKind::schedule && entry.data != nullptr &&
-                read_schedule(entry.data, &known_schedule_, nullptr).frozen)
-                throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
-                            exchanged->name.c_str());
+    std::unique_ptr<OneBit> onebit = make_onebit(groups, params);
+    add_own_state(onebit.get(), groups, int64_t(params.size()), state);
     settle_momentum(); // its rows are those of the list as it was
-    // What has one element per parameter is copied into something longer.
-    std::vector<Memory> new_memory;
-    for (StateEntry &entry : longer) {
-        const auto old = std::find_if(of_optimizer.begin(), of_optimizer.end(), [&](const StateEntry &other) {
-            return other.kind == entry.kind && other.data != nullptr;
-        });
-        if (old == of_optimizer.end() || !entry.carried()) continue;
-        new_memory.emplace_back(context_, std::max<size_t>(entry.bytes(), 1), nullptr);
-        entry.data = new_memory.back().data();
-        context_->backend().clear(entry.data, entry.bytes(), nullptr);
-        context_->backend().copy(entry.data, old->data, old->bytes(), nullptr);
-    }
-    context_->backend().synchronize(nullptr);
-    for (StateEntry &entry : longer) new_state.push_back(entry);
-    memory_.reserve(memory_.size() + new_memory.size());
+    std::vector<Memory> memory = carry_state(own, state);
+    memory_.reserve(memory_.size() + memory.size());
 
-    groups_.swap(new_groups);
-    params_.swap(new_params);
-    state_.swap(new_state);
-    onebit_ = std::move(setup);
-    for (Memory &memory : new_memory) memory_.push_back(std::move(memory));
+    groups_.swap(groups);
+    params_.swap(params);
+    state_.swap(state);
+    onebit_ = std::move(onebit);
+    for (Memory &block : memory) memory_.push_back(std::move(block));
     workspace_ = Memory();
     cache_.reset(); // it describes that
     lists_compared_ = false;
     state_list_.clear();
-    state_changed();
-}
-
-void Optimizer::follow_groups() {
-    for (const dsopt_group &group : groups_)
-        if (is_onebit(group.algorithm)) {
-            onebit_->rules = schedule_rules(group, onebit_->rules.compat);
-            return;
-        }
 }
 
 void Optimizer::restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls) {
     groups_.swap(groups);
-    follow_groups();
+    if (onebit_) onebit_->follow(groups_);
     desc_.max_norm = max_norm;
     desc_.max_value = max_value;
     calls_ = calls;
@@ -421,7 +373,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat != DSOPT_COMPAT_NONE);
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
-    follow_groups();
+    if (onebit_) onebit_->follow(groups_);
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {
@@ -474,7 +426,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
-        call_list_[i] = *find_state(state_list_.data(), params_[i], StateKind::grad_accum);
+        call_list_[i] = *state_.find(state_list_.data(), int64_t(i), StateKind::grad_accum);
     context_->backend().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;

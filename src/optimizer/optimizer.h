@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+#include "base/in_use.h"
+#include "base/scratch.h"
 #include "base/tensor_list.h"
 #include "comm/comm.h"
 #include "device/context.h"
 #include "optimizer/onebit.h"
+#include "optimizer/param.h"
 #include "optimizer/scaler.h"
 #include "optimizer/state_entry.h"
 #include "step/drive.h"
@@ -16,117 +19,11 @@
 
 namespace dsopt {
 
-struct Param {
-    std::string name;
-    std::vector<int64_t> dims;
-    void *data;
-    int64_t numel;
-    int32_t dtype;
-    int32_t group;
-    StateSlots state; // where its state tensors are
-    int64_t first_leaf;
-    int64_t offset;
-    uint64_t random_key; // of stochastic rounding: name and seed
-    int32_t flags;       // DSOPT_PARAM_...
-    int32_t expert;
-    bool has_master;
-    bool accumulated; // its accumulator got something since the last step
-};
-
 /// Comms and scaler that an optimizer keeps alive.
 struct Attachments {
     std::shared_ptr<Scaler> scaler;
     std::shared_ptr<Comm> data, model, node;
     std::vector<std::shared_ptr<Comm>> experts;
-};
-
-/// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it
-/// grows to their number and stays.
-class ScratchPool {
-public:
-    struct Block {
-        std::unique_ptr<char[]> data;
-        size_t bytes = 0;
-    };
-    Block take(size_t bytes) {
-        Block block;
-        {
-            const std::lock_guard lock(mutex_);
-            if (!free_.empty()) {
-                block = std::move(free_.back());
-                free_.pop_back();
-            }
-        }
-        if (block.bytes < bytes) block = {std::make_unique<char[]>(bytes), bytes};
-        return block;
-    }
-    void give(Block block) noexcept {
-        const std::lock_guard lock(mutex_);
-        try {
-            free_.push_back(std::move(block));
-        } catch (const std::bad_alloc &) { // then it is freed
-        }
-    }
-
-private:
-    std::mutex mutex_;
-    std::vector<Block> free_;
-};
-class HostScratch {
-public:
-    HostScratch(ScratchPool &pool, size_t bytes) : pool_(pool) {
-        if (bytes != 0) block_ = pool.take(bytes);
-    }
-    ~HostScratch() {
-        if (block_.bytes != 0) pool_.give(std::move(block_));
-    }
-    HostScratch(const HostScratch &) = delete;
-    HostScratch &operator=(const HostScratch &) = delete;
-    char *data() const { return block_.data.get(); }
-
-private:
-    ScratchPool &pool_;
-    ScratchPool::Block block_;
-};
-
-/// Who is in an optimizer: 0 = nobody, -1 = one call that changes it, n > 0 = as many that read it.
-using InUse = std::atomic<int32_t>;
-[[noreturn]] inline void refuse_second() {
-    throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread, or by the call whose callback this is");
-}
-
-/// Nobody else: whoever comes second gets DSOPT_ERR_BUSY instead of a race.
-class Exclusive {
-public:
-    explicit Exclusive(InUse &in_use) : in_use_(in_use) {
-        int32_t nobody = 0;
-        if (!in_use.compare_exchange_strong(nobody, -1, std::memory_order_acquire, std::memory_order_relaxed))
-            refuse_second();
-    }
-    ~Exclusive() { in_use_.store(0, std::memory_order_release); }
-    Exclusive(const Exclusive &) = delete;
-    Exclusive &operator=(const Exclusive &) = delete;
-
-private:
-    InUse &in_use_;
-};
-
-/// Nobody who changes it; readers never stand in each other's way.
-class Shared {
-public:
-    explicit Shared(InUse &in_use) : in_use_(in_use) {
-        int32_t readers = in_use.load(std::memory_order_relaxed);
-        do {
-            if (readers < 0) refuse_second();
-        } while (
-            !in_use.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire, std::memory_order_relaxed));
-    }
-    ~Shared() { in_use_.fetch_sub(1, std::memory_order_release); }
-    Shared(const Shared &) = delete;
-    Shared &operator=(const Shared &) = delete;
-
-private:
-    InUse &in_use_;
 };
 
 /// A max_value that clips, or none. Below fp32's range it would clip every gradient to zero.
@@ -141,7 +38,7 @@ public:
     const dsopt_optimizer_desc &desc() const { return desc_; }
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }
-    const std::vector<StateEntry> &state() const { return state_; }
+    const StateTable &state() const { return state_; }
     InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
     /// Of the data-parallel ranks. Two levels: in the order of the chunks that they serve, so those that share a slice
@@ -151,6 +48,7 @@ public:
     }
     int ranks() const { return int(data_ranks(with_.data.get(), with_.node.get())); }
     int node_ranks() const { return with_.node ? with_.node->ranks() : 1; }
+    DataRank data_rank() const { return {rank(), ranks(), node_ranks()}; }
     void note_loaded(int resharded_from) { resharded_from_ = resharded_from; }
     Scaler *scaler() const { return with_.scaler.get(); }
     /// Throws DSOPT_ERR_STATE if the scaler was detached since.
@@ -190,11 +88,14 @@ public:
     void export_entry(const StateEntry &entry, void *host) const;
     /// After a load: what the original forgets or decides anew there.
     void forget_like_original();
-    const OneBitSetup *onebit() const { return onebit_.get(); }
+    /// NULL without a group of the 1-bit family.
+    const OneBit *onebit() const { return onebit_.get(); }
     /// exp_avg is what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
     void settle_momentum();
     /// To be called where state tensors may have been written to, other than by steps.
-    void state_changed() const { known_schedule_.valid = false; }
+    void state_changed() const {
+        if (onebit_) onebit_->forget_schedule();
+    }
 
     const int64_t *dims_of(const StateEntry &entry, int32_t &count) const;
 
@@ -203,7 +104,7 @@ private:
     struct Layout;    // where the parts of the workspace are
     struct OfEngine {
         Memory *outcome;
-        KnownSchedule *schedule; // NULL: the call brings its own schedule tensor
+        bool own_schedule; // false: the call brings its own schedule tensor
     };
 
     Arguments check_step(const dsopt_step &step, bool functional) const;
@@ -227,14 +128,13 @@ private:
     Layout layout() const;
     void grow(std::vector<dsopt_group> groups, const dsopt_param *params, int64_t count, bool named_groups);
     Param make_param(const dsopt_param &given, int64_t index, int32_t group) const;
-    void add_param_state(Param &param, int64_t index, const dsopt_group &group, std::vector<StateEntry> &state) const;
-    /// Of a parameter in a list of all state tensors; NULL where it has none of that kind.
-    static const dsopt_tensor *find_state(const dsopt_tensor *state, const Param &param, StateKind kind) {
-        const int64_t slot = param.state[kind];
-        return slot >= 0 ? state + slot : nullptr;
-    }
-    std::vector<StateEntry> optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
-                                            int64_t params) const;
+    void add_param_state(const Param &param, int64_t index, const dsopt_group &group, StateTable &state) const;
+    void add_own_state(const OneBit *onebit, const std::vector<dsopt_group> &groups, int64_t params,
+                       StateTable &state) const;
+    std::vector<Param> with_params(const std::vector<dsopt_group> &groups, const dsopt_param *added, int64_t count,
+                                   bool named_groups) const;
+    std::unique_ptr<OneBit> make_onebit(const std::vector<dsopt_group> &groups, const std::vector<Param> &params) const;
+    std::vector<Memory> carry_state(const std::vector<StateEntry> &old, StateTable &state) const;
     CommSet comms() const {
         return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
     }
@@ -243,21 +143,13 @@ private:
     bool shares_trust(const Param &param) const;
     int64_t shard_count() const; // of such tensors
     void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
-    void follow_groups(); // the schedule's rules are theirs
-    PlannedOneBit plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, double *factors,
-                              const KnownSchedule *known, void *stream) const;
-    void plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
     int32_t plan_jobs(const Arguments &arguments, const dsopt_tensor *state, const OneBitPlan *onebit,
                       TensorJob *jobs) const;
     void plan_groups(Hyper *hypers) const;
     StepPlan make_plan(const Arguments &arguments, const dsopt_tensor *state, char *workspace, const Layout &place,
                        const StepTable &table, const OfEngine *of_engine) const;
     StepShape shape() const;
-    ScheduleState read_schedule(const void *data, const KnownSchedule *known, void *stream) const;
-    static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
-    /// Of the whole optimizer, NULL where there is none: in a list of all state tensors, and the engine's own.
-    const dsopt_tensor *find_state(const dsopt_tensor *state, StateKind kind) const;
-    const StateEntry *find_entry(StateKind kind) const;
+    static std::vector<dsopt_tensor> list_of(const StateTable &state);
     void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
     void check_state_tensor(const dsopt_tensor &tensor, const StateEntry &entry, bool required) const;
     void check_param(const dsopt_tensor &given, const Param &param) const;
@@ -272,7 +164,7 @@ private:
     int64_t scaler_ticket_ = 0;   // says whether the scaler was detached since
     std::vector<Comm *> experts_; // of with_, as a plan wants them
     std::vector<Param> params_;
-    std::vector<StateEntry> state_;
+    StateTable state_;
     std::vector<Memory> memory_; // what the engine owns of the state
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
@@ -280,16 +172,12 @@ private:
     Memory outcome_memory_;                // an Outcome
     HostBuffer mirror_;                    // its copy on the host, where backend memory is not
     std::unique_ptr<StepCache> cache_;
-    std::unique_ptr<OneBitSetup> onebit_;  // with a group of the 1-bit family
-    mutable KnownSchedule known_schedule_; // `apply` may be given the memory that it is about
-    bool lists_compared_ = false;          // with those of other ranks, since the last group came
+    std::unique_ptr<OneBit> onebit_; // with a group of the 1-bit family
+    bool lists_compared_ = false;    // with those of other ranks, since the last group came
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     int resharded_from_ = 0;
     mutable InUse in_use_{0};
 };
-
-OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                              const dsopt_optimizer_desc &desc, int rank, int ranks, int node_ranks = 1);
 
 } // namespace dsopt

@@ -18,7 +18,7 @@ Moment moment_of(const dsopt_tensor *state) {
 StepShape Optimizer::shape() const {
     const int64_t leaves = params_.empty() ? 0 : params_.back().first_leaf + leaves_of(params_.back().numel);
     return {int64_t(params_.size()), int64_t(groups_.size()), leaves, onebit_ != nullptr,
-            onebit_ && onebit_->compresses ? &onebit_->layout : nullptr};
+            onebit_ && onebit_->setup().compresses ? &onebit_->setup().layout : nullptr};
 }
 
 Optimizer::Layout Optimizer::layout() const {
@@ -40,15 +40,16 @@ Optimizer::Layout Optimizer::layout() const {
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
-    l.factors = place(onebit_ && onebit_->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? leaves * sizeof(double) : 0);
+    l.factors =
+        place(onebit_ && onebit_->setup().rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? leaves * sizeof(double) : 0);
     l.shards = place(shard_bytes(shard_count()));
     l.extra = place(backend.extra_bytes(shape));
     l.exchange = place(shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
-    l.mean = place(onebit_ ? size_t(onebit_->mean_numel + onebit_->mean_scratch) * sizeof(float) : 0);
+    l.mean = place(onebit_ ? size_t(onebit_->setup().mean_numel + onebit_->setup().mean_scratch) * sizeof(float) : 0);
     const size_t workspace = at;
     if (!backend.is_host()) at = 0;
     l.table = place(StepTable::bytes(shape));
-    l.lists = place(onebit_ && onebit_->mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
+    l.lists = place(onebit_ && onebit_->setup().mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
     l.host_norms = place(backend.is_host() ? 0 : size_t(norms_size(shape.groups, classes)) * sizeof(double));
     l.bytes = backend.is_host() ? at : workspace;
     l.host_bytes = at;
@@ -77,17 +78,6 @@ Wrapper Optimizer::wrapper() const {
     return Wrapper::none;
 }
 
-const dsopt_tensor *Optimizer::find_state(const dsopt_tensor *state, StateKind kind) const {
-    const StateEntry *const entry = find_entry(kind);
-    return entry != nullptr ? state + (entry - state_.data()) : nullptr;
-}
-
-const StateEntry *Optimizer::find_entry(StateKind kind) const {
-    for (size_t i = state_.size(); i-- > 0 && state_[i].param < 0;)
-        if (state_[i].kind == kind) return &state_[i];
-    return nullptr;
-}
-
 /// Returns the number of tensors whose trust ratios other model ranks have a part in.
 int32_t Optimizer::plan_jobs(const Arguments &arguments, const dsopt_tensor *state, const OneBitPlan *onebit,
                              TensorJob *jobs) const {
@@ -101,7 +91,7 @@ int32_t Optimizer::plan_jobs(const Arguments &arguments, const dsopt_tensor *sta
     int32_t slots = 0;
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
-        const auto own = [&](StateKind kind) { return find_state(state, param, kind); };
+        const auto own = [&](StateKind kind) { return state_.find(state, int64_t(i), kind); };
         void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
         const dsopt_tensor *out =
             arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
@@ -183,8 +173,8 @@ StepPlan Optimizer::make_plan(const Arguments &arguments, const dsopt_tensor *st
     const bool skips = desc_.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
     PlannedScaler scaler{};
     if (scales)
-        scaler = {static_cast<float *>(find_state(state, StateKind::loss_scale)->data),
-                  static_cast<ScalerState *>(find_state(state, StateKind::scaler)->data), with_.scaler->rules()};
+        scaler = {static_cast<float *>(state_.find(state, StateKind::loss_scale)->data),
+                  static_cast<ScalerState *>(state_.find(state, StateKind::scaler)->data), with_.scaler->rules()};
     return {.table = table.jobs,
             .jobs = table.jobs,
             .count = int64_t(params_.size()),
@@ -203,9 +193,9 @@ StepPlan Optimizer::make_plan(const Arguments &arguments, const dsopt_tensor *st
             .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
             .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
             .scaler = scaler,
-            .step = static_cast<int32_t *>(find_state(state, StateKind::step)->data),
+            .step = static_cast<int32_t *>(state_.find(state, StateKind::step)->data),
             .onebit = nullptr,
-            .trust_ratio = has_lamb ? static_cast<float *>(find_state(state, StateKind::trust_ratio)->data) : nullptr,
+            .trust_ratio = has_lamb ? static_cast<float *>(state_.find(state, StateKind::trust_ratio)->data) : nullptr,
             .report = step.report,
             .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : &shared->outcome,
             .control = &shared->control,

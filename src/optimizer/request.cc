@@ -51,7 +51,7 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
             check_numel(step.grads[i], param.numel, {"gradient of", name});
         }
         // Ranks exchange what an absent gradient stands for, zeros.
-        present = present || wrapped || (onebit_ && onebit_->worker[i] >= 0);
+        present = present || wrapped || (onebit_ && onebit_->setup().worker[i] >= 0);
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];

@@ -4,7 +4,6 @@
 #include "base/dtype.h"
 #include "dsopt.h"
 #include "rules/rule.h"
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -39,7 +38,6 @@ enum class StateKind : uint8_t {
     step
 };
 
-constexpr StateKind kLastOfParam = StateKind::mask;
 constexpr StateKind kMomentKinds[] = {StateKind::first_moment, StateKind::second_moment};
 static_assert(std::size(kMomentKinds) == size_t(kMoments));
 
@@ -99,18 +97,6 @@ struct StateEntry {
     }
     /// exp_avg_bits is not saved: exp_avg is, decoded first.
     bool saved() const { return kind != StateKind::exp_avg_bits; }
-};
-
-/// Where the state tensors of one parameter stand in the list of all, by kind.
-class StateSlots {
-public:
-    StateSlots() { at_.fill(-1); }
-    void set(StateKind kind, int64_t index) { at_[size_t(kind)] = index; }
-    /// -1: the parameter has none.
-    int64_t operator[](StateKind kind) const { return at_[size_t(kind)]; }
-
-private:
-    std::array<int64_t, size_t(kLastOfParam) + 1> at_;
 };
 
 } // namespace dsopt

@@ -8,7 +8,7 @@ namespace dsopt {
 namespace {
 
 /// Of the same entries. They stay where they are: callers hold dsopt_state_info.dims.
-void swap_memory(std::vector<StateEntry> &a, std::vector<StateEntry> &b) {
+void swap_memory(StateTable &a, StateTable &b) {
     for (size_t i = 0; i < a.size(); ++i) std::swap(a[i].data, b[i].data);
 }
 
@@ -66,7 +66,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     if (missing) {
         state_changed();
         Memory arena(context_, std::max(round_up(bytes), kLine), stream);
-        std::vector<StateEntry> allocated = state_;
+        StateTable allocated = state_;
         bool counters = false;
         for (size_t i = 0; i < allocated.size(); ++i) {
             StateEntry &entry = allocated[i];
@@ -123,9 +123,21 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
             initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr, state[i].data,
                        stream);
     }
-    const dsopt_tensor *const schedule = find_state(state, StateKind::schedule);
+    const dsopt_tensor *const schedule = state_.find(state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - state)].data) state_changed();
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
+}
+
+void Optimizer::settle_momentum() {
+    if (onebit_) onebit_->settle_momentum(state_, params_);
+}
+void Optimizer::forget_like_original() {
+    if (onebit_) onebit_->forget_like_original(state_);
+}
+void Optimizer::export_entry(const StateEntry &entry, void *host) const {
+    if (entry.numel == 0) return; // `host` may be NULL
+    if (entry.is_error()) return onebit_->export_errors(state_, entry, static_cast<float *>(host));
+    context_->backend().copy_to_host(host, entry.data, entry.bytes(), nullptr);
 }
 
 const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const {
@@ -133,7 +145,7 @@ const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const
     return entry.param >= 0 ? params_[size_t(entry.param)].dims.data() : &entry.numel;
 }
 
-std::vector<dsopt_tensor> Optimizer::list_of(const std::vector<StateEntry> &state) {
+std::vector<dsopt_tensor> Optimizer::list_of(const StateTable &state) {
     std::vector<dsopt_tensor> list;
     list.reserve(state.size());
     for (const StateEntry &entry : state) list.push_back(entry.tensor());
@@ -185,7 +197,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     std::vector<Interval> intervals;
     for (const Param &param : params_)
         intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
-    std::vector<StateEntry> bound = state_;
+    StateTable bound = state_;
     for (size_t i = 0; i < bound.size(); ++i) {
         if (list[i].data != nullptr) bound[i].data = list[i].data;
         if (bound[i].data == nullptr) continue;

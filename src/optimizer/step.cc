@@ -18,11 +18,11 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     if (of_engine == nullptr) backend.clear(workspace + place.shared, sizeof(SharedWords), stream);
 
     const StepTable table = StepTable::at(host + place.table, shape());
+    const bool own_schedule = onebit_ && of_engine != nullptr && of_engine->own_schedule;
     PlannedOneBit onebit;
     if (onebit_) {
-        onebit = plan_onebit(state, table.onebit, workspace + place.exchange,
-                             reinterpret_cast<double *>(workspace + place.factors),
-                             of_engine != nullptr ? of_engine->schedule : nullptr, stream);
+        onebit = onebit_->plan(state_, state, groups_, params_, table.onebit, workspace + place.exchange,
+                               reinterpret_cast<double *>(workspace + place.factors), own_schedule, stream);
         onebit.plan.buffers = &onebit.buffers;
     }
     const int32_t slots = plan_jobs(arguments, state, onebit_ ? &onebit.plan : nullptr, table.jobs);
@@ -38,30 +38,26 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     if (arguments.met != nullptr && checks_ranks()) {
         *arguments.met = true;
         check_ranks(plan, false, of_engine != nullptr);
-    } else if (of_engine != nullptr && !lists_compared_ && onebit_ && onebit_->compresses)
+    } else if (of_engine != nullptr && !lists_compared_ && onebit_ && onebit_->setup().compresses)
         check_ranks(plan, true, true); // other lists would be other messages
 
     const CommSet ranks = arguments.initial ? CommSet{} : comms();
-    const bool averages = onebit_ && onebit_->mean_numel != 0 && !arguments.initial;
+    const bool averages = onebit_ && onebit_->setup().mean_numel != 0 && !arguments.initial;
     GradientMeans means(reinterpret_cast<dsopt_tensor *>(host + place.lists), plan.count);
-    if (averages) plan_means(onebit.plan, table.jobs, floats(place.mean), means, stream);
-    if (of_engine != nullptr && of_engine->schedule != nullptr) of_engine->schedule->valid = false; // should it fail
+    if (averages) onebit_->plan_means(onebit.plan, table.jobs, floats(place.mean), means, stream);
+    if (own_schedule) onebit_->forget_schedule(); // should it fail
     drive({.context = *context_,
            .plan = plan,
            .comms = ranks,
            .host_norms = reinterpret_cast<double *>(host + place.host_norms),
            .means = averages ? &means : nullptr,
-           .mean_scratch =
-               onebit_ && onebit_->mean_scratch != 0 ? floats(place.mean) + onebit_->mean_numel : onebit.buffers.slices,
+           .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0
+                               ? floats(place.mean) + onebit_->setup().mean_numel
+                               : onebit.buffers.slices,
            .zeroes_originals = (arguments.flags & DSOPT_STEP_ZERO_GRADS) != 0});
     if (of_engine != nullptr && mirror_ && desc_.skip_budget > 0)
         backend.enqueue_copy(mirror_.get(), plan.outcome, sizeof(Outcome), stream);
-    if (onebit_ && of_engine != nullptr && of_engine->schedule != nullptr) {
-        KnownSchedule &known = *of_engine->schedule;
-        known.valid = !onebit.plan.compat && !backend.is_host();
-        known.state = onebit.plan.now;
-        (void)advance_schedule(onebit_->rules, known.state);
-    }
+    if (own_schedule) onebit_->count_step(onebit.plan);
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1
@@ -131,10 +127,10 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
             state = call_list_.data();
         }
     }
-    const bool own = step.state == nullptr || find_state(step.state, StateKind::schedule) == nullptr ||
-                     find_state(step.state, StateKind::schedule)->data == nullptr;
+    const bool own = step.state == nullptr || state_.find(step.state, StateKind::schedule) == nullptr ||
+                     state_.find(step.state, StateKind::schedule)->data == nullptr;
     if (complete || !own) state_changed(); // the list may name the engine's own memory
-    const OfEngine of_engine{&outcome_memory_, complete || !own ? nullptr : &known_schedule_};
+    const OfEngine of_engine{&outcome_memory_, !complete && own};
     run(arguments, state, workspace_.data(), &of_engine);
     lists_compared_ = true;
     ++calls_;
@@ -151,7 +147,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
-    const dsopt_tensor *const schedule = find_state(step.state, StateKind::schedule);
+    const dsopt_tensor *const schedule = state_.find(step.state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
     run(arguments, step.state, step.workspace, nullptr);
 }

@@ -6,9 +6,10 @@
 =======
 #include "support/harness.h"
 #include "support/lanes.h"
-    >>>>>>> h-tests:tests/unit/clip/norms.cc
+    >>>>>>> h - tests : tests / unit / clip /
+                        norms.cc
 
-    using namespace test;
+                        using namespace test;
 
 namespace {
 
