@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.h"
 #include "base/sizes.h"
-#include "device/decide.h"
-#include "optimizer/onebit.h"
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -261,80 +259,6 @@ dsopt_comm_info Comm::info() const {
         info.bytes_received += info.received_of[kind] = count.received.load(std::memory_order_relaxed);
     }
     return info;
-}
-
-void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
-                  const std::function<void(const NormMove &)> &run) {
-    const auto add_up = [&](Comm *comm, double *values, int64_t count) {
-        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream, place);
-    };
-    NormMove move{NormMove::take, table, message, 0, 1};
-    for (int32_t k = 0; k < plan.comms.expert_count; ++k) {
-        const bool alone = plan.comms.experts[k]->ranks() == 1;
-        move.column = k + 1;
-        move.kind = NormMove::take;
-        if (!alone) run(move);
-        add_up(plan.comms.experts[k], message, table.groups + 2);
-        move.kind = NormMove::put;
-        if (!alone) run(move);
-    }
-    add_up(plan.comms.model, table.at, NormTable::size(table.groups, table.classes));
-    const auto over_data = [&](double *values, int64_t count) {
-        for (Comm *comm : {plan.comms.node, plan.comms.data}) add_up(comm, values, count);
-    };
-    const int64_t ranks = data_ranks(plan.comms.data, plan.comms.node);
-    // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
-    if (plan.local_gradients && !plan.onebit->compat && ranks > 1) {
-        const int64_t size = NormTable::size(table.groups, table.classes);
-        over_data(table.at, size);
-        move.kind = NormMove::mean;
-        move.ranks = double(ranks);
-        run(move);
-        return;
-    }
-    // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
-    // not have.
-    const bool has_values = plan.lr != nullptr || plan.hyper != nullptr || plan.grad_scale != nullptr ||
-                            plan.grad_norms != nullptr || plan.skip != nullptr;
-    if (plan.wrapper == Wrapper::none || plan.local_gradients || has_values) over_data(&table.reasons(), 1);
-}
-
-bool has_shards(const StepPlan &plan, bool frozen) {
-    const bool apart = plan.onebit != nullptr && plan.onebit->stage != Stage::full;
-    for (int64_t i = 0; plan.shard_count != 0 && i < plan.count; ++i)
-        if (plan.jobs[i].trust_slot >= 0 && (apart && plan.jobs[i].onebit) == frozen) return true;
-    return false;
-}
-
-void add_up_shards(const StepPlan &plan, bool frozen) {
-    constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
-    Comm &comm = *plan.comms.model;
-    comm.all_reduce(plan.shard_sums, doubles * plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream,
-                    Place::backend);
-    if (frozen)
-        comm.all_reduce(plan.shard_factors(), plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.stream,
-                        Place::backend);
-}
-
-namespace {
-template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
-    for (const Comm *comm : {comms.data, comms.node, comms.model})
-        if (comm != nullptr && comm->ranks() > 1) look(*comm);
-    for (int32_t k = 0; k < comms.expert_count; ++k)
-        if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
-}
-} // namespace
-
-bool has_peers(const CommSet &comms) {
-    bool peers = false;
-    for_each_with_peers(comms, [&](const Comm &) { peers = true; });
-    return peers;
-}
-
-bool peers_on_device(const CommSet &comms) {
-    bool all = true;
-    for_each_with_peers(comms, [&](const Comm &comm) { all = all && comm.on_device(); });
-    return all;
 }
 
 } // namespace dsopt

@@ -4,7 +4,7 @@
 // the order that is part of the result and read once.
 #pragma once
 #include "base/sizes.h"
-#include "exchange/exchange.h"
+#include "device/compress.h"
 #include "fold.cuh"
 #include "lists.cuh"
 #include "rules/onebit.h"
@@ -18,7 +18,6 @@ struct DeviceLayout {
     const CompressLayout::Part *parts;
     const CompressLayout::Segment *segments;
     const int64_t *part_leaf, *segment_leaf; // running numbers, one more than there are
-    const int64_t *used;                     // of every part; what is behind is padding
     const int32_t *first_part, *slots;       // of every chunk: its scales in a row are those of that many parts
     int64_t row_bytes, row_scales, worker_numel, server_numel;
     int32_t part_count, segment_count, ranks, rank;
@@ -27,7 +26,7 @@ struct DeviceLayout {
     __device__ __forceinline__ int64_t segment_leaves() const { return segment_leaf[segment_count]; }
 };
 
-/// An Exchange as kernels see it.
+/// ExchangeBuffers as kernels see them.
 struct DeviceExchange {
     DeviceLayout layout, all; // in two levels the own slice, and the whole list; otherwise the same
     float *worker, *server;
@@ -64,17 +63,12 @@ __device__ __forceinline__ int32_t find_stretch(const int64_t *first, int32_t co
     return low;
 }
 
-/// Bits of the elements from `worker` on up to the end of the word, the first one lowest.
-__device__ __forceinline__ uint32_t active_bits(const int32_t *active, int64_t worker) {
-    return active == nullptr ? 0xffffffffu : uint32_t(active[worker / 32]) >> (worker % 32);
-}
-
 /// By one warp: how many of a stretch take part. It begins at a whole word.
 __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t begin, int n) {
     if (active == nullptr) return n;
     int32_t count = 0;
     for (int at = int(threadIdx.x % 32) * 32; at < n; at += 32 * 32) {
-        const uint32_t word = uint32_t(active[(begin + at) / 32]);
+        const uint32_t word = active_from(active, begin + at);
         count += __popc(n - at < 32 ? word & ((1u << (n - at)) - 1) : word);
     }
     for (int width = 16; width != 0; width /= 2) count += __shfl_xor_sync(0xffffffffu, count, width);
@@ -238,7 +232,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x)
                 old = load<8>(kept, Dtype::f32, k, vector);
             else
                 for (int j = 0; j < here; ++j) old.at[j] = kept[k + j];
-            const uint32_t active = active_bits(x.own_active, segment.begin + begin + k);
+            const uint32_t active = active_from(x.own_active, segment.begin + begin + k);
             unsigned result = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -317,7 +311,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x
             place.move(unit, k);
             Pack<W> y = x.values != nullptr ? load<W>(x.values, Dtype::f32, worker + k, aligned16(x.values))
                                             : mean_at<W>(x, x.results, part, unit, place);
-            const uint32_t active = active_bits(x.active, worker + k);
+            const uint32_t active = active_from(x.active, worker + k);
 #pragma unroll
             for (int j = 0; j < W; ++j) y.at[j] = (active >> j) & 1u ? y.at[j] : 0.0f;
             return y;
@@ -377,7 +371,7 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(const DeviceExchan
             constexpr int W = decltype(width)::value;
             const Pack<W> mean = mean_of_slices<W>(x, worker + k);
             Pack<W> sum = load<W>(x.worker, Dtype::f32, worker + k, vector);
-            const uint32_t active = active_bits(x.own_active, worker + k);
+            const uint32_t active = active_from(x.own_active, worker + k);
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 const float value = mean.at[j] + error_of(sum.at[j], scale);
@@ -407,8 +401,7 @@ public:
     static size_t bytes(const CompressLayout &layout) {
         return Places(layout).bytes + (layout.has_levels() ? Places(*layout.whole).bytes : 0);
     }
-    /// `used`: empty = all of it, as far as the layout knows.
-    static void write(const CompressLayout &layout, const std::vector<int64_t> &used, char *to) {
+    static void write(const CompressLayout &layout, char *to) {
         const Places at(layout);
         std::memset(to, 0, at.bytes);
         const auto put = [&](size_t place, const auto &values) {
@@ -419,14 +412,13 @@ public:
         put(at.segments, layout.own_segments());
         put(at.part_leaf, layout.part_leaf);
         put(at.segment_leaf, layout.segment_leaf);
-        if (used.size() == layout.parts.size()) put(at.used, used);
         put(at.first_part, layout.first_part);
         std::vector<int32_t> slots;
         for (const auto &segments : layout.chunks)
             slots.push_back(segments.empty() ? 0 : segments.back().part - segments.front().part + 1);
         slots.resize(layout.first_part.size());
         put(at.slots, slots);
-        if (layout.has_levels()) write(*layout.whole, {}, to + at.bytes);
+        if (layout.has_levels()) write(*layout.whole, to + at.bytes);
     }
     static DeviceLayout view_all(const CompressLayout &layout, const void *memory) {
         return layout.has_levels() ? view(*layout.whole, static_cast<const char *>(memory) + Places(layout).bytes)
@@ -440,7 +432,6 @@ public:
                 .segments = reinterpret_cast<const CompressLayout::Segment *>(base + at.segments),
                 .part_leaf = reinterpret_cast<const int64_t *>(base + at.part_leaf),
                 .segment_leaf = reinterpret_cast<const int64_t *>(base + at.segment_leaf),
-                .used = reinterpret_cast<const int64_t *>(base + at.used),
                 .first_part = reinterpret_cast<const int32_t *>(base + at.first_part),
                 .slots = reinterpret_cast<const int32_t *>(base + at.slots),
                 .row_bytes = layout.row_bytes(),
@@ -455,7 +446,7 @@ public:
 
 private:
     struct Places {
-        size_t units, parts, segments, part_leaf, segment_leaf, used, first_part, slots, bytes;
+        size_t units, parts, segments, part_leaf, segment_leaf, first_part, slots, bytes;
         explicit Places(const CompressLayout &layout) {
             size_t at = 0;
             const auto place = [&](size_t size) {
@@ -468,7 +459,6 @@ private:
             segments = place(layout.own_segments().size() * sizeof(CompressLayout::Segment));
             part_leaf = place(layout.part_leaf.size() * sizeof(int64_t));
             segment_leaf = place(layout.segment_leaf.size() * sizeof(int64_t));
-            used = place(layout.parts.size() * sizeof(int64_t));
             first_part = place(layout.first_part.size() * sizeof(int32_t));
             slots = place(layout.first_part.size() * sizeof(int32_t));
             bytes = at;

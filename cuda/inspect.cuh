@@ -89,25 +89,18 @@ __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    Outcome &outcome = *d.outcome;
-    outcome.nonfinite = found.sum;
-    outcome.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
-    outcome.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
-    note_reasons(plan, table, outcome);
+    Found &seen = plan.control->found;
+    seen.nonfinite = found.sum;
+    seen.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
+    seen.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
+    note_reasons(plan, table, seen);
 }
 
 /// By one thread, between the passes.
 __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &table) {
-    const StepPlan &plan = d.plan;
-    if (plan.grad_norms != nullptr) take_given_norms(plan, table);
-    const bool taken = decide(plan, table, *d.outcome);
-    d.control->skip = !taken;
-    if (!taken || !d.counted) return;
-    for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
-        const int32_t group = plan.jobs[begin].group;
-        for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-        advance_group(plan, group, begin, end);
-    }
+    if (!decide_step(d.plan, table) || !d.together) return;
+    for_stretches(d.plan,
+                  [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(d.plan, begin, end, group); });
 }
 
 // Four blocks per multiprocessor are launched. Left to itself, the compiler aims at more and spills. Where shared memory
@@ -117,7 +110,7 @@ constexpr int kInspectBlocks = 3;
 #else
 constexpr int kInspectBlocks = 4;
 #endif
-__global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const DevicePlan d) {
+__global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const DevicePlan d, const bool decides) {
     __shared__ float room[kWarps][kStage];
     const StepPlan &plan = d.plan;
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
@@ -137,10 +130,10 @@ __global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const
             plan.bad[leaf] = bad;
         }
     }
-    if (!last_block(&d.control->ticket[0])) return;
+    if (!last_block(&d.plan.control->ticket[0])) return;
     const NormTable table{plan.norms, plan.group_count, plan.classes()};
     fold_on_block(d, table);
-    if (threadIdx.x == 0 && d.decided) decide_on_thread(d, table);
+    if (threadIdx.x == 0 && decides && d.decided) decide_on_thread(d, table);
 }
 
 /// The table alone, before ranks add theirs.

@@ -9,13 +9,6 @@ namespace dsopt::gpu {
 constexpr int kThreads = 256; // a block
 constexpr int kWarps = kThreads / 32;
 
-/// Words that blocks share in a step.
-struct Control {
-    uint32_t ticket[4]; // inspect, update, lamb_weights; the last block sets it back to 0
-    int32_t skip;
-    int32_t reserved[3];
-};
-
 /// What the update does with tensors that go into exchanges of the 1-bit family.
 enum class Elsewhere : uint8_t {
     no,   // updates them like others
@@ -31,11 +24,9 @@ struct DevicePlan {
     double *tensor_squares; // one a tensor
     double *tensor_updates; // one a tensor
     int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
-    Control *control;
-    Outcome *outcome; // where kernels write it, also when nobody asks
     Elsewhere elsewhere;
-    bool decided; // a kernel before the update has decided; else the update finds its own few scalars
-    bool counted; // counters and scalars are already advanced (compat mode)
+    bool decided;  // a kernel before the update has decided; else the update finds its own few scalars
+    bool together; // tensors of a group count together (compat mode): scalars are made with the decision
 };
 
 /// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight.

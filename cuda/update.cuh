@@ -3,7 +3,7 @@
 // for the weights, once the trust ratios are known.
 #pragma once
 #include "fold.cuh"
-#include "rules/lamb.h"
+#include "rules/all.h"
 #include "rules/rounding.h"
 
 namespace dsopt::gpu {
@@ -17,13 +17,13 @@ struct SharedScalars {
     Rule rule;
 };
 
-__device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int counted_already, SharedScalars &s) {
+__device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedScalars &s) {
     const StepPlan &plan = d.plan;
     const TensorJob &job = plan.jobs[tensor];
-    const int64_t step = plan.step[tensor] + !counted_already;
+    const int64_t step = plan.step[tensor] + 1;
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     s.rule = plan.groups[job.group].rule;
-    if (d.counted) {
+    if (d.together) {
         s.scalars = plan.scalars[tensor];
         s.step = step;
         return;
@@ -37,8 +37,8 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, int cou
 
 /// A step that nobody had to decide about is skipped for these reasons alone.
 __device__ inline bool skipped(const DevicePlan &d) {
-    if (d.decided) return d.control->skip != 0;
-    return d.plan.skip != nullptr && *d.plan.skip != 0;
+    if (d.decided) return d.plan.control->skip != 0;
+    return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
 /// A tensor that kernels of the 1-bit family update, or nobody does.
@@ -89,30 +89,41 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const TensorJob &j
         }
         store<V, Halves>(x, job.out, job.out_type, i, aligned16(job.out));
     }
-    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V, Halves>(job, i);
+    if (job.zeroes) zero_gradient<V, Halves>(job, i);
 }
 
-template <int V>
-__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
-                                            const SharedScalars &s, int64_t i, int place, const Rooms &rooms) {
+template <int V> __device__ __forceinline__ Pack<V> load_moment(const Moment &moment, int64_t i) {
+    return load<V>(moment.data, moment.type, i, aligned16(moment.data));
+}
+template <int V> __device__ __forceinline__ void store_moment(const Pack<V> &x, const Moment &moment, int64_t i) {
+    store(x, moment.data, moment.type, i, aligned16(moment.data));
+}
+
+/// With the moments that a rule has.
+template <class R> __device__ __forceinline__ void update_one(const R &rule, float g, float &p, float &m, float &v) {
+    static_assert(R::moments.count >= 0 && R::moments.count <= kMoments);
+    if constexpr (R::moments.count == 0)
+        rule(g, p);
+    else if constexpr (R::moments.count == 1)
+        rule(g, p, m);
+    else
+        rule(g, p, m, v);
+}
+
+/// A rule without a moment has neither registers nor traffic for it.
+template <class R, int V>
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJob &job, const SharedScalars &s,
+                                            int64_t i, int place, const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i);
     Pack<V> p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    Pack<V> m, v;
+    if constexpr (R::moments.count > 0) m = load_moment<V>(job.moment[0], i);
+    if constexpr (R::moments.count > 1) v = load_moment<V>(job.moment[1], i);
     const Pack<V> old = p;
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-        if (rule == Rule::adamw)
-            Adam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::adam)
-            Adam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else if (rule == Rule::legacy)
-            LegacyAdam<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-        else
-            LegacyAdam<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
-    }
-    store(m, job.m, job.state_type, i, aligned16(job.m));
-    store(v, job.v, job.state_type, i, aligned16(job.v));
+    for (int k = 0; k < V; ++k) update_one(R{s.scalars}, g.at[k], p.at[k], m.at[k], v.at[k]);
+    if constexpr (R::moments.count > 0) store_moment(m, job.moment[0], i);
+    if constexpr (R::moments.count > 1) store_moment(v, job.moment[1], i);
     publish(plan, job, s, p, old, i);
     if (plan.report_norms) {
 #pragma unroll
@@ -123,37 +134,35 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const TensorJo
     }
 }
 
-template <int V>
-__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, Rule rule, const SharedScalars &s, int64_t i,
-                                                  int place, const Rooms &rooms) {
+template <class R, int V>
+__device__ __forceinline__ void lamb_moments_pack(const TensorJob &job, const SharedScalars &s, int64_t i, int place,
+                                                  const Rooms &rooms) {
     const Pack<V> g = load_gradient<V>(job, i), p = load_weight<V>(job, i);
-    Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    Pack<V> m = load_moment<V>(job.moment[0], i);
+    Pack<V> v = load_moment<V>(job.moment[1], i);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        const float u = rule == Rule::lamb ? LambMoments<false>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k])
-                                           : LambMoments<true>{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
+        const float u = typename R::Moments{s.scalars}(g.at[k], p.at[k], m.at[k], v.at[k]);
         rooms.a[place + k] = p.at[k];
         rooms.b[place + k] = u;
     }
-    store(m, job.m, job.state_type, i, aligned16(job.m));
-    store(v, job.v, job.state_type, i, aligned16(job.v));
+    store_moment(m, job.moment[0], i);
+    store_moment(v, job.moment[1], i);
 }
 
 template <int V>
-__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, Rule rule,
-                                                  const SharedScalars &s, int64_t i) {
+__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const TensorJob &job, const SharedScalars &s,
+                                                  int64_t i) {
     Pack<V> p = load_weight<V>(job, i);
-    const Pack<V> m = load<V>(job.m, job.state_type, i, aligned16(job.m));
-    const Pack<V> v = load<V>(job.v, job.state_type, i, aligned16(job.v));
+    const Pack<V> m = load_moment<V>(job.moment[0], i);
+    const Pack<V> v = load_moment<V>(job.moment[1], i);
     const Pack<V> old = p;
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-        if (rule == Rule::lamb)
-            LambWeights<false>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
-        else
-            LambWeights<true>{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
-    }
+    for (int k = 0; k < V; ++k)
+        visit(s.rule, [&](auto formula) {
+            using R = typename decltype(formula)::type;
+            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+        });
     publish(plan, job, s, p, old, i);
 }
 
@@ -167,7 +176,7 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
         }
         store(x, job.out, job.out_type, i, aligned16(job.out));
     }
-    if ((plan.flags & kZeroGrads) && job.grad != nullptr) zero_gradient<V>(job, i);
+    if (job.zeroes) zero_gradient<V>(job, i);
 }
 
 /// body(V, i, place): packs of V elements while they last, then single ones.
@@ -191,9 +200,8 @@ __device__ inline void sum_rooms(const DevicePlan &d, uint32_t leaf, int n, cons
 /// By the last block of the last kernel: counters, the report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
-    if (!skip && !d.counted)
-        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
-            if (plan.jobs[i].present) ++plan.step[i];
+    if (!skip)
+        for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) count_step(plan, i);
     if (!skip && plan.report_norms && plan.count != 0) { // as fold_updates() adds them up
         for_tensors(
             int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
@@ -215,16 +223,19 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
+    if (!skip && d.together)
+        for_stretches(plan,
+                      [&](int64_t begin, int64_t end, int32_t group) { count_together(plan, begin, end, group); });
     if (!d.decided) {
         const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_nothing(plan, table, *d.outcome);
-        decide(plan, table, *d.outcome);
+        fold_nothing(plan, table, plan.control->found);
+        decide(plan, table, *d.plan.outcome);
     }
     if (!skip && plan.report_norms) {
-        d.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
-        d.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
+        d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
+        d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
     }
-    if (plan.report != nullptr) write_report(plan, *d.outcome, plan.report);
+    if (plan.report != nullptr) write_report(plan, *d.plan.outcome, plan.report);
 }
 
 /// V: elements a thread has in hand, 4 where everything is fp32, 8 where a 16-byte access must hold 16-bit elements.
@@ -247,19 +258,21 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         }
         if (elsewhere(d, job)) continue;
         __syncthreads();
-        if (threadIdx.x == 0) find_scalars(d, tensor, d.counted, s);
+        if (threadIdx.x == 0) find_scalars(d, tensor, s);
         __syncthreads();
-        if (is_lamb(s.rule))
+        visit(s.rule, [&](auto formula) {
+            using R = typename decltype(formula)::type;
             for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                lamb_moments_pack<decltype(width)::value>(job, s.rule, s, i, place, rooms);
+                constexpr int W = decltype(width)::value;
+                if constexpr (R::sweeps == 2)
+                    lamb_moments_pack<R, W>(job, s, i, place, rooms);
+                else
+                    update_pack<R, W>(plan, job, s, i, place, rooms);
             });
-        else
-            for_packs<V>(begin, n, [&](auto width, int64_t i, int place) {
-                update_pack<decltype(width)::value>(plan, job, s.rule, s, i, place, rooms);
-            });
-        if (is_lamb(s.rule) || plan.report_norms) sum_rooms(d, leaf, n, rooms);
+        });
+        if (sweeps_of(s.rule) == 2 || plan.report_norms) sum_rooms(d, leaf, n, rooms);
     }
-    if (!last_block(&d.control->ticket[1])) return;
+    if (!last_block(&d.plan.control->ticket[1])) return;
     const bool skip = skipped(d);
     if (!plan.has_lamb) {
         finish(d, skip);
@@ -270,15 +283,10 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
         int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
         [&](int32_t i, int32_t leaves, auto by) {
             const TensorJob &job = plan.jobs[i];
-            const Hyper &hyper = plan.groups[job.group];
-            if (!job.present || !is_lamb(hyper.rule) || elsewhere(d, job)) return;
+            if (!job.present || sweeps_of(plan.groups[job.group].rule) == 1 || elsewhere(d, job)) return;
             const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                          updates = by.sum(plan.sums_b + job.first_leaf, leaves);
-            if (!by.lead) return;
-            if (job.trust_slot >= 0)
-                plan.shard_sums[job.trust_slot] = {weights, updates, 1};
-            else
-                plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+            if (by.lead) find_trust(plan, i, weights, updates);
         });
 }
 
@@ -297,20 +305,19 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_ker
         const int32_t tensor = d.tensor_of_leaf[leaf];
         const TensorJob &job = plan.jobs[tensor];
         const Rule rule = plan.groups[job.group].rule;
-        if (!job.present || !is_lamb(rule) || elsewhere(d, job)) continue;
+        if (!job.present || sweeps_of(rule) == 1 || elsewhere(d, job)) continue;
         const int64_t begin = (leaf - job.first_leaf) * kLeaf;
         const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
         __syncthreads();
         if (threadIdx.x == 0) {
-            find_scalars(d, tensor, d.counted, s);
+            find_scalars(d, tensor, s);
             if (leaf == job.first_leaf) plan.scalars[tensor] = s.scalars; // fold_updates() wants the factor
         }
         __syncthreads();
-        for_packs<V>(begin, n, [&](auto width, int64_t i, int) {
-            lamb_weights_pack<decltype(width)::value>(plan, job, rule, s, i);
-        });
+        for_packs<V>(begin, n,
+                     [&](auto width, int64_t i, int) { lamb_weights_pack<decltype(width)::value>(plan, job, s, i); });
     }
-    if (last_block(&d.control->ticket[2])) finish(d, skip);
+    if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }
 
 } // namespace dsopt::gpu

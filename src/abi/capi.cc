@@ -9,6 +9,7 @@
 #include "optimizer/onebit.h"
 #include "optimizer/optimizer.h"
 #include "optimizer/scaler.h"
+#include "rules/group.h"
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -250,19 +251,8 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
     return fence([&] {
         not_null(group, "group");
         check_size<dsopt_group>(size, "dsopt_group");
-        dsopt_group defaults{};
+        dsopt_group defaults = default_group(algorithm);
         defaults.size = size;
-        defaults.algorithm = algorithm;
-        defaults.lr = 1e-3;
-        defaults.beta1 = 0.9;
-        defaults.beta2 = 0.999;
-        defaults.eps = 1e-8;
-        if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            defaults.min_trust = 0.01;
-            defaults.max_trust = 10;
-        }
-        set_onebit_defaults(defaults);
-        Optimizer::check_group(defaults);
         std::memset(group, 0, size);
         group->size = size;
         write_struct(group, defaults, "dsopt_group");
@@ -454,8 +444,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
         if (reinterpret_cast<uintptr_t>(result) % alignof(dsopt_norm_result) != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "result is at %p, not aligned to 8 bytes", static_cast<void *>(result));
         check_list(list, count, "tensor");
-        context.backend().norm(list, count, norm, max_norm, comm_if_any(comm).get(), result, context.parallel(),
-                               stream);
+        norm_over_ranks(context, comm_if_any(comm).get(), list, count, norm, max_norm, result, stream);
     });
 }
 dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,

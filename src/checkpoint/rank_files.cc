@@ -35,9 +35,7 @@ private:
     std::vector<float> scales_;
 };
 
-bool is_active(const std::vector<int32_t> &active, int64_t element) {
-    return (uint32_t(active[size_t(element / 32)]) >> (element % 32)) & 1u;
-}
+bool is_active(const std::vector<int32_t> &active, int64_t element) { return takes_part(active.data(), element); }
 
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
     const size_t index = file.find(name);

@@ -2,6 +2,7 @@
 #include "checkpoint/state_io.h"
 #include "base/parallel.h"
 #include "checkpoint/rank_files.h"
+#include "rules/group.h"
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -14,24 +15,16 @@ namespace {
 
 constexpr char kFormatVersion[] = "1";
 
-/// What is called what in the metadata, for both directions.
-struct Field {
+/// What is called what in the metadata beside kGroupFields, for both directions.
+struct NamedField {
     const char *name;
     double dsopt_group::*value;
 };
-constexpr Field kFields[] = {{"lr", &dsopt_group::lr},
-                             {"beta1", &dsopt_group::beta1},
-                             {"beta2", &dsopt_group::beta2},
-                             {"eps", &dsopt_group::eps},
-                             {"weight_decay", &dsopt_group::weight_decay},
-                             {"max_norm", &dsopt_group::max_norm},
-                             {"min_trust", &dsopt_group::min_trust},
-                             {"max_trust", &dsopt_group::max_trust}};
 // The 1-bit family's: only there.
-constexpr Field kTrustFields[] = {{"trust_beta", &dsopt_group::trust_beta},
-                                  {"trust_threshold", &dsopt_group::trust_threshold},
-                                  {"trust_min_change", &dsopt_group::trust_min_change},
-                                  {"trust_max_change", &dsopt_group::trust_max_change}};
+constexpr NamedField kTrustFields[] = {{"trust_beta", &dsopt_group::trust_beta},
+                                       {"trust_threshold", &dsopt_group::trust_threshold},
+                                       {"trust_min_change", &dsopt_group::trust_min_change},
+                                       {"trust_max_change", &dsopt_group::trust_max_change}};
 struct Count {
     const char *name;
     int64_t dsopt_group::*value;
@@ -41,22 +34,9 @@ constexpr Count kCounts[] = {{"freeze_step", &dsopt_group::freeze_step},
                              {"local_interval_steps", &dsopt_group::local_interval_steps},
                              {"max_local_interval", &dsopt_group::max_local_interval}};
 
-struct AlgorithmName {
-    int32_t algorithm;
-    const char *name;
-};
-constexpr AlgorithmName kAlgorithms[] = {{DSOPT_ALGORITHM_ADAM, "adam"},
-                                         {DSOPT_ALGORITHM_ADAMW, "adamw"},
-                                         {DSOPT_ALGORITHM_LAMB, "lamb"},
-                                         {DSOPT_ALGORITHM_ADAM_LEGACY, "adam_legacy"},
-                                         {DSOPT_ALGORITHM_ONEBIT_ADAM, "onebit_adam"},
-                                         {DSOPT_ALGORITHM_ZERO_ONE_ADAM, "zero_one_adam"},
-                                         {DSOPT_ALGORITHM_ONEBIT_LAMB, "onebit_lamb"}};
-
-const char *algorithm_name(int32_t algorithm) {
-    for (const AlgorithmName &known : kAlgorithms)
-        if (known.algorithm == algorithm) return known.name;
-    throw Error(DSOPT_ERR_INTERNAL, "algorithm %d has no name", algorithm);
+/// Whether a file has a hyper-parameter of a group.
+bool is_saved(const GroupField &field, const RuleInfo &info) {
+    return field.always_saved || (info.fields & field.field);
 }
 
 /// The shortest text that reads back as the same number, whatever the locale.
@@ -166,12 +146,15 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
     for (size_t i = 0; i < groups.size(); ++i) {
         const std::string prefix = "group." + std::to_string(i) + ".";
         const std::string &saved = fields.text(prefix + "algorithm");
-        if (saved != algorithm_name(groups[i].algorithm))
+        const RuleInfo &info = info_of(groups[i].algorithm);
+        if (saved != info.name)
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
-                        algorithm_name(groups[i].algorithm));
-        for (const Field &field : kFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
+                        info.name);
+        for (const GroupField &field : kGroupFields)
+            if (is_saved(field, info)) groups[i].*field.value = fields.number<double>(prefix + field.name);
         if (is_onebit(groups[i].algorithm)) {
-            for (const Field &field : kTrustFields) groups[i].*field.value = fields.number<double>(prefix + field.name);
+            for (const NamedField &field : kTrustFields)
+                groups[i].*field.value = fields.number<double>(prefix + field.name);
             for (const Count &count : kCounts) groups[i].*count.value = fields.number<int64_t>(prefix + count.name);
         }
         const auto flags = fields.number<uint32_t>(prefix + "flags");
@@ -181,7 +164,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         groups[i].flags = flags;
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
-            Optimizer::check_group(groups[i], optimizer.desc().compat);
+            check_group(groups[i], optimizer.desc().compat != DSOPT_COMPAT_NONE);
         } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
     }
     return groups;
@@ -355,10 +338,12 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const dsopt_group &group = optimizer.groups()[i];
         const std::string prefix = "group." + std::to_string(i) + ".";
         const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
-        metadata.emplace_back(prefix + "algorithm", algorithm_name(group.algorithm));
-        for (const Field &field : kFields) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+        const RuleInfo &info = info_of(group.algorithm);
+        metadata.emplace_back(prefix + "algorithm", info.name);
+        for (const GroupField &field : kGroupFields)
+            if (is_saved(field, info)) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
         if (is_onebit(group.algorithm)) {
-            for (const Field &field : kTrustFields)
+            for (const NamedField &field : kTrustFields)
                 metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
             for (const Count &count : kCounts) metadata.emplace_back(prefix + count.name, to_text(group.*count.value));
         }

@@ -35,8 +35,11 @@ int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
     return count;
 }
 
+/// The exchange of a skipped step goes on, as other ranks expect, and changes nothing.
+bool is_skipped(const ExchangeBuffers &exchange) { return exchange.skip != nullptr && *exchange.skip != 0; }
+
 /// Of what the leaves [begin, end) found.
-float rms(const Exchange &exchange, int64_t begin, int64_t end) {
+float rms(const ExchangeBuffers &exchange, int64_t begin, int64_t end) {
     int64_t count = 0;
     for (int64_t leaf = begin; leaf < end; ++leaf) count += exchange.counts[leaf];
     return rms_of(add_in_lanes(end - begin, [&](int64_t leaf) { return exchange.sums[begin + leaf]; }), count);
@@ -44,7 +47,7 @@ float rms(const Exchange &exchange, int64_t begin, int64_t end) {
 
 } // namespace
 
-MeanView view_of(const Exchange &exchange, int32_t part) {
+MeanView view_of(const ExchangeBuffers &exchange, int32_t part) {
     const CompressLayout &layout = exchange.layout->all();
     const CompressLayout::Unit &unit = layout.units[size_t(layout.parts[size_t(part)].unit)];
     const bool exact = exchange.layout->is_exact();
@@ -59,12 +62,13 @@ MeanView view_of(const Exchange &exchange, int32_t part) {
             .values = exact ? exchange.message : nullptr};
 }
 
-void begin_rows(const Exchange &exchange) {
+void begin_rows(const ExchangeBuffers &exchange) {
     // Bits between tensors, too.
     std::memset(exchange.send, 0xff, size_t(exchange.layout->row_bytes() * exchange.layout->ranks));
 }
 
-void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i, int64_t leaf, const Owed *owed) {
+void pack_leaf(const OneBitKernels &kernels, const ExchangeBuffers &exchange, int64_t i, int64_t leaf,
+               const Owed *owed) {
     const CompressLayout &layout = *exchange.layout;
     const CompressLayout::Part &part = layout.parts[size_t(i)];
     const CompressLayout::Unit &unit = layout.units[size_t(part.unit)];
@@ -82,20 +86,21 @@ void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t i
     }
 }
 
-void end_rows(const Exchange &exchange) {
+void end_rows(const ExchangeBuffers &exchange) {
+    if (is_skipped(exchange)) return;
     const CompressLayout &layout = *exchange.layout;
     float *scales = exchange.worker_scales();
     for (size_t i = 0; i < layout.parts.size(); ++i)
         scales[i] = rms(exchange, layout.part_leaf[i], layout.part_leaf[i + 1]);
     for (int d = 0; d < layout.ranks; ++d) {
-        float *row = Exchange::scales(exchange.row(exchange.send, d));
+        float *row = ExchangeBuffers::scales(exchange.row(exchange.send, d));
         std::memset(row, 0, size_t(layout.row_scales) * sizeof(float));
         for (const CompressLayout::Segment &segment : layout.chunks[size_t(d)])
             row[segment.part - layout.first_part[size_t(d)]] = scales[segment.part];
     }
 }
 
-void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list,
+void feed_and_pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list,
                    const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
     begin_rows(exchange);
@@ -110,14 +115,14 @@ void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const
     end_rows(exchange);
 }
 
-void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+void pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel) {
     begin_rows(exchange);
     for_each_leaf(exchange.layout->part_leaf, parallel,
                   [&](int64_t i, int64_t leaf) { pack_leaf(kernels, exchange, i, leaf); });
     end_rows(exchange);
 }
 
-void clear_gaps(const Exchange &exchange) {
+void clear_gaps(const ExchangeBuffers &exchange) {
     const CompressLayout &layout = exchange.layout->all();
     int64_t at = 0;
     for (const CompressLayout::Part &part : layout.parts) {
@@ -127,7 +132,7 @@ void clear_gaps(const Exchange &exchange) {
     std::fill(exchange.message + at, exchange.message + layout.worker_numel, 0.0f);
 }
 
-void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Parallel &parallel) {
+void fill_message(const ExchangeBuffers &exchange, const dsopt_tensor *list, const Parallel &parallel) {
     const CompressLayout &layout = exchange.layout->all();
     clear_gaps(exchange);
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
@@ -137,7 +142,7 @@ void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Para
     });
 }
 
-void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+void pack_slice(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
     const int32_t *const active = exchange.own_active();
     if (layout.is_exact())
@@ -147,6 +152,7 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
                                 std::min(kLeaf, layout.slice - leaf * kLeaf), at);
         });
     begin_rows(exchange);
+    if (is_skipped(exchange)) return;
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
         const CompressLayout::Part &part = layout.parts[size_t(i)];
         const int64_t at = part.begin + leaf * kLeaf, n = std::min(kLeaf, part.numel - leaf * kLeaf);
@@ -157,12 +163,13 @@ void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Pa
     end_rows(exchange);
 }
 
-void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel) {
+void serve(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel) {
     const CompressLayout &layout = *exchange.layout;
     const auto &segments = layout.own_segments();
     const int32_t *const active = exchange.own_active();
     const int32_t first_part = layout.first_part[size_t(layout.rank)];
     std::memset(exchange.result, 0xff, size_t(layout.row_bytes()));
+    if (is_skipped(exchange)) return;
     float *scales = exchange.server_scales();
     uint8_t *bits = exchange.bits(exchange.result);
     for_each_leaf(layout.segment_leaf, parallel, [&](int64_t i, int64_t leaf) {
@@ -176,15 +183,15 @@ void serve(const OneBitKernels &kernels, const Exchange &exchange, const Paralle
                           segment.server + begin, n, exchange.server + segment.server + begin, scales[slot],
                           active != nullptr ? active + (segment.begin + begin) / 32 : nullptr, bits);
     });
-    std::memset(Exchange::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
+    std::memset(ExchangeBuffers::scales(exchange.result), 0, size_t(layout.row_scales) * sizeof(float));
     for (size_t i = 0; i < segments.size(); ++i) {
         const int64_t slot = segments[i].part - first_part;
         scales[slot] = rms(exchange, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
-        Exchange::scales(exchange.result)[slot] = scales[slot];
+        ExchangeBuffers::scales(exchange.result)[slot] = scales[slot];
     }
 }
 
-void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel) {
     const CompressLayout &layout = exchange.layout->all();
     int64_t numel = 0;

@@ -2,30 +2,30 @@
 // 1-bit compression on the CPU: work is cut at leaves, so bits do not depend on the number of threads.
 #pragma once
 #include "cpu/onebit_kernels.h"
-#include "exchange/exchange.h"
+#include "device/compress.h"
 
 namespace dsopt::cpu {
 
-MeanView view_of(const Exchange &exchange, int32_t part);
+MeanView view_of(const ExchangeBuffers &exchange, int32_t part);
 /// From the list's tensors to rows, in one pass: a leaf is packed while it is in the first-level cache.
-void feed_and_pack(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list,
+void feed_and_pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list,
                    const Parallel &parallel);
 /// To be called before any leaf is packed.
-void begin_rows(const Exchange &exchange);
+void begin_rows(const ExchangeBuffers &exchange);
 /// Packs one leaf of the kept sums.
-void pack_leaf(const OneBitKernels &kernels, const Exchange &exchange, int64_t part, int64_t leaf,
+void pack_leaf(const OneBitKernels &kernels, const ExchangeBuffers &exchange, int64_t part, int64_t leaf,
                const Owed *owed = nullptr);
 /// To be called when all leaves are packed.
-void end_rows(const Exchange &exchange);
-void pack(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
+void end_rows(const ExchangeBuffers &exchange);
+void pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
 /// Two levels: zeros between the tensors of the message.
-void clear_gaps(const Exchange &exchange);
+void clear_gaps(const ExchangeBuffers &exchange);
 /// Two levels: the list's values to the message.
-void fill_message(const Exchange &exchange, const dsopt_tensor *list, const Parallel &parallel);
+void fill_message(const ExchangeBuffers &exchange, const dsopt_tensor *list, const Parallel &parallel);
 /// Two levels: from this rank's slice, as the node sent it, to the rows to send.
-void pack_slice(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
-void serve(const OneBitKernels &kernels, const Exchange &exchange, const Parallel &parallel);
-void decode(const OneBitKernels &kernels, const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+void pack_slice(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
+void serve(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
+void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count,
             const Parallel &parallel);
 
 } // namespace dsopt::cpu

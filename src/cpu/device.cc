@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "comm/comm.h"
 #include "cpu/compress.h"
 #include "cpu/cut.h"
 #include "cpu/kernels.h"
-#include "cpu/onebit.h"
+#include "cpu/step.h"
 #include "device/backend.h"
-#include "device/decide.h"
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <optional>
 #include <sys/mman.h>
 #include <vector>
 #if defined(__x86_64__)
@@ -21,10 +17,8 @@
 namespace dsopt {
 namespace {
 
-using cpu::Cut;
 using cpu::Kernels;
 using cpu::ListCut;
-using cpu::Span;
 
 const Kernels &choose_kernels() {
 #if defined(__x86_64__)
@@ -50,26 +44,6 @@ const cpu::OneBitKernels &choose_onebit_kernels(const Kernels &chosen) {
     return cpu::onebit_generic;
 }
 
-/// Time between two marks goes to a phase of the report.
-class Stopwatch {
-public:
-    Stopwatch(bool on, double *ms) : on_(on), ms_(ms), last_(on ? Clock::now() : Clock::time_point()) {
-        if (on) std::fill_n(ms, 8, 0.0);
-    }
-    void mark(int phase) {
-        if (!on_) return;
-        const auto now = Clock::now();
-        ms_[phase] += std::chrono::duration<double, std::milli>(now - last_).count();
-        last_ = now;
-    }
-
-private:
-    using Clock = std::chrono::steady_clock;
-    bool on_;
-    double *ms_;
-    Clock::time_point last_;
-};
-
 class CpuBackend final : public Backend {
 public:
     CpuBackend() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
@@ -90,11 +64,14 @@ public:
 
     bool is_host() const override { return true; }
     bool owns(const void *) const override { return true; }
-    size_t extra_bytes(int64_t, int64_t, int64_t, const OneBitSetup *) const override { return 0; }
+    size_t extra_bytes(const StepShape &shape) const override { return cpu::Step::extra_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
     HostBuffer host_buffer(size_t) const override { return {}; }
     void phase_times(StepCache *, double *) const override {} // they are in the outcome
-    void step(const StepPlan &plan) const override;
+    void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
+        cpu::Step step(plan, kernels_, onebit_);
+        body(step);
+    }
 
     void clear(void *data, size_t bytes, void *) const override {
         if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
@@ -124,7 +101,7 @@ public:
             kernels_.clamp(list[i], limit, begin, end);
         });
     }
-    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &parallel, void *stream) const override;
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *) const override {
@@ -164,23 +141,23 @@ public:
     int device() const override { return 0; }
     void on_device(void (*body)(void *), void *argument) const override { body(argument); }
 
-    void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
-                       void *) const override {
+    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
+                       const Parallel &parallel, void *) const override {
         (void)count;
-        if (exchange.layout->has_levels())
-            cpu::fill_message(exchange, list, parallel);
+        if (buffers.layout->has_levels())
+            cpu::fill_message(buffers, list, parallel);
         else
-            cpu::feed_and_pack(onebit_, exchange, list, parallel);
+            cpu::feed_and_pack(onebit_, buffers, list, parallel);
     }
-    void compress_slice(const Exchange &exchange, const Parallel &parallel, void *) const override {
-        cpu::pack_slice(onebit_, exchange, parallel);
+    void compress_slice(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
+        cpu::pack_slice(onebit_, buffers, parallel);
     }
-    void compress_serve(const Exchange &exchange, const Parallel &parallel, void *) const override {
-        cpu::serve(onebit_, exchange, parallel);
+    void compress_serve(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
+        cpu::serve(onebit_, buffers, parallel);
     }
-    void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count, const Parallel &parallel,
-                         void *) const override {
-        cpu::decode(onebit_, exchange, list, count, parallel);
+    void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
+                         const Parallel &parallel, void *) const override {
+        cpu::decode(onebit_, buffers, list, count, parallel);
     }
 
 private:
@@ -188,8 +165,8 @@ private:
     const cpu::OneBitKernels &onebit_;
 };
 
-void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
-                      dsopt_norm_result *result, const Parallel &parallel, void *stream) const {
+void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
+                      dsopt_norm_result *result, const Parallel &parallel, void *) const {
     std::vector<int64_t> first(size_t(count) + 1);
     for (int64_t i = 0; i < count; ++i)
         first[size_t(i) + 1] = first[size_t(i)] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
@@ -217,124 +194,12 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
         }
     }
     const double total = fold_lanes<kLanes>(lanes);
-    double shared[3] = {kind == DSOPT_NORM_MAX ? double(most) : total, double(r.nonfinite),
-                        std::isnan(most) ? 1.0 : 0.0};
-    if (comm != nullptr) {
-        comm->all_reduce(&shared[0], 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, stream);
-        comm->all_reduce(&shared[1], 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream);
-        r.nonfinite = int64_t(shared[1]);
-        if (shared[2] > 0) shared[0] = NAN; // MAX loses the NaN of a rank
-    }
-    finish_norm(r, kind, shared[0], max_norm);
+    const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
+    if (raw)
+        r.norm = value; // ranks add theirs before the root is taken
+    else
+        finish_norm(r, kind, value, max_norm);
     *result = r;
-}
-
-/// From the sums of LAMB's first sweep. mine(i): that was in it.
-template <class Mine> void find_trust_ratios(const StepPlan &plan, const Mine &mine) {
-    const bool shards = has_shards(plan, false);
-    if (shards) std::memset(plan.shard_sums, 0, shard_bytes(plan.shard_count));
-    for (int64_t i = 0; i < plan.count; ++i) {
-        const TensorJob &job = plan.jobs[i];
-        const Hyper &hyper = plan.groups[job.group];
-        if (!job.present || !mine(i)) continue;
-        const double weights = fold_leaves(plan.sums_a, job), updates = fold_leaves(plan.sums_b, job);
-        if (job.trust_slot >= 0)
-            plan.shard_sums[job.trust_slot] = {weights, updates, 1};
-        else
-            plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
-    }
-    if (!shards) return;
-    add_up_shards(plan, false);
-    for (int64_t i = 0; i < plan.count; ++i) take_shared_trust(plan, i);
-}
-
-void CpuBackend::step(const StepPlan &plan) const {
-    const DefaultFloatEnvironment environment;
-    Outcome outcome{};
-    if (plan.outcome != nullptr) outcome = *plan.outcome;
-    Stopwatch watch(plan.timing, outcome.ms);
-    const auto numel = [&](int64_t i) { return plan.jobs[i].numel; };
-    const auto bytes = [&](int64_t i) -> int64_t {
-        const TensorJob &job = plan.jobs[i];
-        return 20 + int64_t(dtype_size(job.grad_type)) + (job.copy != nullptr ? 2 : 0) + (job.out != nullptr ? 4 : 0);
-    };
-    const Cut cut(plan.count, plan.cost, plan.chunk, plan.parallel, bytes, numel);
-
-    if (plan.read_gradients)
-        cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
-            const TensorJob &job = plan.jobs[i];
-            if (!job.present || job.grad == nullptr) return;
-            const int64_t leaf = job.first_leaf + begin / kLeaf;
-            kernels_.inspect(job.grad, job.grad_type, begin, end, plan.sums_a, plan.bad, nullptr, leaf);
-            // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
-            if (plan.wrapper == Wrapper::fused && job.expert != 0)
-                kernels_.squares(job.weight, job.weight_type, begin, end, plan.sums_a, leaf);
-        });
-    watch.mark(DSOPT_MS_OVERFLOW_CHECK);
-    const NormTable table{plan.norms, plan.group_count, plan.classes()};
-    fold_gradients(plan, table, outcome);
-    reduce_norms(plan, table, plan.norms + NormTable::size(table.groups, table.classes), Place::backend,
-                 [](const NormMove &move) { move(); });
-    if (plan.grad_norms != nullptr) take_given_norms(plan, table);
-    watch.mark(DSOPT_MS_COMPUTE_NORM);
-
-    const bool taken = decide(plan, table, outcome);
-    if (taken)
-        for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
-            const int32_t group = plan.jobs[begin].group;
-            for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-            advance_group(plan, group, begin, end);
-        }
-    watch.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-
-    const bool streaming = cpu::leaves_caches(cut.bytes());
-    const auto span_of = [&](int64_t i, int64_t begin, int64_t end) {
-        return Span{.job = &plan.jobs[i],
-                    .scalars = &plan.scalars[i],
-                    .begin = begin,
-                    .end = end,
-                    .flags = plan.flags,
-                    .sums = plan.report_norms,
-                    .sums_a = plan.sums_a,
-                    .sums_b = plan.sums_b,
-                    .trust = plan.trust_ratio != nullptr ? plan.trust_ratio[i] : 1.0f,
-                    .step = plan.step[i],
-                    .streaming = streaming};
-    };
-    std::optional<cpu::OneBitStep> onebit;
-    if (plan.onebit != nullptr) onebit.emplace(plan, kernels_, onebit_);
-    cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
-        const TensorJob &job = plan.jobs[i];
-        const Rule rule = plan.groups[job.group].rule;
-        const Span span = span_of(i, begin, end);
-        const bool elsewhere = onebit && onebit->owns(i);
-        if (!taken || !job.present || (elsewhere && plan.onebit->stage == Stage::dry))
-            kernels_.unchanged(span);
-        else if (elsewhere)
-            return;
-        else if (is_lamb(rule))
-            kernels_.lamb_moments(rule, span);
-        else
-            kernels_.update(rule, span);
-    });
-    if (taken && plan.has_lamb) {
-        const auto sweeps = [&](int64_t i) {
-            return is_lamb(plan.groups[plan.jobs[i].group].rule) && !(onebit && onebit->owns(i));
-        };
-        find_trust_ratios(plan, sweeps);
-        cut.run(numel, [&](int64_t i, int64_t begin, int64_t end) {
-            if (plan.jobs[i].present && sweeps(i))
-                kernels_.lamb_weights(plan.groups[plan.jobs[i].group].rule, span_of(i, begin, end));
-        });
-    }
-    if (onebit && taken) onebit->run(cut, span_of, outcome.ms);
-    if (onebit) onebit->end(cut, taken);
-    if (taken && plan.report_norms) fold_updates(plan, outcome);
-    watch.mark(DSOPT_MS_BASIC_STEP);
-    for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
-        outcome.ms[DSOPT_MS_BASIC_STEP] -= plan.timing ? outcome.ms[phase] : 0.0;
-    if (plan.report != nullptr) write_report(plan, outcome, plan.report);
-    if (plan.outcome != nullptr) *plan.outcome = outcome;
 }
 
 } // namespace

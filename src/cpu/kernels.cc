@@ -3,7 +3,7 @@
 // and no function of the standard library is used: the linker keeps one copy of a shared inline function, and it could
 // be this one.
 #include "cpu/tiles.h"
-#include "rules/lamb.h"
+#include "rules/all.h"
 
 namespace dsopt::cpu {
 namespace {
@@ -70,13 +70,32 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 template <class R>
 void apply(const R rule, const float *__restrict g, float *__restrict p, float *__restrict m, float *__restrict v,
            int64_t n) {
-    for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i], v[i]);
+    static_assert(R::moments.count >= 0 && R::moments.count <= kMoments);
+    if constexpr (R::moments.count == 0)
+        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i]);
+    else if constexpr (R::moments.count == 1)
+        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i]);
+    else
+        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i], v[i]);
 }
+
+/// The tiles of the moments that a rule has.
+template <int Moments> struct MomentTiles {
+    Buffer buffer[Moments > 0 ? Moments : 1];
+    float *at[kMoments] = {};
+    void open_all(const TensorJob &job, int64_t i, int64_t n) {
+        for (int k = 0; k < Moments; ++k) at[k] = open(job.moment[k].data, job.moment[k].type, i, n, buffer[k]);
+    }
+    void close_all(const TensorJob &job, int64_t i, int64_t n) const {
+        for (int k = 0; k < Moments; ++k) close(at[k], job.moment[k].data, job.moment[k].type, i, n);
+    }
+};
 
 template <class R> void update_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
     const bool keep = keeps_weight(span), needs_old = span.sums || (span.flags & kDelta);
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, old;
+    Buffer g_buffer, p_buffer, old;
+    MomentTiles<R::moments.count> moments;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, update_sum;
@@ -84,17 +103,15 @@ template <class R> void update_with(const R &rule, const Span &span) {
             const int64_t n = least(kTile, stop - i);
             const float *g = open_gradient(job, i, n, g_buffer);
             float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-            float *m = open(job.m, job.state_type, i, n, m_buffer);
-            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            moments.open_all(job, i, n);
             if (needs_old) widen(p, old.at, n, F32{});
             if (span.sums) weight_sum.add(p, n);
-            apply(rule, g, p, m, v, n);
+            apply(rule, g, p, moments.at[0], moments.at[1], n);
             settle(span, p, i, n);
             if (needs_old) subtract(p, old.at, n);
             if (span.sums) update_sum.add(old.at, n);
             if (!keep) close(p, job.weight, job.weight_type, i, n);
-            close(m, job.m, job.state_type, i, n);
-            close(v, job.v, job.state_type, i, n);
+            moments.close_all(job, i, n);
             publish(span, p, old.at, i, n);
         }
         if (span.sums) {
@@ -105,14 +122,10 @@ template <class R> void update_with(const R &rule, const Span &span) {
 }
 
 void update(Rule rule, const Span &span) {
-    switch (rule) {
-    case Rule::adam: update_with(Adam<false>{*span.scalars}, span); break;
-    case Rule::adamw: update_with(Adam<true>{*span.scalars}, span); break;
-    case Rule::legacy: update_with(LegacyAdam<false>{*span.scalars}, span); break;
-    case Rule::legacy_eps_inside: update_with(LegacyAdam<true>{*span.scalars}, span); break;
-    case Rule::lamb:
-    case Rule::lamb_eps_inside: break; // two sweeps, below
-    }
+    visit(rule, [&](auto formula) {
+        using R = typename decltype(formula)::type;
+        if constexpr (R::sweeps == 1) update_with(R{*span.scalars}, span); // two are below
+    });
     if (span.streaming) fence_streaming();
 }
 
@@ -132,13 +145,13 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
             const int64_t n = least(kTile, stop - i);
             const float *g = open_gradient(job, i, n, g_buffer);
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
-            float *m = open(job.m, job.state_type, i, n, m_buffer);
-            float *v = open(job.v, job.state_type, i, n, v_buffer);
+            float *m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+            float *v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
             apply_moments(rule, g, p, m, v, u.at, n);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
-            close(m, job.m, job.state_type, i, n);
-            close(v, job.v, job.state_type, i, n);
+            close(m, job.moment[0].data, job.moment[0].type, i, n);
+            close(v, job.moment[1].data, job.moment[1].type, i, n);
         }
         span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
         span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
@@ -146,10 +159,10 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
 }
 
 void lamb_moments(Rule rule, const Span &span) {
-    if (rule == Rule::lamb)
-        lamb_moments_with(LambMoments<false>{*span.scalars}, span);
-    else
-        lamb_moments_with(LambMoments<true>{*span.scalars}, span);
+    visit(rule, [&](auto formula) {
+        using R = typename decltype(formula)::type;
+        if constexpr (R::sweeps == 2) lamb_moments_with(typename R::Moments{*span.scalars}, span);
+    });
 }
 
 template <class R>
@@ -164,8 +177,8 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         float *p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-        const float *m = open(job.m, job.state_type, i, n, m_buffer);
-        const float *v = open(job.v, job.state_type, i, n, v_buffer);
+        const float *m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+        const float *v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
         if (span.flags & kDelta) widen(p, old.at, n, F32{});
         apply_weights(rule, p, m, v, n);
         settle(span, p, i, n);
@@ -176,10 +189,10 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
 }
 
 void lamb_weights(Rule rule, const Span &span) {
-    if (rule == Rule::lamb)
-        lamb_weights_with(LambWeights<false>{*span.scalars, span.trust}, span);
-    else
-        lamb_weights_with(LambWeights<true>{*span.scalars, span.trust}, span);
+    visit(rule, [&](auto formula) {
+        using R = typename decltype(formula)::type;
+        if constexpr (R::sweeps == 2) lamb_weights_with(typename R::Weights{*span.scalars, span.trust}, span);
+    });
     if (span.streaming) fence_streaming();
 }
 
@@ -195,7 +208,7 @@ void unchanged(const Span &span) {
                 load(job.weight, job.weight_type, i, n, p_buffer.at);
             store(p_buffer.at, job.out, job.out_type, i, n);
         }
-        if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, i, n);
+        if (job.zeroes) zero_gradient(job, i, n);
     }
 }
 

@@ -198,9 +198,9 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
 // ------------------------------------------------------------------------------------------------- pieces of a step
 /// One tile of everything that the rules read, as floats; closed again by whoever wrote to it.
 struct Tile {
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, drift_buffer;
+    Buffer g_buffer, p_buffer, m_buffer, v_buffer, track_buffer;
     const float *g;
-    float *p, *m, *v, *drift;
+    float *p, *m, *v, *track;
     /// `replaced`: whoever asks writes the momentum and does not read it.
     void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep, bool replaced = false) {
         const TensorJob &job = *one.span->job;
@@ -212,16 +212,16 @@ struct Tile {
             mean(one.momentum, one.worker + i, n, m_buffer.at);
             m = m_buffer.at;
         } else
-            m = open(job.m, job.state_type, i, n, m_buffer);
-        v = open(job.v, job.state_type, i, n, v_buffer);
-        drift = one.drift != nullptr ? one.drift + i : drift_buffer.at;
+            m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
+        v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
+        track = one.track != nullptr ? one.track + i : track_buffer.at;
     }
 };
 
 template <Feed F> void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *__restrict x) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
     switch (one.feed) {
@@ -235,13 +235,13 @@ void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
 void local_tile(const OneBitSpan &one, const Tile &t, int64_t n) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 
 template <Feed F> void mean_tile(const OneBitSpan &one, const float *__restrict y, const Tile &t, int64_t n) {
     const Scalars s = *one.span->scalars;
     const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.drift[k]);
+    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.track[k]);
 }
 
 void feed(const OneBitSpan &one) {
@@ -255,7 +255,7 @@ void feed(const OneBitSpan &one) {
         if (one.feed == Feed::distance) {
             local_tile(one, t, n);
             close(t.p, job.weight, job.weight_type, i, n);
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         }
         if (one.message != nullptr) {
             feed_tile(one, t, n, one.message + one.worker + i);
@@ -301,9 +301,9 @@ void finish(const OneBitSpan &one) {
         if (needs_old) subtract(t.p, old.at, n);
         if (!keep) close(t.p, job.weight, job.weight_type, i, n);
         if (!one.momentum_goes && replaces)
-            store(t.m, job.m, job.state_type, i, n, span.streaming);
+            store(t.m, job.moment[0].data, job.moment[0].type, i, n, span.streaming);
         else if (!one.momentum_goes)
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         publish(span, t.p, old.at, i, n);
     }
     if (span.streaming) fence_streaming();
@@ -336,7 +336,7 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
             }
             sum_without.add(without.at, n);
             sum_with.add(with.at, n);
-            close(t.m, job.m, job.state_type, i, n);
+            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;
         span.sums_a[index] = sum_without.fold();
@@ -375,7 +375,7 @@ void local(const OneBitSpan &one) {
         t.open_all(one, i, n, false);
         local_tile(one, t, n);
         close(t.p, job.weight, job.weight_type, i, n);
-        close(t.m, job.m, job.state_type, i, n);
+        close(t.m, job.moment[0].data, job.moment[0].type, i, n);
         publish(span, t.p, t.p, i, n);
     }
     if (span.streaming) fence_streaming();

@@ -27,7 +27,7 @@ struct OneBitSpan {
     float *kept;           // the worker's elements
     float scale;           // of the kept sums
     const int32_t *active; // of the exchange
-    float *drift;          // 0/1 Adam, or NULL
+    float *track;          // 0/1 Adam: OneBitJob::track(), or NULL
     const float *mask;     // or NULL
     float *fresh;          // 1-bit LAMB
     MeanView mean;

@@ -241,7 +241,7 @@ inline void publish(const Span &span, const float *tile, const float *delta, int
     const TensorJob &job = *span.job;
     if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n, span.streaming);
     if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
-    if (span.flags & kZeroGrads && job.grad != nullptr) zero_gradient(job, index, n);
+    if (job.zeroes) zero_gradient(job, index, n);
 }
 
 inline void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {

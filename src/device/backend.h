@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means (Optimizer) and where it runs. One Backend per kind of memory.
 #pragma once
-#include "device/plan.h"
-#include "rules/schedule.h"
+#include "base/function_ref.h"
+#include "device/step_loops.h"
+#include "device/step_table.h"
 #include <memory>
 
 namespace dsopt {
@@ -37,8 +38,6 @@ struct Factor {
     float value = 1;
 };
 
-struct Exchange;
-struct OneBitSetup;
 /// What a backend keeps for one optimizer between steps, such as tables in device memory.
 class StepCache {
 public:
@@ -57,10 +56,11 @@ public:
     /// True if the host reads and writes backend memory in place.
     virtual bool is_host() const = 0;
     /// Memory for StepPlan::extra.
-    virtual size_t extra_bytes(int64_t tensors, int64_t groups, int64_t leaves, const OneBitSetup *onebit) const = 0;
+    virtual size_t extra_bytes(const StepShape &shape) const = 0;
     virtual std::unique_ptr<StepCache> make_cache() const = 0; // NULL if it keeps nothing
     virtual HostBuffer host_buffer(size_t bytes) const = 0;    // pinned; not for backends that are the host
-    virtual void step(const StepPlan &plan) const = 0;
+    /// Calls body(loops) with the loops of a step, which live as long as the call.
+    virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
     /// Times of the phases of the last step, where its outcome does not have them. The step is over.
     virtual void phase_times(StepCache *cache, double *ms) const = 0;
     virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
@@ -74,7 +74,8 @@ public:
                              const Parallel &parallel, void *stream) const = 0;
     virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel,
                        void *stream) const = 0;
-    virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, Comm *comm,
+    /// A norm as it is before ranks add theirs: its parts, with which finish_norm() makes the result.
+    virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
     virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
@@ -86,16 +87,16 @@ public:
                                  void *stream) const = 0;
     // 1-bit compression, compress.h.
     /// Adds the list to the kept sums and packs them into the rows to send. Two levels: copies the list to the message.
-    virtual void compress_feed(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+    virtual void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
                                const Parallel &parallel, void *stream) const = 0;
     /// Averages the rows that all ranks sent, adds what this server owes, and packs its row of results.
-    virtual void compress_serve(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
+    virtual void compress_serve(const ExchangeBuffers &buffers, const Parallel &parallel, void *stream) const = 0;
     /// Writes the means that the rows of results hold to the list.
-    virtual void compress_decode(const Exchange &exchange, const dsopt_tensor *list, int64_t count,
+    virtual void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
                                  const Parallel &parallel, void *stream) const = 0;
     /// Two levels: averages this rank's slice over the node, adds it to the kept sums and packs those. With one node it
     /// stops after the average, which is then in the first of the slices.
-    virtual void compress_slice(const Exchange &exchange, const Parallel &parallel, void *stream) const = 0;
+    virtual void compress_slice(const ExchangeBuffers &buffers, const Parallel &parallel, void *stream) const = 0;
     virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
     virtual std::unique_ptr<HostReader> reader() const = 0;

@@ -4,8 +4,8 @@
 // never has to look.
 #pragma once
 #include "device/plan.h"
+#include "rules/all.h"
 #include "rules/lane_sum.h"
-#include <functional>
 
 namespace dsopt {
 
@@ -15,7 +15,7 @@ struct NormTable {
     double *at;
     int64_t groups, classes;
     DSOPT_HD static constexpr int64_t size(int64_t groups, int64_t classes) { return (groups + 1) * classes + 1; }
-    /// With a message of reduce_norms() behind it, and kLanes a cell for fold_gradients().
+    /// With a message of agree_on_norms() behind it, and kLanes a cell for fold_gradients().
     static constexpr int64_t room(int64_t groups, int64_t classes) {
         return size(groups, classes) + groups + 2 + (groups + 1) * classes * kLanes;
     }
@@ -30,7 +30,7 @@ struct NormTable {
     }
 };
 
-/// What is done to the table between the exchanges of reduce_norms. Where it is on a device, one thread does it there.
+/// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it there.
 struct NormMove {
     /// take: copy a column and the number of reasons to skip into the message. put: copy them back. mean: divide the
     /// squares by `ranks`.
@@ -50,30 +50,24 @@ struct NormMove {
         }
     }
 };
-enum class Place;
-/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to
-/// skip travel along, and go over the data ranks as well. `message` has room for groups + 2 and is where the table is;
-/// run(move) does a move there.
-void reduce_norms(const StepPlan &plan, const NormTable &table, double *message, Place place,
-                  const std::function<void(const NormMove &)> &run);
-bool has_peers(const CommSet &comms);
-/// All comms of several ranks work in device memory.
-bool peers_on_device(const CommSet &comms);
-
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 
 inline double fold_leaves(const double *sums, const TensorJob &job) {
     return add_in_lanes(leaves_of(job.numel), [&](int64_t leaf) { return sums[job.first_leaf + leaf]; });
 }
 
-/// Between LAMB's sweeps model ranks add up shard_sums, and in compressed steps take the largest of shard_factors.
-/// `frozen`: of the tensors whose variance is, which go by themselves. False: there are none, and nobody sends anything.
-bool has_shards(const StepPlan &plan, bool frozen);
-void add_up_shards(const StepPlan &plan, bool frozen);
-
 /// Whether a LAMB tensor takes part in the step, with any of its shards.
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shard_sums[job.trust_slot].shards != 0;
+}
+/// From a tensor's sums of squares: its trust ratio, or what model ranks add up for it.
+DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
+    const TensorJob &job = plan.jobs[i];
+    const Hyper &hyper = plan.groups[job.group];
+    if (job.trust_slot >= 0)
+        plan.shard_sums[job.trust_slot] = {weights, updates, 1};
+    else
+        plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
 }
 /// From the sums of all shards, on every model rank alike.
 DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
@@ -100,9 +94,9 @@ DSOPT_HD double row_or(const float *row, int place, double host) {
 /// Hyper-parameters of a group with what the caller has in backend memory.
 DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
-    if (plan.lr != nullptr) hyper.lr = double(plan.lr[group]);
-    if (plan.hyper != nullptr) {
-        const float *row = plan.hyper + group * DSOPT_HYPER_FLOATS;
+    if (plan.given.lr != nullptr) hyper.lr = double(plan.given.lr[group]);
+    if (plan.given.hyper != nullptr) {
+        const float *row = plan.given.hyper + group * DSOPT_HYPER_FLOATS;
         hyper.lr = row_or(row, DSOPT_HYPER_LR, hyper.lr);
         hyper.beta1 = row_or(row, DSOPT_HYPER_BETA1, hyper.beta1);
         hyper.beta2 = row_or(row, DSOPT_HYPER_BETA2, hyper.beta2);
@@ -119,7 +113,7 @@ DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
     return hyper;
 }
 DSOPT_HD double max_norm_of(const StepPlan &plan) {
-    return plan.hyper != nullptr ? row_or(plan.hyper, DSOPT_HYPER_MAX_NORM, plan.max_norm) : plan.max_norm;
+    return plan.given.hyper != nullptr ? row_or(plan.given.hyper, DSOPT_HYPER_MAX_NORM, plan.max_norm) : plan.max_norm;
 }
 
 DSOPT_HD bool is_not_negative(double value) { return value >= 0 && is_finite(value); }
@@ -128,14 +122,14 @@ DSOPT_HD bool is_beta(double value) { return value >= 0 && value < 1; }
 /// False if backend memory has a hyper-parameter that dsopt_optimizer_set would refuse, or one without effect. What the
 /// host has was checked when it was set.
 DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
-    if (plan.lr == nullptr && plan.hyper == nullptr) return true;
+    if (plan.given.lr == nullptr && plan.given.hyper == nullptr) return true;
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
         const Hyper hyper = given_hyper(plan, g);
         valid = valid && is_not_negative(hyper.lr) && is_beta(hyper.beta1) && is_beta(hyper.beta2) &&
                 is_not_negative(hyper.eps) && is_not_negative(hyper.weight_decay) && is_not_negative(hyper.max_norm);
-        if (plan.hyper == nullptr) continue;
-        const float *row = plan.hyper + g * DSOPT_HYPER_FLOATS, last = row[DSOPT_HYPER_FLOATS - 1],
+        if (plan.given.hyper == nullptr) continue;
+        const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, last = row[DSOPT_HYPER_FLOATS - 1],
                     of_all = row[DSOPT_HYPER_MAX_NORM];
         // Clipping that the host has not switched on: gradients are not read for it.
         valid = valid && !(last < 0) && !(last > 0) && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
@@ -151,44 +145,44 @@ DSOPT_HD bool can_divide_by(double scale) {
 }
 /// In one of the two orders of events the step divides by the scale that it comes with, in the other one by the next.
 DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
-    const double given = plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0;
+    const double given = plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0;
     if (!(given > 0)) return false; // with another negative one it would be positive again
-    if (plan.scaler == nullptr) return can_divide_by(given);
-    return *plan.loss_scale > 0 && can_divide_by(given * double(*plan.loss_scale)) && scale_can_be_used(*plan.scaler) &&
-           can_divide_by(given * double(scale_in_use(*plan.scaler)));
+    if (plan.scaler.state == nullptr) return can_divide_by(given);
+    return *plan.scaler.scale > 0 && can_divide_by(given * double(*plan.scaler.scale)) &&
+           scale_can_be_used(*plan.scaler.state) && can_divide_by(given * double(scale_in_use(*plan.scaler.state)));
 }
 
 /// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
-DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Outcome &outcome) {
+DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
     int32_t reasons = 0;
-    if (plan.skip_nonfinite && outcome.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
+    if (plan.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
-    for (int64_t g = 0; plan.skip_nonfinite && plan.grad_norms != nullptr && g < plan.group_count; ++g)
-        if (!is_not_negative(double(plan.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
+    for (int64_t g = 0; plan.skip_nonfinite && plan.given.grad_norms != nullptr && g < plan.group_count; ++g)
+        if (!is_not_negative(double(plan.given.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
-    if (plan.skip != nullptr && *plan.skip != 0) reasons |= DSOPT_SKIP_CALLER;
+    if (plan.given.skip != nullptr && *plan.given.skip != 0) reasons |= DSOPT_SKIP_CALLER;
     return reasons;
 }
-/// The same for the outcome, and for the table as ranks add it up: how many of them have a reason.
-DSOPT_HD void note_reasons(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
-    outcome.reasons = reasons_to_skip(plan, outcome);
-    table.reasons() = outcome.reasons != 0;
+/// The same with what was found, and for the table as ranks add it up: how many of them have a reason.
+DSOPT_HD void note_reasons(const StepPlan &plan, const NormTable &table, Found &found) {
+    found.reasons = reasons_to_skip(plan, found);
+    table.reasons() = found.reasons != 0;
 }
 
 /// Where pass 1 did not run.
-DSOPT_HD void fold_nothing(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
+DSOPT_HD void fold_nothing(const StepPlan &plan, const NormTable &table, Found &found) {
     for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
-    outcome.nonfinite = 0;
-    outcome.first_bad = -1;
-    outcome.kind = 0;
-    note_reasons(plan, table, outcome);
+    found.nonfinite = 0;
+    found.first_bad = -1;
+    found.kind = 0;
+    note_reasons(plan, table, found);
 }
 
 /// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in the
 /// list says which lane they are in. Tensors of other cells count as zeros.
-inline void fold_gradients(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
-    fold_nothing(plan, table, outcome);
+inline void fold_gradients(const StepPlan &plan, const NormTable &table, Found &found) {
+    fold_nothing(plan, table, found);
     if (!plan.read_gradients) return;
     double *const lanes = table.lanes();
     const int64_t cells = (table.groups + 1) * table.classes;
@@ -209,20 +203,20 @@ inline void fold_gradients(const StepPlan &plan, const NormTable &table, Outcome
             lane_of(job.group, job.expert, i) += squares;
             lane_of(table.groups, job.expert, i) += squares;
         }
-        outcome.nonfinite += bad;
-        if (bad != 0 && outcome.first_bad < 0) {
-            outcome.first_bad = i;
-            outcome.kind = nans != 0 ? 2 : 1;
+        found.nonfinite += bad;
+        if (bad != 0 && found.first_bad < 0) {
+            found.first_bad = i;
+            found.kind = nans != 0 ? 2 : 1;
         }
     }
     for (int64_t cell = 0; cell < cells; ++cell) table.at[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
-    note_reasons(plan, table, outcome);
+    note_reasons(plan, table, found);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
 DSOPT_HD void take_given_norms(const StepPlan &plan, const NormTable &table) {
     for (int64_t g = 0; g < table.groups; ++g) {
-        const double norm = plan.grad_norms[g];
+        const double norm = plan.given.grad_norms[g];
         table.square(g, 0) = norm < 0 ? NAN : norm * norm;
         table.of_all(0) += table.square(g, 0);
     }
@@ -231,14 +225,19 @@ DSOPT_HD void take_given_norms(const StepPlan &plan, const NormTable &table) {
 /// The square of a norm as the original's wrappers have it: taken in fp32, and -1 in place of what is not finite there.
 DSOPT_HD double wrapper_square(double squares) { return squares <= 3.4028234663852886e38 ? squares : 1.0; }
 
-/// True if the step is taken. Writes one divisor a group, moves the scaler, and says what happened.
+/// True if the step is taken. Writes one divisor a group, moves the scaler, and notes the outcome.
 DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
-    const bool have_norms = plan.read_gradients || plan.grad_norms != nullptr;
+    const Found &found = plan.control->found;
+    outcome.nonfinite = found.nonfinite;
+    outcome.first_bad = found.first_bad;
+    outcome.kind = found.kind;
+    outcome.reasons = found.reasons;
+    const bool have_norms = plan.read_gradients || plan.given.grad_norms != nullptr;
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
     // Through the ranks of an expert comm a rank hears of its own reason too.
-    const bool echoes = plan.comms.expert_count != 0 && outcome.reasons != 0;
+    const bool echoes = plan.expert_comms != 0 && outcome.reasons != 0;
     if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
@@ -246,13 +245,14 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     }
 
     // The original moves the scale before it divides by it; the standard divides by the scale that backward used.
-    const double used = plan.scaler != nullptr ? double(*plan.loss_scale) : 1.0;
-    const bool moves = plan.scaler != nullptr && !(plan.scaler_rules.flags & DSOPT_SCALER_SHARED);
-    if (plan.scaler != nullptr && skip) plan.scaler->recorded = 1;
-    if (moves) scaler_transition(plan.scaler_rules, *plan.scaler, skip);
-    const double next = plan.scaler != nullptr ? double(scale_in_use(*plan.scaler)) : 1.0;
-    if (moves) *plan.loss_scale = float(next);
-    const double scale = (wrapped ? next : used) * (plan.grad_scale != nullptr ? double(*plan.grad_scale) : 1.0);
+    const double used = plan.scaler.state != nullptr ? double(*plan.scaler.scale) : 1.0;
+    const bool moves = plan.scaler.state != nullptr && !(plan.scaler.rules.flags & DSOPT_SCALER_SHARED);
+    if (plan.scaler.state != nullptr && skip) plan.scaler.state->recorded = 1;
+    if (moves) scaler_transition(plan.scaler.rules, *plan.scaler.state, skip);
+    const double next = plan.scaler.state != nullptr ? double(scale_in_use(*plan.scaler.state)) : 1.0;
+    if (moves) *plan.scaler.scale = float(next);
+    const double scale =
+        (wrapped ? next : used) * (plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0);
 
     if (wrapped && have_norms) { // one norm a group there
         total = 0;
@@ -285,45 +285,98 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     return !skip;
 }
 
-/// Steps of group `g`, tensors [begin, end). Standard mode counts each tensor that has a gradient by itself.
-///
+/// Whether a step has something to decide before its update, by one of `plan` alone: `agrees` adds that ranks agree on it.
+DSOPT_HD bool needs_decision(const StepPlan &plan) {
+    return plan.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
+           plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||
+           plan.onebit != nullptr;
+}
+
 /// The original's fused Adam counts in the state of the last tensor of the group that has a gradient, once for every
 /// parameter dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode
 /// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
-DSOPT_HD void advance_group(const StepPlan &plan, int64_t g, int64_t begin, int64_t end) {
-    const Hyper hyper = hyper_of(plan, g);
-    if (!hyper.compat || is_lamb(hyper.rule) || plan.wrapper != Wrapper::none) {
+DSOPT_HD bool counts_together(const StepPlan &plan, const Hyper &hyper) {
+    return hyper.compat && sweeps_of(hyper.rule) == 1 && plan.wrapper == Wrapper::none;
+}
+constexpr int kCountedTypes = 3;
+DSOPT_HD Dtype counted_type(int index) { return index == 0 ? Dtype::f16 : index == 1 ? Dtype::bf16 : Dtype::f32; }
+
+/// visit(begin, end, group) for the stretches of tensors of one group that follow one another.
+template <class Visit> DSOPT_HD void for_stretches(const StepPlan &plan, const Visit &visit) {
+    for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
+        const int32_t group = plan.jobs[begin].group;
+        for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
+        visit(begin, end, group);
+    }
+}
+
+/// Where the count of such a stretch is: at its last tensor that takes part; -1 without one.
+DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
+    int64_t last = -1;
+    for (int64_t i = begin; i < end; ++i)
+        if (plan.jobs[i].present) last = i;
+    return last;
+}
+
+/// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that has
+/// a gradient by itself. Counters move in count_steps(), when nothing can fail any more.
+DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+    const Hyper hyper = hyper_of(plan, group);
+    const double divisor = plan.divisors[group];
+    if (!counts_together(plan, hyper)) {
         Scalars scalars{};
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
         for (int64_t i = begin; i < end; ++i) {
             if (!plan.jobs[i].present) continue;
-            if (++plan.step[i] != step) {
-                step = plan.step[i];
-                scalars = make_scalars(hyper, step, plan.divisors[g], plan.max_value);
+            if (plan.step[i] + 1 != step) {
+                step = plan.step[i] + 1;
+                scalars = make_scalars(hyper, step, divisor, plan.max_value);
             }
             plan.scalars[i] = scalars;
         }
         return;
     }
-    int64_t last = -1;
-    for (int64_t i = begin; i < end; ++i)
-        if (plan.jobs[i].present) last = i;
-    for (int place = 0; place < 3; ++place) {
-        const Dtype dtype = place == 0 ? Dtype::f16 : place == 1 ? Dtype::bf16 : Dtype::f32;
+    const int64_t last = counting_tensor(plan, begin, end);
+    int64_t step = last >= 0 ? plan.step[last] : 0;
+    for (int type = 0; type < kCountedTypes; ++type) {
         bool counted = false;
         Scalars scalars{};
         for (int64_t i = begin; i < end; ++i) {
-            if (!plan.jobs[i].present || plan.jobs[i].weight_type != dtype) continue;
-            if (!counted) scalars = make_scalars(hyper, ++plan.step[last], plan.divisors[g], plan.max_value);
+            if (!plan.jobs[i].present || plan.jobs[i].weight_type != counted_type(type)) continue;
+            if (!counted) scalars = make_scalars(hyper, ++step, divisor, plan.max_value);
             counted = true;
             plan.scalars[i] = scalars;
         }
     }
 }
 
+/// The counter of one tensor, at the end of a step that was taken.
+DSOPT_HD void count_step(const StepPlan &plan, int64_t i) {
+    if (plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group])) ++plan.step[i];
+}
+/// The counter of tensors that count together.
+DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+    if (!counts_together(plan, plan.groups[group])) return;
+    const int64_t last = counting_tensor(plan, begin, end);
+    for (int type = 0; type < kCountedTypes; ++type)
+        for (int64_t i = begin; i < end; ++i)
+            if (plan.jobs[i].present && plan.jobs[i].weight_type == counted_type(type)) {
+                ++plan.step[last];
+                break;
+            }
+}
+
+/// The decision of a step, where all that ranks agree on is in the table. Leaves it in the control word.
+DSOPT_HD bool decide_step(const StepPlan &plan, const NormTable &table) {
+    if (plan.given.grad_norms != nullptr) take_given_norms(plan, table);
+    const bool taken = decide(plan, table, *plan.outcome);
+    plan.control->skip = !taken;
+    return taken;
+}
+
 /// Factor for a tensor's sum of update^2. LAMB sums the update before it is multiplied by lr and trust ratio.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
-    if (!is_lamb(plan.groups[plan.jobs[i].group].rule)) return 1;
+    if (sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
     return factor * factor;
 }
@@ -351,9 +404,10 @@ DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *
     report[DSOPT_REPORT_FIRST_BAD] = float(outcome.first_bad);
     report[DSOPT_REPORT_DIVISOR] = float(outcome.divisor);
     report[DSOPT_REPORT_SCALE_USED] = float(outcome.scale_used);
-    report[DSOPT_REPORT_SCALE_NEXT] = plan.scaler != nullptr ? *plan.loss_scale : 1.0f;
+    report[DSOPT_REPORT_SCALE_NEXT] = plan.scaler.state != nullptr ? *plan.scaler.scale : 1.0f;
     report[DSOPT_REPORT_EXPERT_NORM] = float(outcome.expert_norm);
-    report[DSOPT_REPORT_SKIPPED_IN_ROW] = plan.scaler != nullptr ? float(plan.scaler->skipped_in_row) : 0.0f;
+    report[DSOPT_REPORT_SKIPPED_IN_ROW] =
+        plan.scaler.state != nullptr ? float(plan.scaler.state->skipped_in_row) : 0.0f;
     report[DSOPT_REPORT_REASONS] = float(outcome.reasons);
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i)
         if ((plan.flags & kNoNan) && report[i] != report[i]) report[i] = -1;

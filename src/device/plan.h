@@ -11,11 +11,19 @@ namespace dsopt {
 constexpr int64_t kLeaf = 4096;
 DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
 
+/// One moment of a tensor; `data` NULL: the rule has none. A tensor's own dtype each.
+struct Moment {
+    void *data;
+    Dtype type;
+    uint8_t reserved[7]; // no padding, as in TensorJob
+};
+static_assert(sizeof(Moment) == 16);
+
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
     void *grad; // NULL and `present`: zeros
     void *weight;
-    void *m, *v;
+    Moment moment[kMoments];
     void *copy; // low-precision parameter beside a master, or NULL
     void *out;  // or NULL
     int64_t numel;
@@ -25,15 +33,16 @@ struct TensorJob {
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // among StepPlan::shard_sums; -1: no other rank has a part in its trust ratio
-    Dtype grad_type, weight_type, state_type, copy_type, out_type;
+    Dtype grad_type, weight_type, copy_type, out_type;
     bool present;        // takes part in this step
     bool has_master;     // `weight` is one
     bool in_norm;        // its squares count on this rank
     bool stochastic;     // bf16 weights without a master are rounded at random
     bool onebit;         // its gradient goes into exchanges of the 1-bit family
+    bool zeroes;         // its gradient is set to zero once it has been read
     uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
 };
-static_assert(sizeof(TensorJob) == 104);
+static_assert(sizeof(TensorJob) == 120);
 
 /// What model ranks add up of a LAMB tensor that is sharded over them.
 struct ShardSums {
@@ -44,7 +53,6 @@ struct ShardSums {
 constexpr size_t shard_bytes(int64_t count) { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
 
 enum StepFlag : uint32_t {
-    kZeroGrads = DSOPT_STEP_ZERO_GRADS,
     kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
     kDelta = DSOPT_STEP_DELTA,
     kNoNan = DSOPT_STEP_NO_NAN,
@@ -65,21 +73,40 @@ struct Outcome {
     int32_t reserved;
 };
 
-class Comm;
+/// What pass 1 found on this rank, and why the rank would skip the step.
+struct Found {
+    int64_t nonfinite, first_bad;
+    int32_t kind, reasons; // as in Outcome
+};
+
+/// Words that the loops of a step share, in backend memory.
+struct Control {
+    uint32_t ticket[4]; // of a device: blocks that are done. The last one sets it back to 0.
+    int32_t skip;       // nonzero: the step changes nothing
+    int32_t reserved[3];
+    Found found;
+};
+
+/// Scalars that the caller has in backend memory, as in dsopt_step; NULL = not given.
+struct GivenScalars {
+    const float *lr, *hyper, *grad_scale, *grad_norms;
+    const int32_t *skip;
+};
+
+/// The scaler of a step, in backend memory; all NULL without one.
+struct PlannedScaler {
+    float *scale;
+    ScalerState *state;
+    ScalerRules rules;
+};
+
 class StepCache;
 struct OneBitPlan;
 
-/// Ranks that agree; NULL = one rank.
-struct CommSet {
-    Comm *data, *model;
-    Comm *const *experts;
-    int32_t expert_count;
-    Comm *node; // with it the data ranks are those of all nodes, and `data` has those of the same place in each
-};
-
-/// Everything that one step needs; nothing here is owned. `jobs`, `groups` and `cost` are in host memory, all else in
-/// the backend's.
+/// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory (StepTable),
+/// all else is in the backend's.
 struct StepPlan {
+    const void *table; // StepTable: memory that `jobs`, `groups` and jobs of the 1-bit family are parts of
     TensorJob *jobs;
     int64_t count;
     const Hyper *groups;
@@ -91,38 +118,33 @@ struct StepPlan {
     bool report_norms;
     bool has_lamb;
     bool timing;
-    bool dry;             // learning rates are 0
-    bool local_gradients; // the data ranks' differ: their norms go together
+    bool dry; // learning rates are 0
+    int32_t expert_comms;
     double max_norm;
-    float max_value;                                   // INFINITY = off
-    const float *lr, *hyper, *grad_scale, *grad_norms; // device scalars or NULL
-    const int32_t *skip;
-    float *loss_scale; // of the scaler, with its machine and rules; NULL without
-    ScalerState *scaler;
-    ScalerRules scaler_rules;
-    CommSet comms;
+    float max_value; // INFINITY = off
+    GivenScalars given;
+    PlannedScaler scaler;
     int32_t *step;            // one counter a tensor
     const OneBitPlan *onebit; // of the 1-bit family, or NULL
     float *trust_ratio;       // one a tensor, or NULL
     float *report;            // or NULL
-    Outcome *outcome;         // or NULL
+    Outcome *outcome;
     // Workspace, sized by Optimizer::layout().
+    Control *control;
     Scalars *scalars;        // one a tensor
     double *divisors;        // one a group
-    double *norms;           // NormTable
-    int64_t *cost;           // host memory, count + 1: running sum of bytes, the ruler along which the list is cut
+    double *norms;           // NormTable, and a message of it
     double *sums_a, *sums_b; // one a leaf
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
     ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
     int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
     void *extra;             // of the backend, Backend::extra_bytes() long
     StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
-    Outcome *mirror;         // host memory to which the outcome is copied in stream order, or NULL
     void *stream;
     Parallel parallel;
     int64_t chunk;
 
-    DSOPT_HD int64_t classes() const { return 1 + comms.expert_count; }
+    DSOPT_HD int64_t classes() const { return 1 + expert_comms; }
     /// 1-bit LAMB: of every slot the largest counts.
     DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
 };

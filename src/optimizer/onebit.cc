@@ -4,58 +4,10 @@
 #include "comm/comm.h"
 #include "device/backend.h"
 #include "optimizer/optimizer.h"
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 namespace dsopt {
-void set_onebit_defaults(dsopt_group &group) {
-    if (!is_onebit(group.algorithm)) return;
-    group.freeze_step = 100000;
-    if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
-        group.var_interval_steps = 16;
-        group.local_interval_steps = 32678; // sic: the original's number, probably meant to be 2^15
-        group.max_local_interval = 16;
-    } else if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-        group.trust_beta = 0.9;
-        group.trust_threshold = 0.1;
-        group.trust_min_change = 0.5;
-        group.trust_max_change = 4;
-    }
-}
-
-void check_onebit_group(const dsopt_group &g) {
-    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-    const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-    if (onebit && (g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in the 1-bit family");
-    if ((g.flags & DSOPT_GROUP_NON_FREEZE) && g.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "non_freeze has an effect in 1-bit Adam only");
-    const struct {
-        const char *name;
-        int64_t value;
-        bool used;
-    } counts[] = {{"freeze_step", g.freeze_step, onebit},
-                  {"var_interval_steps", g.var_interval_steps, zero_one},
-                  {"local_interval_steps", g.local_interval_steps, zero_one},
-                  {"max_local_interval", g.max_local_interval, zero_one}};
-    for (const auto &count : counts) {
-        if (!count.used && count.value != 0)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
-        if (count.used)
-            require(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
-    }
-    if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
-    if (!lamb) return;
-    require(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
-    require(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
-    require(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
-            "finite and not negative");
-    require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
-            "in [0, trust_max_change]");
-}
-
 ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
     return {group.algorithm,          group.freeze_step,
             group.var_interval_steps, group.local_interval_steps,
@@ -108,14 +60,10 @@ OneBitSetup make_onebit_setup(const std::vector<dsopt_group> &groups, const std:
         // The original compresses what its optimizer sees as a tensor: the flat master of a group, in LAMB everything.
         const bool joins = compat && !numels.empty() && (lamb || (masters && param.has_master && param.group == group));
         group = param.group;
-        if (!joins) {
-            numels.push_back(0);
-            setup.used.push_back(0);
-        }
+        if (!joins) { numels.push_back(0); }
         setup.part.push_back(int32_t(numels.size()) - 1);
         setup.worker.push_back(numels.back()); // within the part; its place is added below
         numels.back() += param.numel;
-        setup.used.back() += param.numel;
     }
     if (node_ranks > 1) {
         const int nodes = ranks / node_ranks;
@@ -141,47 +89,43 @@ ScheduleState Optimizer::read_schedule(const void *data, const KnownSchedule *kn
     return state;
 }
 
-OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
-                                  const KnownSchedule *known, void *stream) const {
+PlannedOneBit Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, double *factors,
+                                     const KnownSchedule *known, void *stream) const {
     const OneBitSetup &setup = *onebit_;
     const auto find = [&]<class T>(StateKind kind, T *) {
         const dsopt_tensor *tensor = find_state(state, kind);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     };
+    const auto floats = [&](StateKind kind) { return find(kind, static_cast<float *>(nullptr)); };
+    const auto words = [&](StateKind kind) { return find(kind, static_cast<int32_t *>(nullptr)); };
+    PlannedOneBit planned;
     auto *const schedule = find(StateKind::schedule, static_cast<ScheduleState *>(nullptr));
     const ScheduleState now = read_schedule(schedule, known, stream);
-    const dsopt_group *own = nullptr;
-    for (const dsopt_group &group : groups_)
-        if (own == nullptr && is_onebit(group.algorithm)) own = &group;
-    OneBitPlan plan{
-        .setup = &setup,
+    if (setup.compresses)
+        planned.buffers =
+            ExchangeBuffers(setup.layout, floats(StateKind::worker_error), floats(StateKind::server_error), workspace);
+    planned.buffers.active = words(StateKind::active);
+    const dsopt_group &own =
+        *std::find_if(groups_.begin(), groups_.end(), [](const auto &group) { return is_onebit(group.algorithm); });
+    planned.plan = {
         .jobs = jobs,
+        .buffers = nullptr, // the caller's copy
+        .rules = setup.rules,
+        .trust = {own.trust_beta, own.trust_threshold, own.trust_min_change, own.trust_max_change, setup.rules.compat},
         .now = now,
         .stage = stage_of(setup.rules, now),
         .compat = setup.rules.compat,
-        .comm = with_.data.get(),
-        .node = with_.node.get(),
-        .exchange = setup.compresses
-                        ? Exchange(setup.layout, find(StateKind::worker_error, static_cast<float *>(nullptr)),
-                                   find(StateKind::server_error, static_cast<float *>(nullptr)),
-                                   static_cast<char *>(workspace) + exchange)
-                        : Exchange(setup.layout, nullptr, nullptr, nullptr),
+        .exchanges = setup.compresses,
         .schedule = schedule,
-        .context = context_.get(),
-        .lr_sum = find(StateKind::lr_sum, static_cast<int32_t *>(nullptr)),
-        .trust_average = find(StateKind::trust_average, static_cast<float *>(nullptr)),
-        .trust_factor = find(StateKind::trust_factor, static_cast<float *>(nullptr)),
-        .scaling = find(StateKind::trust_scaling, static_cast<float *>(nullptr)),
-        .active = find(StateKind::active, static_cast<int32_t *>(nullptr)),
-        .padding = find(StateKind::exp_avg_pad, static_cast<float *>(nullptr)),
-        .momentum = reinterpret_cast<char *>(find(StateKind::exp_avg_bits, static_cast<int32_t *>(nullptr))),
-        .trust = {own->trust_beta, own->trust_threshold, own->trust_min_change, own->trust_max_change,
-                  setup.rules.compat}};
-    plan.exchange.active = plan.active;
-    if (plan.momentum != nullptr && context_->backend().is_host()) { // in a step that is taken it may go there at once
-        if (!setup.layout.has_levels()) plan.exchange.slice_results = plan.momentum;
-        plan.exchange.results = plan.momentum;
-    }
+        .lr_sum = words(StateKind::lr_sum),
+        .trust_average = floats(StateKind::trust_average),
+        .trust_factor = floats(StateKind::trust_factor),
+        .trust_scaling = floats(StateKind::trust_scaling),
+        .trust_weight = floats(StateKind::trust_weight),
+        .factors = factors,
+        .active = words(StateKind::active),
+        .padding = floats(StateKind::exp_avg_pad),
+        .momentum = reinterpret_cast<char *>(words(StateKind::exp_avg_bits))};
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_group &group = groups_[size_t(param.group)];
@@ -191,50 +135,25 @@ OneBitPlan Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, vo
         job.worker = setup.worker[i];
         job.part = setup.part[i];
         job.averaged = !goes_into_exchanges(group);
-        if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) job.drift = static_cast<float *>((own_state++)->data);
+        if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            (setup.rules.compat ? job.drift : job.anchor) = static_cast<float *>((own_state++)->data);
         if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
         if (param.flags & DSOPT_PARAM_MASKED) job.mask = static_cast<const float *>(own_state->data);
         jobs[i] = job;
     }
-    return plan;
+    return planned;
 }
 
-void Optimizer::average_gradients(const StepPlan &plan, float *mean, dsopt_tensor *lists) const {
-    const OneBitPlan &onebit = *plan.onebit;
-    const Backend &backend = context_->backend();
+/// Jobs whose gradients the engine averages in this step.
+void Optimizer::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
+                           void *stream) const {
     const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
-    const bool some = plan.local_gradients || (onebit.compat && onebit.stage == Stage::dry);
-    dsopt_tensor *const from = lists, *const to = lists + plan.count, *const runs = to + plan.count;
-    float *const scratch = onebit_->mean_scratch != 0 ? mean + onebit_->mean_numel : onebit.exchange.slices;
-    int64_t count = 0, run_count = 0; // neighbours in `mean` go together
-    for (int64_t i = 0; i < plan.count; ++i) {
-        const int64_t at = onebit_->mean[size_t(i)];
-        TensorJob &job = plan.jobs[i];
-        if (at < 0 || job.numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        dsopt_tensor own{mean + at, job.numel, DSOPT_DTYPE_F32, 0};
-        if (job.grad == nullptr) {
-            backend.clear(own.data, size_t(job.numel) * sizeof(float), plan.stream);
-        } else {
-            from[count] = {job.grad, job.numel, int32_t(job.grad_type), 0};
-            to[count++] = own;
-        }
-        job.grad = own.data; // where it was absent, another rank may have had one
-        job.grad_type = Dtype::f32;
-        job.present = true;
-        const int64_t padding = padded_numel(node_ranks(), job.numel) - job.numel;
-        if (padding != 0) backend.clear(mean + at + job.numel, size_t(padding) * sizeof(float), plan.stream);
-        own.numel += padding;
-        if (run_count != 0 && static_cast<float *>(runs[run_count - 1].data) + runs[run_count - 1].numel == own.data)
-            runs[run_count - 1].numel += own.numel;
-        else
-            runs[run_count++] = own;
+    const bool some = onebit.stage == Stage::dry ? onebit.compat : onebit.stage != Stage::full;
+    for (size_t i = 0; i < params_.size(); ++i) {
+        const int64_t at = onebit_->mean[i];
+        if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
+        means.add(jobs[i], mean + at, padded_numel(node_ranks(), jobs[i].numel), context_->backend(), stream);
     }
-    if (count != 0) backend.axpby({}, from, 0, to, count, plan.parallel, plan.stream);
-    for (int64_t i = 0; i < run_count; ++i)
-        sum_over_ranks(*context_, with_.data.get(), with_.node.get(), static_cast<float *>(runs[i].data), runs[i].numel,
-                       scratch, plan.parallel, plan.stream);
-    const Factor share{.value = 1.0f / float(ranks())};
-    if (run_count != 0) backend.axpby(share, runs, 0, runs, run_count, plan.parallel, plan.stream);
 }
 
 void Optimizer::write_reduction(const dsopt_tensor *schedule, int32_t *reduction, void *stream) const {
@@ -296,7 +215,7 @@ void Optimizer::settle_momentum() {
     ScheduleState state;
     backend.copy_to_host(&state, schedule->data, sizeof state, nullptr);
     if (state.momentum_in_bits == 0) return;
-    Exchange exchange(onebit_->layout, nullptr, nullptr, nullptr);
+    ExchangeBuffers exchange(onebit_->layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
     exchange.active = static_cast<const int32_t *>(find_entry(StateKind::active)->data);
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
@@ -341,7 +260,7 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
         return;
     }
     auto *data = static_cast<float *>(entry.data), *out = static_cast<float *>(host);
-    const Exchange exchange(onebit_->layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    const ExchangeBuffers exchange(onebit_->layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
     owed_errors(context_->backend(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? onebit_->layout.worker_numel : onebit_->layout.server_numel;
@@ -353,7 +272,7 @@ void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     context_->backend().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
     const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
         for (int64_t i = 0; i < count; ++i, ++element)
-            if (!((uint32_t(words[size_t(element / 32)]) >> (element % 32)) & 1u)) errors[i] = 0;
+            if (!takes_part(words.data(), element)) errors[i] = 0;
     };
     if (worker)
         for (const CompressLayout::Part &part : onebit_->layout.parts)

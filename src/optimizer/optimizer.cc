@@ -3,6 +3,7 @@
 // itself in step.cc.
 #include "optimizer/optimizer.h"
 #include "base/text.h"
+#include "rules/group.h"
 #include "rules/rounding.h"
 #include <algorithm>
 #include <cmath>
@@ -42,43 +43,7 @@ std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
     return dims;
 }
 
-bool has_trust(const dsopt_group &group) {
-    return group.algorithm == DSOPT_ALGORITHM_LAMB || group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
-}
-
 } // namespace
-
-void Optimizer::check_group(const dsopt_group &g, int32_t compat) {
-    constexpr int32_t known = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT |
-                              DSOPT_GROUP_EPS_UNCORRECTED | DSOPT_GROUP_NON_FREEZE;
-    const bool lamb = has_trust(g), legacy = g.algorithm == DSOPT_ALGORITHM_ADAM_LEGACY;
-    if (!lamb && !legacy && !is_onebit(g.algorithm) && g.algorithm != DSOPT_ALGORITHM_ADAM &&
-        g.algorithm != DSOPT_ALGORITHM_ADAMW)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", g.algorithm);
-    if (g.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", g.flags);
-    if ((g.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) && !lamb && !legacy)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_inside_sqrt has no effect in Adam and AdamW");
-    if (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) {
-        if (g.algorithm != DSOPT_ALGORITHM_ADAM && g.algorithm != DSOPT_ALGORITHM_ADAMW)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has an effect in Adam and AdamW only");
-        if (g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
-        if (compat != DSOPT_COMPAT_NONE) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
-    }
-    require(not_negative(g.lr), "lr", g.lr, "finite and not negative");
-    require(g.beta1 >= 0 && g.beta1 < 1, "beta1", g.beta1, "in [0, 1)");
-    require(g.beta2 >= 0 && g.beta2 < 1, "beta2", g.beta2, "in [0, 1)");
-    require(not_negative(g.eps), "eps", g.eps, "finite and not negative");
-    require(not_negative(g.weight_decay), "weight_decay", g.weight_decay, "finite and not negative");
-    require(not_negative(g.max_norm), "max_norm of the group", g.max_norm, "finite and not negative");
-    if (lamb) {
-        require(not_negative(g.max_trust), "max_trust", g.max_trust, "finite and not negative");
-        require(g.min_trust >= 0 && g.min_trust <= g.max_trust, "min_trust", g.min_trust, "in [0, max_trust]");
-    } else if (g.min_trust != 0 || g.max_trust != 0) {
-        throw Error(DSOPT_ERR_UNSUPPORTED, "min_trust and max_trust have no effect without LAMB");
-    }
-    check_onebit_group(g);
-}
 
 Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc,
                      Attachments attachments) :
@@ -217,10 +182,12 @@ std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, con
         if (setup->rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * int64_t(groups.size()));
         if (setup->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) {
-            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor, StateKind::trust_scaling})
+            const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
+            for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
+                                         compat ? StateKind::trust_scaling : StateKind::trust_weight})
                 add(kind, DSOPT_DTYPE_F32, params);
-            if (desc_.compat != DSOPT_COMPAT_NONE && setup->compresses && !setup->used.empty())
-                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->used[0]);
+            if (compat && setup->compresses && !setup->layout.parts.empty())
+                add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, setup->layout.worker_numel - setup->layout.parts[0].used);
         }
     }
     if (with_.scaler) {
@@ -235,7 +202,7 @@ std::vector<StateEntry> Optimizer::optimizer_state(const OneBitSetup *setup, con
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
-    check_group(group, desc_.compat);
+    check_group(group, desc_.compat != DSOPT_COMPAT_NONE);
     std::vector<dsopt_group> groups = groups_;
     groups.push_back(group);
     grow(std::move(groups), params, count, false);
@@ -385,36 +352,20 @@ bool is_optimizer_key(int32_t key) {
            key == DSOPT_KEY_CALLS;
 }
 
-double *field_of(dsopt_group &group, int32_t key) {
-    switch (key) {
-    case DSOPT_KEY_LR: return &group.lr;
-    case DSOPT_KEY_BETA1: return &group.beta1;
-    case DSOPT_KEY_BETA2: return &group.beta2;
-    case DSOPT_KEY_EPS: return &group.eps;
-    case DSOPT_KEY_WEIGHT_DECAY: return &group.weight_decay;
-    case DSOPT_KEY_GROUP_MAX_NORM: return &group.max_norm;
-    case DSOPT_KEY_MIN_TRUST: return &group.min_trust;
-    case DSOPT_KEY_MAX_TRUST: return &group.max_trust;
-    }
-    return nullptr;
-}
-
-void set_flag(dsopt_group &group, int32_t flag, bool on, int32_t key, double value) {
-    if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
-    group.flags = on ? group.flags | flag : group.flags & ~flag;
-}
-
 dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
-    if (double *field = field_of(group, key))
-        *field = value;
-    else if (key == DSOPT_KEY_BIAS_CORRECTION && is_onebit(group.algorithm)) {
-        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family has no bias correction");
+    const auto set_flag = [&](int32_t flag, bool on) {
+        if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
+        group.flags = on ? group.flags | flag : group.flags & ~flag;
+    };
+    const RuleInfo &info = info_of(group.algorithm);
+    if (const GroupField *const field = find_field(key))
+        group.*field->value = value;
+    else if (const GroupFlag *const flag = find_flag(key))
+        set_flag(flag->flag, value == 1);
+    else if (key == DSOPT_KEY_BIAS_CORRECTION && !(info.fields & kBiasCorrection)) {
+        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no bias correction", info.name);
     } else if (key == DSOPT_KEY_BIAS_CORRECTION)
-        set_flag(group, DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0, key, value);
-    else if (key == DSOPT_KEY_EPS_INSIDE_SQRT)
-        set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, value == 1, key, value);
-    else if (key == DSOPT_KEY_EPS_UNCORRECTED)
-        set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, value == 1, key, value);
+        set_flag(DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0);
     else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
         if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
             throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
@@ -463,7 +414,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
     };
     for (size_t i = first; i < last; ++i)
-        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat);
+        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat != DSOPT_COMPAT_NONE);
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
     follow_groups();
@@ -483,23 +434,22 @@ double Optimizer::get(int32_t group, int32_t key) const {
     const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     if (group < DSOPT_ALL_GROUPS || index >= groups_.size())
         throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
-    dsopt_group copy = groups_[index];
+    const dsopt_group &g = groups_[index];
+    const RuleInfo &info = info_of(g.algorithm);
+    if (const GroupFlag *const flag = find_flag(key)) return (g.flags & flag->flag) != 0;
     switch (key) {
-    case DSOPT_KEY_ALGORITHM: return copy.algorithm;
-    case DSOPT_KEY_BIAS_CORRECTION: return !(copy.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(copy.algorithm);
-    case DSOPT_KEY_EPS_INSIDE_SQRT: return (copy.flags & DSOPT_GROUP_EPS_INSIDE_SQRT) != 0;
-    case DSOPT_KEY_EPS_UNCORRECTED: return (copy.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0;
+    case DSOPT_KEY_ALGORITHM: return g.algorithm;
+    case DSOPT_KEY_BIAS_CORRECTION:
+        return (info.fields & kBiasCorrection) && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
     case DSOPT_KEY_FREEZE_STEP:
-        if (!is_onebit(copy.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
-        return double(copy.freeze_step);
-    case DSOPT_KEY_MIN_TRUST:
-    case DSOPT_KEY_MAX_TRUST:
-        if (!has_trust(copy))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is not LAMB and has no trust bounds", index);
+        if (!is_onebit(g.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
+        return double(g.freeze_step);
     }
-    const double *field = field_of(copy, key);
+    const GroupField *const field = find_field(key);
     if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
-    return *field;
+    if (field->field != 0 && !(info.fields & field->field))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name, field->name);
+    return g.*field->value;
 }
 
 // ---------------------------------------------------------------------------------------------- gradient accumulation

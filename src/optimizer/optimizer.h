@@ -3,10 +3,10 @@
 #include "base/tensor_list.h"
 #include "comm/comm.h"
 #include "device/context.h"
-#include "device/plan.h"
 #include "optimizer/onebit.h"
 #include "optimizer/scaler.h"
 #include "optimizer/state_entry.h"
+#include "step/drive.h"
 #include <atomic>
 #include <cmath>
 #include <memory>
@@ -196,7 +196,6 @@ public:
     /// To be called where state tensors may have been written to, other than by steps.
     void state_changed() const { known_schedule_.valid = false; }
 
-    static void check_group(const dsopt_group &group, int32_t compat = DSOPT_COMPAT_NONE);
     const int64_t *dims_of(const StateEntry &entry, int32_t &count) const;
 
 private:
@@ -212,7 +211,7 @@ private:
     void take_apply(const dsopt_step &step, bool &met) const;
     // In rank_check.cc; `met` is set once the ranks have compared what they do.
     bool checks_ranks() const;
-    void check_ranks(const StepPlan &plan, bool lists_only) const;
+    void check_ranks(const StepPlan &plan, bool lists_only, bool remembers) const;
     void check_places(void *stream) const;
     void refuse_to_ranks(void *stream) const noexcept;
     void reduce_words(void *words, size_t bytes, void *stream) const;
@@ -240,11 +239,16 @@ private:
     int64_t shard_count() const; // of such tensors
     void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     void follow_groups(); // the schedule's rules are theirs
-    OneBitPlan plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, size_t exchange,
-                           const KnownSchedule *known, void *stream) const;
+    PlannedOneBit plan_onebit(const dsopt_tensor *state, OneBitJob *jobs, void *workspace, double *factors,
+                              const KnownSchedule *known, void *stream) const;
+    void plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
+    int32_t plan_jobs(const Arguments &arguments, const dsopt_tensor *state, const OneBitPlan *onebit,
+                      TensorJob *jobs) const;
+    void plan_groups(Hyper *hypers) const;
+    StepPlan make_plan(const Arguments &arguments, const dsopt_tensor *state, char *workspace, const Layout &place,
+                       const StepTable &table, const OfEngine *of_engine) const;
+    StepShape shape() const;
     ScheduleState read_schedule(const void *data, const KnownSchedule *known, void *stream) const;
-    /// Gradients that the engine averages itself become those of copies in `mean`. `lists`: room for three of them.
-    void average_gradients(const StepPlan &plan, float *mean, dsopt_tensor *lists) const;
     static std::vector<dsopt_tensor> list_of(const std::vector<StateEntry> &state);
     /// Of the whole optimizer, NULL where there is none: in a list of all state tensors, and the engine's own.
     const dsopt_tensor *find_state(const dsopt_tensor *state, StateKind kind) const;

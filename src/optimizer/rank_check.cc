@@ -70,7 +70,7 @@ int64_t Optimizer::first_different(const std::vector<uint64_t> &keys, void *stre
     return -1;
 }
 
-void Optimizer::check_ranks(const StepPlan &plan, bool lists_only) const {
+void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remembers) const {
     Words words;
     uint64_t list = 0, gradients = 0;
     for (const Param &param : params_) list = mix(list, key_of(param, groups_[size_t(param.group)]));
@@ -87,7 +87,7 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only) const {
     words.set(Words::list, list);
     for (int part = Words::calls; part < Words::parts; ++part) words.set(part, 0);
     if (!lists_only) {
-        words.set(Words::calls, plan.outcome != nullptr ? uint32_t(calls_) : 0);
+        words.set(Words::calls, remembers ? uint32_t(calls_) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
         words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
         words.set(Words::gradients, gradients);

@@ -28,6 +28,7 @@ enum class StateKind : uint8_t {
     trust_average,
     trust_factor,
     trust_scaling,
+    trust_weight,
     exp_avg_pad,
     loss_scale,
     scaler,
@@ -55,6 +56,7 @@ constexpr const char *name_of(StateKind kind) {
     case StateKind::trust_average: return "trust_average";
     case StateKind::trust_factor: return "trust_factor";
     case StateKind::trust_scaling: return "trust_scaling";
+    case StateKind::trust_weight: return "trust_weight";
     case StateKind::exp_avg_pad: return "exp_avg_pad";
     case StateKind::loss_scale: return "loss_scale";
     case StateKind::scaler: return "scaler";
@@ -78,7 +80,8 @@ struct StateEntry {
     bool is_error() const { return kind == StateKind::worker_error || kind == StateKind::server_error; }
     bool of_scaler() const { return kind == StateKind::loss_scale || kind == StateKind::scaler; }
     bool is_trust() const { // of 1-bit LAMB
-        return kind == StateKind::trust_average || kind == StateKind::trust_factor || kind == StateKind::trust_scaling;
+        return kind == StateKind::trust_average || kind == StateKind::trust_factor ||
+               kind == StateKind::trust_scaling || kind == StateKind::trust_weight;
     }
     /// One element a parameter.
     bool per_param() const { return is_trust() || kind == StateKind::trust_ratio || kind == StateKind::step; }

@@ -5,9 +5,16 @@
 
 namespace dsopt {
 
+/// The running means that Adam and LAMB keep of gradients and of their squares.
+inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
+inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
+
 /// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is
 /// part of the result: both moments are divided by their correction first, then root, sum with eps, quotient.
 template <bool Decoupled> struct Adam {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kAdamFields;
+    static constexpr MomentList moments = kMeans;
     Scalars s;
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
         g = unscale(s, g);
@@ -27,6 +34,9 @@ template <bool EpsInside> DSOPT_HD float plain_update(const Scalars &s, float p,
 }
 
 template <bool EpsInside> struct LegacyAdam {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kAdamFields | kFoldedCorrection;
+    static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
         g = unscale(s, g);
@@ -35,5 +45,46 @@ template <bool EpsInside> struct LegacyAdam {
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);
     }
 };
+
+inline void adam_defaults(dsopt_group &group) {
+    group.lr = 1e-3;
+    group.beta1 = 0.9;
+    group.beta2 = 0.999;
+    group.eps = 1e-8;
+}
+inline void check_adam(const dsopt_group &group, bool compat) {
+    if (!(group.flags & DSOPT_GROUP_EPS_UNCORRECTED)) return;
+    if (group.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
+    if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
+}
+inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
+                                .name = "adam",
+                                .fields = kAdamFields,
+                                .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
+                                .compat = true,
+                                .defaults = adam_defaults,
+                                .check = check_adam,
+                                .formula = [](const dsopt_group &) { return Rule::adam; }};
+inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
+                                 .name = "adamw",
+                                 .fields = kAdamFields,
+                                 .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
+                                 .compat = true,
+                                 .defaults = adam_defaults,
+                                 .check = check_adam,
+                                 .formula = [](const dsopt_group &) { return Rule::adamw; }};
+inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
+                                      .name = "adam_legacy",
+                                      .fields = kAdamFields,
+                                      .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
+                                      .compat = true,
+                                      .defaults = adam_defaults,
+                                      .check = [](const dsopt_group &, bool) {},
+                                      .formula =
+                                          [](const dsopt_group &group) {
+                                              return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::legacy_eps_inside
+                                                                                               : Rule::legacy;
+                                          }};
 
 } // namespace dsopt

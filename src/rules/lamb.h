@@ -25,4 +25,34 @@ template <bool EpsInside> struct LambWeights {
     }
 };
 
+template <bool EpsInside> struct Lamb {
+    static constexpr int sweeps = 2;
+    static constexpr uint32_t fields = kAdamFields | kFoldedCorrection | kTrust;
+    static constexpr MomentList moments = kMeans;
+    using Moments = LambMoments<EpsInside>;
+    using Weights = LambWeights<EpsInside>;
+};
+
+inline void lamb_defaults(dsopt_group &group) {
+    adam_defaults(group);
+    group.min_trust = 0.01;
+    group.max_trust = 10;
+}
+inline void check_lamb(const dsopt_group &group, bool) {
+    if (group.min_trust > group.max_trust)
+        throw Error(DSOPT_ERR_ARGUMENT, "min_trust is %g, must be in [0, max_trust], which is %g", group.min_trust,
+                    group.max_trust);
+}
+inline constexpr RuleInfo kLamb{.algorithm = DSOPT_ALGORITHM_LAMB,
+                                .name = "lamb",
+                                .fields = kAdamFields | kTrust,
+                                .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
+                                .compat = true,
+                                .defaults = lamb_defaults,
+                                .check = check_lamb,
+                                .formula = [](const dsopt_group &group) {
+                                    return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::lamb_eps_inside
+                                                                                     : Rule::lamb;
+                                }};
+
 } // namespace dsopt

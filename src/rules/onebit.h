@@ -36,20 +36,21 @@ struct OneBitScalars {
     float scaling; // 1-bit LAMB: brings momenta of all tensors to the same size
     float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
     bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
-    /// Standard mode. `drift` holds the common weights themselves, not the distance to them; and an element whose
-    /// variance is 0 when it freezes stays where it is: a sign has no zero, and would be divided by eps.
+    /// Standard mode: `track` is the anchor, the weights on which ranks last agreed. Compat mode: it is the drift, the way
+    /// since then. And in standard mode an element whose variance is 0 when it freezes stays where it is: a sign has no
+    /// zero, and would be divided by eps.
     bool anchored;
 };
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
-                          float drift) {
+                          float track) {
     switch (feed) {
     case Feed::momentum: return s.beta1 * m + s.a1 * unscale(s, g);
     case Feed::scaled: return (s.beta1 * m + s.a1 * unscale(s, g)) * o.scaling;
     case Feed::gradient: return unscale(s, g);
     case Feed::distance: break;
     }
-    return (o.anchored ? p - drift : drift) * (sqrtf(v) + s.eps);
+    return (o.anchored ? p - track : track) * (sqrtf(v) + s.eps);
 }
 
 /// Adam's step with a variance that stays: the same order as Adam<true> without bias correction.
@@ -60,13 +61,13 @@ DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
 
 /// After the exchange, with `y` the mean that all ranks have.
 DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
-                        float &drift) {
+                        float &track) {
     if (o.anchored && v == 0) y = 0;
     if (feed == Feed::distance) {
         if (o.lr_sum != 0) m = -(y / o.lr_sum); // no rate at all: nobody moved, the momentum stays
-        const float common = o.anchored ? drift : p - drift;
+        const float common = o.anchored ? track : p - track;
         p = common + y / (sqrtf(v) + s.eps);
-        drift = o.anchored ? p : 0;
+        track = o.anchored ? p : 0;
         return;
     }
     if (feed == Feed::gradient)
@@ -98,11 +99,11 @@ struct TrustRules {
     bool compat;
 };
 /// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
-/// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used.
-DSOPT_HD void average_trust(const TrustRules &rules, double ratio, float &average, float &weight) {
+/// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used. NULL in compat mode.
+DSOPT_HD void average_trust(const TrustRules &rules, double ratio, float &average, float *weight) {
     if (rules.compat && ratio == 1) return;
     average = float(rules.beta * average + (1 - rules.beta) * ratio);
-    if (!rules.compat) weight = float(rules.beta * weight + (1 - rules.beta));
+    if (weight != nullptr) *weight = float(rules.beta * *weight + (1 - rules.beta));
 }
 /// The trust ratio of a compressed step. `factor`: the largest of the tensor. `without`, `with`: sums of squares of the
 /// update, without and with decay. `last` is the factor of the step before, and becomes this one's.
@@ -127,11 +128,11 @@ template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > mo
 DSOPT_HD double factor_to_send(double factor) { return factor != factor ? double(INFINITY) : factor; }
 
 /// 0/1 Adam between exchanges: a step by this rank alone.
-DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &drift) {
+DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &track) {
     m = s.beta1 * m + s.a1 * (o.anchored && v == 0 ? 0.0f : unscale(s, g));
     const float change = -s.lr * frozen_update(s, p, m, v);
     p = p + change;
-    if (!o.anchored) drift = drift + change;
+    if (!o.anchored) track = track + change;
 }
 
 } // namespace dsopt

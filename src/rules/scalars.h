@@ -2,14 +2,10 @@
 // What a step computes once per tensor, in double, from the hyper-parameters and the integer step.
 #pragma once
 #include "base/dtype.h"
+#include "rules/rule.h"
 #include <math.h>
 
 namespace dsopt {
-
-/// The update rules as kernels know them: an algorithm with the options that change its formula.
-enum class Rule : uint8_t { adam, adamw, lamb, lamb_eps_inside, legacy, legacy_eps_inside };
-
-DSOPT_HD constexpr bool is_lamb(Rule rule) { return rule == Rule::lamb || rule == Rule::lamb_eps_inside; }
 
 /// Hyper-parameters of a group as a step reads them.
 struct Hyper {
@@ -48,9 +44,9 @@ DSOPT_HD double power(double base, int64_t n) {
     return result;
 }
 
-/// `step` counts this update too. Compat mode rounds the betas to fp32 before anything else, as the original kernels
-/// do.
-DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, float limit) {
+/// `step` counts this update too. `fields`: what the formula has. Compat mode rounds the betas to fp32 before anything
+/// else, as the original kernels do.
+DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
     const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
@@ -69,7 +65,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, 
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
     s.lr = float(hyper.lr);
-    if (hyper.rule != Rule::adam && hyper.rule != Rule::adamw) {
+    if (fields & kFoldedCorrection) {
         if (hyper.compat)
             s.lr = s.lr * sqrtf(s.c2) / s.c1;
         else if (hyper.bias_correction)

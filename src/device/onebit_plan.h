@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step of the 1-bit family as devices read it: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li
+// et al. 2021). What becomes of the family's own counters is here, once for all devices.
+#pragma once
+#include "device/compress.h"
+#include "device/decide.h"
+#include "rules/onebit.h"
+#include "rules/schedule.h"
+
+namespace dsopt {
+
+/// One tensor, beside its TensorJob.
+struct OneBitJob {
+    float *anchor;     // 0/1 Adam, standard mode: the weights when ranks last agreed; or NULL
+    float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
+    float *fresh;      // 1-bit LAMB: the variance as it would be
+    const float *mask; // or NULL
+    int64_t worker;    // place of its first element among the worker's; -1: never compressed
+    int32_t part;
+    bool averaged;       // in exchange steps the engine averages its gradient
+    uint8_t reserved[3]; // no padding, as in TensorJob
+
+    /// 0/1 Adam's own array, whichever it is.
+    DSOPT_HD float *track() const { return anchor != nullptr ? anchor : drift; }
+};
+static_assert(sizeof(OneBitJob) == 48);
+
+/// One step. Pointers are to backend memory, except `jobs` and `buffers` as the host has them.
+struct OneBitPlan {
+    const OneBitJob *jobs;
+    const ExchangeBuffers *buffers; // with `exchanges`
+    ScheduleRules rules;
+    TrustRules trust;
+    ScheduleState now; // before the step, as the host knows it
+    Stage stage;       // which follows from it
+    bool compat;
+    bool exchanges; // there are other ranks
+    ScheduleState *schedule;
+    int32_t *lr_sum; // a double a group; 0/1 Adam
+    // One a tensor; 1-bit LAMB.
+    float *trust_average, *trust_factor;
+    float *trust_scaling; // compat mode: what momenta are multiplied with before they are sent; or NULL
+    float *trust_weight;  // standard mode: sum of the weights of the ratios in trust_average; or NULL
+    double *factors;      // one a leaf; 1-bit LAMB: the largest factor of the leaf
+    int32_t *active;      // standard mode: whose variance is not 0, as ExchangeBuffers::active
+    float *padding;       // 1-bit LAMB of the original: the tail of its flat momentum
+    char *momentum;       // exp_avg_bits, or NULL
+};
+
+/// What the rules take beside Scalars for a tensor of the exchange.
+DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, Feed feed, int64_t tensor, int32_t group) {
+    return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
+            one.lr_sum != nullptr ? float(read_double(one.lr_sum + 2 * group)) : 0.0f,
+            one.compat && !one.exchanges && feed == Feed::gradient, !one.compat};
+}
+
+// The family's counters. begin_...: before the exchange of a step that is taken. end_...: after everything else of it.
+
+DSOPT_HD bool steps_alone(const OneBitPlan &one) { return one.stage == Stage::local || one.stage == Stage::sync; }
+
+DSOPT_HD void begin_tensor(const OneBitPlan &one, int64_t i) {
+    if (one.trust_factor != nullptr && one.trust_factor[i] == 0) one.trust_factor[i] = 1;
+}
+DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g) {
+    if (steps_alone(one)) write_double(one.lr_sum + 2 * g, read_double(one.lr_sum + 2 * g) + hyper_of(plan, g).lr);
+}
+
+/// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
+DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
+                                double with) {
+    plan.trust_ratio[i] = frozen_trust(one.trust, factor, without, with,
+                                       hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
+                                       one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
+}
+/// Sums and the largest factor of a tensor: its trust ratio, or what model ranks add up for it.
+DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
+                                double with) {
+    const int32_t slot = plan.jobs[i].trust_slot;
+    if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);
+    plan.shard_sums[slot] = {without, with, 1};
+    plan.shard_factors()[slot] = factor_to_send(factor);
+}
+/// From what model ranks have added up.
+DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
+    const int32_t slot = plan.jobs[i].trust_slot;
+    if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
+    const ShardSums &sums = plan.shard_sums[slot];
+    take_frozen_trust(plan, one, i, plan.shard_factors()[slot], sums.weights, sums.updates);
+}
+
+DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
+    if (one.stage != Stage::full || one.trust_average == nullptr) return;
+    if (!moves_trust(plan, plan.jobs[i]) || sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return;
+    average_trust(one.trust, plan.trust_ratio[i], one.trust_average[i],
+                  one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
+}
+DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
+    if (one.stage == Stage::sync) write_double(one.lr_sum + 2 * g, 0);
+}
+/// Of a skipped step, too: the original alone never hears of one.
+DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
+    if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
+    if (taken || !one.compat) (void)advance_schedule(one.rules, *one.schedule);
+}
+
+} // namespace dsopt

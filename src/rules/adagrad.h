@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adagrad (Duchi et al. 2011) as in torch.optim.Adagrad; with eps inside the root as in optax.adagrad.
+#pragma once
+#include "rules/scalars.h"
+
+namespace dsopt {
+
+template <bool EpsInside> struct Adagrad {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kEps | kLrDecay;
+    static constexpr MomentList moments{1, {{"sum", &dsopt_group::initial_accumulator_value}}};
+    Scalars s; // lr = lr / (1 + (t - 1) lr_decay)
+    DSOPT_HD void operator()(float g, float &p, float &sum) const {
+        g = unscale(s, g) + s.wd * p;
+        sum = sum + g * g;
+        if (EpsInside)
+            p = p - s.lr * (sum == 0 ? 0.0f : g / sqrtf(sum + s.eps)); // eps may be 0
+        else
+            p = p - s.lr * (g / (sqrtf(sum) + s.eps));
+    }
+};
+
+inline void check_adagrad(const dsopt_group &group, bool) {
+    if (float(group.initial_accumulator_value) > 3.4028234663852886e38f)
+        throw Error(DSOPT_ERR_ARGUMENT, "initial_accumulator_value is %g, which fp32 does not hold",
+                    group.initial_accumulator_value);
+}
+inline constexpr RuleInfo kAdagrad{.algorithm = DSOPT_ALGORITHM_ADAGRAD,
+                                   .name = "adagrad",
+                                   .fields = kEps | kLrDecay,
+                                   .flags = DSOPT_GROUP_EPS_INSIDE_SQRT,
+                                   .compat = false,
+                                   .defaults =
+                                       [](dsopt_group &group) {
+                                           group.lr = 1e-2;
+                                           group.eps = 1e-10;
+                                       },
+                                   .check = check_adagrad,
+                                   .formula =
+                                       [](const dsopt_group &group) {
+                                           return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::adagrad_eps_inside
+                                                                                            : Rule::adagrad;
+                                       }};
+
+} // namespace dsopt

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every rule that there is: its record and its formulas.
+#pragma once
+#include "rules/adam.h"
+#include "rules/lamb.h"
+#include "rules/onebit_family.h"
+
+namespace dsopt {
+
+inline constexpr const RuleInfo *kRules[] = {&kAdam,       &kAdamW,       &kLamb,      &kLegacyAdam,
+                                             &kOneBitAdam, &kZeroOneAdam, &kOneBitLamb};
+
+/// What visit() gives for a formula.
+template <class T> struct Formula { using type = T; };
+
+/// Calls `f` with the Formula of a rule. No default: -Werror=switch finds what a new one must touch.
+template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
+    switch (rule) {
+    case Rule::adam: f(Formula<Adam<false>>{}); return;
+    case Rule::adamw: f(Formula<Adam<true>>{}); return;
+    case Rule::lamb: f(Formula<Lamb<false>>{}); return;
+    case Rule::lamb_eps_inside: f(Formula<Lamb<true>>{}); return;
+    case Rule::legacy: f(Formula<LegacyAdam<false>>{}); return;
+    case Rule::legacy_eps_inside: f(Formula<LegacyAdam<true>>{}); return;
+    }
+}
+
+/// 2: the moments and the norms first, then the weights with a trust ratio.
+DSOPT_HD int sweeps_of(Rule rule) {
+    int sweeps = 0;
+    visit(rule, [&](auto formula) { sweeps = decltype(formula)::type::sweeps; });
+    return sweeps;
+}
+DSOPT_HD int moments_of(Rule rule) {
+    int moments = 0;
+    visit(rule, [&](auto formula) { moments = decltype(formula)::type::moments.count; });
+    return moments;
+}
+DSOPT_HD uint32_t fields_of(Rule rule) {
+    uint32_t fields = 0;
+    visit(rule, [&](auto formula) { fields = decltype(formula)::type::fields; });
+    return fields;
+}
+
+/// What a step needs of a group's formula beside the tensors. `step` counts this update too.
+DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, float limit) {
+    return make_scalars(hyper, fields_of(hyper.rule), step, divisor, limit);
+}
+
+} // namespace dsopt

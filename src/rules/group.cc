@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "rules/group.h"
+#include "rules/all.h"
+#include <cmath>
+
+namespace dsopt {
+namespace {
+
+void check_field(const GroupField &field, double value, const RuleInfo &info) {
+    if (field.field != 0 && !(info.fields & field.field)) {
+        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", field.name, info.name);
+        return;
+    }
+    switch (field.range) {
+    case GroupField::not_negative:
+        return require(std::isfinite(value) && value >= 0, field.name, value, "finite and not negative");
+    case GroupField::below_one: return require(value >= 0 && value < 1, field.name, value, "in [0, 1)");
+    }
+}
+
+} // namespace
+
+const RuleInfo &info_of(int32_t algorithm) {
+    for (const RuleInfo *info : kRules)
+        if (info->algorithm == algorithm) return *info;
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", algorithm);
+}
+
+dsopt_group default_group(int32_t algorithm) {
+    dsopt_group group{};
+    group.algorithm = algorithm;
+    info_of(algorithm).defaults(group);
+    return group;
+}
+
+void check_group(const dsopt_group &group, bool compat) {
+    const RuleInfo &info = info_of(group.algorithm);
+    int32_t unknown = group.flags;
+    for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
+    if (unknown != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", group.flags);
+    for (const GroupFlag &flag : kGroupFlags)
+        if (group.flags & flag.flag & ~info.flags)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", flag.name, info.name);
+    if (compat && !info.compat)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
+    for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
+    info.check(group, compat);
+    check_onebit_fields(group);
+}
+
+Rule formula_of(const dsopt_group &group) { return info_of(group.algorithm).formula(group); }
+
+const MomentList &moments_of(const dsopt_group &group) {
+    const MomentList *moments = nullptr;
+    visit(formula_of(group), [&](auto formula) { moments = &decltype(formula)::type::moments; });
+    return *moments;
+}
+
+bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group)) == 2; }
+
+const GroupField *find_field(int32_t key) {
+    for (const GroupField &field : kGroupFields)
+        if (field.key == key) return &field;
+    return nullptr;
+}
+const GroupFlag *find_flag(int32_t key) {
+    for (const GroupFlag &flag : kGroupFlags)
+        if (flag.key != 0 && flag.key == key) return &flag;
+    return nullptr;
+}
+
+void check_onebit_fields(const dsopt_group &g) {
+    const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+    const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+    const struct {
+        const char *name;
+        int64_t value;
+        bool used;
+    } counts[] = {{"freeze_step", g.freeze_step, onebit},
+                  {"var_interval_steps", g.var_interval_steps, zero_one},
+                  {"local_interval_steps", g.local_interval_steps, zero_one},
+                  {"max_local_interval", g.max_local_interval, zero_one}};
+    for (const auto &count : counts) {
+        if (!count.used && count.value != 0)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in this algorithm", count.name);
+        if (count.used)
+            require(count.value >= 1 && count.value < INT32_MAX, count.name, double(count.value), "in [1, 2^31 - 1)");
+    }
+    if (!lamb && (g.trust_beta != 0 || g.trust_threshold != 0 || g.trust_min_change != 0 || g.trust_max_change != 0))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
+    if (!lamb) return;
+    require(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
+    require(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
+    require(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
+            "finite and not negative");
+    require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
+            "in [0, trust_max_change]");
+}
+
+} // namespace dsopt

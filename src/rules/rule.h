@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the engine knows of an update rule beside its arithmetic. A rule is two things, both in its own header: an
+// algorithm of dsopt.h with its record (RuleInfo), and one or several formulas, which are functors that the loops of
+// every device run. all.h lists them.
+#pragma once
+#include "dsopt.h"
+#include <cstdint>
+
+namespace dsopt {
+
+/// The formulas as loops know them: an algorithm with the options that change what it computes.
+enum class Rule : uint8_t { adam, adamw, lamb, lamb_eps_inside, legacy, legacy_eps_inside };
+
+constexpr int kMoments = 2; // of any rule, at most
+
+/// A state tensor that a formula keeps beside each weight.
+struct MomentInfo {
+    const char *name;                     // in dsopt_state_info and in checkpoints
+    double dsopt_group::*start = nullptr; // the value that it starts with; nullptr: zeros
+};
+/// All of them, in the order in which the functor takes them. What is not listed has no memory and no traffic.
+struct MomentList {
+    int count;
+    MomentInfo at[kMoments];
+};
+
+/// What some rules have and others do not: hyper-parameters, and where they go.
+enum Field : uint32_t {
+    kBeta1 = 1,
+    kBeta2 = 2,
+    kEps = 4,
+    kTrust = 8, // min_trust and max_trust
+    kBiasCorrection = 16,
+    kFoldedCorrection = 32, // it is in the learning rate
+};
+
+/// One hyper-parameter of dsopt_group.
+struct GroupField {
+    enum Range : uint8_t { not_negative, below_one };
+    const char *name; // in messages and checkpoints
+    double dsopt_group::*value;
+    int32_t key;    // DSOPT_KEY_...
+    uint32_t field; // the Field that a rule must have, 0: every rule has it
+    Range range;
+    bool always_saved; // also where the rule does not have it
+};
+inline constexpr GroupField kGroupFields[] = {
+    {"lr", &dsopt_group::lr, DSOPT_KEY_LR, 0, GroupField::not_negative, true},
+    {"beta1", &dsopt_group::beta1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one, true},
+    {"beta2", &dsopt_group::beta2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one, true},
+    {"eps", &dsopt_group::eps, DSOPT_KEY_EPS, kEps, GroupField::not_negative, true},
+    {"weight_decay", &dsopt_group::weight_decay, DSOPT_KEY_WEIGHT_DECAY, 0, GroupField::not_negative, true},
+    {"max_norm", &dsopt_group::max_norm, DSOPT_KEY_GROUP_MAX_NORM, 0, GroupField::not_negative, true},
+    {"min_trust", &dsopt_group::min_trust, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative, true},
+    {"max_trust", &dsopt_group::max_trust, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative, true},
+};
+
+/// One flag of dsopt_group.
+struct GroupFlag {
+    int32_t flag; // DSOPT_GROUP_...
+    const char *name;
+    int32_t key; // DSOPT_KEY_..., 0: it cannot change
+};
+inline constexpr GroupFlag kGroupFlags[] = {
+    {DSOPT_GROUP_NO_BIAS_CORRECTION, "no_bias_correction", 0}, // its key says the opposite
+    {DSOPT_GROUP_EPS_INSIDE_SQRT, "eps_inside_sqrt", DSOPT_KEY_EPS_INSIDE_SQRT},
+    {DSOPT_GROUP_EPS_UNCORRECTED, "eps_uncorrected", DSOPT_KEY_EPS_UNCORRECTED},
+    {DSOPT_GROUP_NON_FREEZE, "non_freeze", 0},
+};
+
+/// The record of an algorithm.
+struct RuleInfo {
+    int32_t algorithm;                                    // DSOPT_ALGORITHM_...
+    const char *name;                                     // in checkpoints and messages
+    uint32_t fields;                                      // an OR of Field
+    int32_t flags;                                        // of enum dsopt_group_flags that have an effect
+    bool compat;                                          // compat mode has it
+    void (*defaults)(dsopt_group &group);                 // of fields that do not start as 0
+    void (*check)(const dsopt_group &group, bool compat); // what the tables above do not say
+    Rule (*formula)(const dsopt_group &group);            // which one its options choose
+};
+
+} // namespace dsopt

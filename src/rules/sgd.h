@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stochastic gradient descent as in torch.optim.SGD: decay as L2, momentum with dampening, Nesterov.
+#pragma once
+#include "rules/scalars.h"
+
+namespace dsopt {
+
+/// Without momentum there is no state.
+struct Sgd {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = 0;
+    static constexpr MomentList moments{0, {}};
+    Scalars s;
+    DSOPT_HD void operator()(float g, float &p) const {
+        g = unscale(s, g) + s.wd * p;
+        p = p - s.lr * g;
+    }
+};
+
+/// The buffer is the gradient itself at a tensor's first step.
+template <bool Nesterov> struct SgdMomentum {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kMomentum;
+    static constexpr MomentList moments{1, {{"momentum_buffer"}}};
+    Scalars s;
+    DSOPT_HD void operator()(float g, float &p, float &m) const {
+        g = unscale(s, g) + s.wd * p;
+        m = s.first ? g : s.beta1 * m + s.a1 * g;
+        p = p - s.lr * (Nesterov ? g + s.beta1 * m : m);
+    }
+};
+
+inline void check_sgd(const dsopt_group &group, bool) {
+    const bool nesterov = group.flags & DSOPT_GROUP_NESTEROV;
+    if (group.dampening > 1) throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be in [0, 1]", group.dampening);
+    if (group.momentum == 0 && group.dampening != 0)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dampening has no effect without momentum");
+    if (nesterov && group.momentum == 0) throw Error(DSOPT_ERR_UNSUPPORTED, "nesterov has no effect without momentum");
+    if (nesterov && group.dampening != 0)
+        throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be 0 with nesterov", group.dampening);
+}
+inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
+                               .name = "sgd",
+                               .fields = kMomentum,
+                               .flags = DSOPT_GROUP_NESTEROV,
+                               .compat = false,
+                               .defaults = [](dsopt_group &group) { group.lr = 1e-3; },
+                               .check = check_sgd,
+                               .formula =
+                                   [](const dsopt_group &group) {
+                                       if (group.momentum == 0) return Rule::sgd;
+                                       return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov
+                                                                                 : Rule::sgd_momentum;
+                                   }};
+
+} // namespace dsopt

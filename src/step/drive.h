@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The driver of a step: one order of events on every device, and all communication. A device sees no other ranks, and
+// nothing here knows how a loop runs.
+#pragma once
+#include "step/agree.h"
+#include "step/average.h"
+
+namespace dsopt {
+
+/// A step that is ready to run.
+struct StepRun {
+    const Context &context;
+    const StepPlan &plan;
+    const CommSet &comms;
+    double *host_norms;         // room for norms_size() doubles on the host, unless backend memory is the host's
+    const GradientMeans *means; // NULL where the engine averages no gradients
+    float *mean_scratch;        // for sum_over_ranks()
+    bool zeroes_originals;      // of `means`
+};
+
+/// Average gradients, inspect, agree over comms, decide, exchange, update, finish.
+///
+/// Tensors of the 1-bit family come before the others, because an exchange may fail. What such a failure leaves is the
+/// same on every device: the decision is made (loss scale and outcome), and errors hold sums that were to be sent.
+/// Parameters, moments, counters and schedule are as before the step, except those that 0/1 Adam moves by itself before a
+/// synchronisation.
+void drive(const StepRun &run);
+
+} // namespace dsopt
