@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of NCCL's ABI that is used, in our own words: it has been stable since 2.4, and no header is needed to
-// build. tests/nccl/abi_check.cc compares it with <nccl.h> where there is one.
+// build. tests/doubles/nccl/abi_check.cc compares it with <nccl.h> where there is one.
 #pragma once
 #include "comm/library.h"
 #include <cstddef>

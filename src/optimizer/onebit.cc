@@ -129,16 +129,18 @@ PlannedOneBit Optimizer::plan_onebit(const dsopt_tensor *state, OneBitJob *jobs,
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
         const dsopt_group &group = groups_[size_t(param.group)];
-        const dsopt_tensor *own_state =
-            state + param.first_state + param.has_master + 2 + bool(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE);
+        const auto own = [&](StateKind kind) -> void * {
+            const dsopt_tensor *const tensor = find_state(state, param, kind);
+            return tensor != nullptr ? tensor->data : nullptr;
+        };
         OneBitJob job{};
         job.worker = setup.worker[i];
         job.part = setup.part[i];
         job.averaged = !goes_into_exchanges(group);
-        if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-            (setup.rules.compat ? job.drift : job.anchor) = static_cast<float *>((own_state++)->data);
-        if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) job.fresh = static_cast<float *>((own_state++)->data);
-        if (param.flags & DSOPT_PARAM_MASKED) job.mask = static_cast<const float *>(own_state->data);
+        job.anchor = static_cast<float *>(own(StateKind::anchor));
+        job.drift = static_cast<float *>(own(StateKind::momentum_accumulator));
+        job.fresh = static_cast<float *>(own(StateKind::exp_avg_sq_fresh));
+        job.mask = static_cast<const float *>(own(StateKind::mask));
         jobs[i] = job;
     }
     return planned;
@@ -221,7 +223,7 @@ void Optimizer::settle_momentum() {
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
     for (size_t i = 0; i < params_.size(); ++i) {
         if (onebit_->worker[i] < 0) continue;
-        moments.push_back(state_[size_t(params_[i].first_state) + params_[i].has_master].tensor());
+        moments.push_back(state_[size_t(params_[i].state[StateKind::first_moment])].tensor());
         if (moments.back().data == nullptr && params_[i].numel != 0)
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params_[i].name.c_str());

@@ -96,7 +96,7 @@ Optimizer::~Optimizer() {
     with_.experts.clear();
 }
 
-/// One parameter as registered, checked by itself. `first_state` and `first_leaf` are still to be filled in.
+/// One parameter as registered, checked by itself. `state` and `first_leaf` are still to be filled in.
 Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t group) const {
     Param param{};
     param.name = param_name(given, index);
@@ -130,18 +130,23 @@ Param Optimizer::make_param(const dsopt_param &given, int64_t index, int32_t gro
 }
 
 /// Its state tensors, in the order of the table in dsopt.h.
-void Optimizer::add_param_state(const Param &param, int64_t index, int32_t algorithm,
+void Optimizer::add_param_state(Param &param, int64_t index, const dsopt_group &group,
                                 std::vector<StateEntry> &state) const {
+    const int32_t algorithm = group.algorithm;
     const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
     const char *const name = param.name.c_str();
     const auto add = [&](StateKind kind, int32_t dtype, int32_t flags) {
+        param.state.set(kind, int64_t(state.size()));
         state.push_back({kind, index, dtype, flags, param.numel});
     };
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-    const int32_t moments = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    const int32_t type = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
     if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
-    add(StateKind::exp_avg, moments, 0);
-    add(StateKind::exp_avg_sq, moments, 0);
+    const MomentList &moments = moments_of(group);
+    for (int k = 0; k < moments.count; ++k) {
+        add(kMomentKinds[k], type, 0);
+        state.back().moment = &moments.at[k];
+    }
     if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
     const bool masked = param.flags & DSOPT_PARAM_MASKED;
     if (!is_onebit(algorithm)) {
@@ -260,9 +265,8 @@ void Optimizer::grow(std::vector<dsopt_group> new_groups, const dsopt_param *par
                         "parameters of a group follow one another",
                         param.name.c_str(), group);
         used[size_t(group)] = true;
-        param.first_state = int64_t(new_state.size());
         param.first_leaf = leaf;
-        add_param_state(param, index, new_groups[size_t(group)].algorithm, new_state);
+        add_param_state(param, index, new_groups[size_t(group)], new_state);
         leaf += leaves_of(param.numel);
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
         if (leaf > (int64_t(1) << 44))
@@ -470,7 +474,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
-        call_list_[i] = state_list_[size_t(params_[i].first_state + 2 + params_[i].has_master)];
+        call_list_[i] = *find_state(state_list_.data(), params_[i], StateKind::grad_accum);
     context_->backend().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;

@@ -23,7 +23,7 @@ struct Param {
     int64_t numel;
     int32_t dtype;
     int32_t group;
-    int64_t first_state; // index of its first state entry
+    StateSlots state; // where its state tensors are
     int64_t first_leaf;
     int64_t offset;
     uint64_t random_key; // of stochastic rounding: name and seed
@@ -227,7 +227,12 @@ private:
     Layout layout() const;
     void grow(std::vector<dsopt_group> groups, const dsopt_param *params, int64_t count, bool named_groups);
     Param make_param(const dsopt_param &given, int64_t index, int32_t group) const;
-    void add_param_state(const Param &param, int64_t index, int32_t algorithm, std::vector<StateEntry> &state) const;
+    void add_param_state(Param &param, int64_t index, const dsopt_group &group, std::vector<StateEntry> &state) const;
+    /// Of a parameter in a list of all state tensors; NULL where it has none of that kind.
+    static const dsopt_tensor *find_state(const dsopt_tensor *state, const Param &param, StateKind kind) {
+        const int64_t slot = param.state[kind];
+        return slot >= 0 ? state + slot : nullptr;
+    }
     std::vector<StateEntry> optimizer_state(const OneBitSetup *setup, const std::vector<dsopt_group> &groups,
                                             int64_t params) const;
     CommSet comms() const {

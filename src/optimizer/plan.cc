@@ -8,7 +8,10 @@
 namespace dsopt {
 namespace {
 
-Moment moment_of(const dsopt_tensor &state) { return {state.data, Dtype(state.dtype), {}}; }
+/// `state` NULL: the rule has no such moment.
+Moment moment_of(const dsopt_tensor *state) {
+    return state != nullptr ? Moment{state->data, Dtype(state->dtype), {}} : Moment{nullptr, Dtype::f32, {}};
+}
 
 } // namespace
 
@@ -98,20 +101,20 @@ int32_t Optimizer::plan_jobs(const Arguments &arguments, const dsopt_tensor *sta
     int32_t slots = 0;
     for (size_t i = 0; i < params_.size(); ++i) {
         const Param &param = params_[i];
-        const dsopt_tensor *own = state + param.first_state;
+        const auto own = [&](StateKind kind) { return find_state(state, param, kind); };
         void *data = arguments.params != nullptr ? arguments.params[i].data : param.data;
         const dsopt_tensor *out =
             arguments.out != nullptr && arguments.out[i].data != nullptr ? &arguments.out[i] : nullptr;
         const bool copies = param.has_master && !(arguments.flags & DSOPT_STEP_OUT_ONLY) && !arguments.initial;
         const dsopt_tensor *grad = nullptr;
         if (accumulated)
-            grad = param.accumulated ? own + param.has_master + 2 : nullptr;
+            grad = param.accumulated ? own(StateKind::grad_accum) : nullptr;
         else if (!arguments.initial && step.grads[i].data != nullptr)
             grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
-                   .weight = param.has_master ? own[0].data : data,
-                   .moment = {moment_of(own[param.has_master]), moment_of(own[param.has_master + 1])},
+                   .weight = param.has_master ? own(StateKind::master)->data : data,
+                   .moment = {moment_of(own(StateKind::first_moment)), moment_of(own(StateKind::second_moment))},
                    .copy = copies ? data : nullptr,
                    .out = out != nullptr ? out->data : nullptr,
                    .numel = param.numel,
@@ -224,10 +227,13 @@ StepPlan Optimizer::make_plan(const Arguments &arguments, const dsopt_tensor *st
 void Optimizer::check_pointers(const StepPlan &plan) const {
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        const std::pair<const char *, const void *> parts[] = {
-            {"gradient", job.grad},          {"weight", job.weight},
-            {"exp_avg", job.moment[0].data}, {"exp_avg_sq", job.moment[1].data},
-            {"parameter", job.copy},         {"output", job.out}};
+        const MomentList &moments = moments_of(groups_[size_t(job.group)]);
+        const std::pair<const char *, const void *> parts[] = {{"gradient", job.grad},
+                                                               {"weight", job.weight},
+                                                               {moments.at[0].name, job.moment[0].data},
+                                                               {moments.at[1].name, job.moment[1].data},
+                                                               {"parameter", job.copy},
+                                                               {"output", job.out}};
         for (const auto &[role, data] : parts)
             if (data != nullptr && job.numel != 0 && !context_->backend().owns(data))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,

@@ -3,16 +3,19 @@
 #pragma once
 #include "base/dtype.h"
 #include "dsopt.h"
+#include "rules/rule.h"
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 namespace dsopt {
 
 enum class StateKind : uint8_t {
     // of a parameter
     master,
-    exp_avg,
-    exp_avg_sq,
+    first_moment, // these two have the names that the rule gives them
+    second_moment,
     grad_accum,
     anchor,
     momentum_accumulator,
@@ -36,12 +39,16 @@ enum class StateKind : uint8_t {
     step
 };
 
-/// As in dsopt_state_info and in checkpoints.
+constexpr StateKind kLastOfParam = StateKind::mask;
+constexpr StateKind kMomentKinds[] = {StateKind::first_moment, StateKind::second_moment};
+static_assert(std::size(kMomentKinds) == size_t(kMoments));
+
+/// As in dsopt_state_info and in checkpoints; of moments see StateEntry::name.
 constexpr const char *name_of(StateKind kind) {
     switch (kind) {
     case StateKind::master: return "master";
-    case StateKind::exp_avg: return "exp_avg";
-    case StateKind::exp_avg_sq: return "exp_avg_sq";
+    case StateKind::first_moment:
+    case StateKind::second_moment: return "moment";
     case StateKind::grad_accum: return "grad_accum";
     case StateKind::anchor: return "anchor";
     case StateKind::momentum_accumulator: return "momentum_accumulator";
@@ -74,7 +81,8 @@ struct StateEntry {
     int32_t flags;
     int64_t numel;
     void *data = nullptr;
-    const char *name() const { return name_of(kind); }
+    const MomentInfo *moment = nullptr; // of its rule, if it is one
+    const char *name() const { return moment != nullptr ? moment->name : name_of(kind); }
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
     bool is_error() const { return kind == StateKind::worker_error || kind == StateKind::server_error; }
@@ -91,6 +99,18 @@ struct StateEntry {
     }
     /// exp_avg_bits is not saved: exp_avg is, decoded first.
     bool saved() const { return kind != StateKind::exp_avg_bits; }
+};
+
+/// Where the state tensors of one parameter stand in the list of all, by kind.
+class StateSlots {
+public:
+    StateSlots() { at_.fill(-1); }
+    void set(StateKind kind, int64_t index) { at_[size_t(kind)] = index; }
+    /// -1: the parameter has none.
+    int64_t operator[](StateKind kind) const { return at_[size_t(kind)]; }
+
+private:
+    std::array<int64_t, size_t(kLastOfParam) + 1> at_;
 };
 
 } // namespace dsopt

@@ -8,7 +8,9 @@ namespace {
 
 void check_field(const GroupField &field, double value, const RuleInfo &info) {
     if (field.field != 0 && !(info.fields & field.field)) {
-        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", field.name, info.name);
+        if (value != 0)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s%s", field.name, info.name,
+                        field.whose != nullptr ? ": it is for " : "", field.whose != nullptr ? field.whose : "");
         return;
     }
     switch (field.range) {

@@ -42,17 +42,18 @@ struct GroupField {
     int32_t key;    // DSOPT_KEY_...
     uint32_t field; // the Field that a rule must have, 0: every rule has it
     Range range;
+    const char *whose; // for messages; NULL: of many
     bool always_saved; // also where the rule does not have it
 };
 inline constexpr GroupField kGroupFields[] = {
-    {"lr", &dsopt_group::lr, DSOPT_KEY_LR, 0, GroupField::not_negative, true},
-    {"beta1", &dsopt_group::beta1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one, true},
-    {"beta2", &dsopt_group::beta2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one, true},
-    {"eps", &dsopt_group::eps, DSOPT_KEY_EPS, kEps, GroupField::not_negative, true},
-    {"weight_decay", &dsopt_group::weight_decay, DSOPT_KEY_WEIGHT_DECAY, 0, GroupField::not_negative, true},
-    {"max_norm", &dsopt_group::max_norm, DSOPT_KEY_GROUP_MAX_NORM, 0, GroupField::not_negative, true},
-    {"min_trust", &dsopt_group::min_trust, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative, true},
-    {"max_trust", &dsopt_group::max_trust, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative, true},
+    {"lr", &dsopt_group::lr, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
+    {"beta1", &dsopt_group::beta1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one, nullptr, true},
+    {"beta2", &dsopt_group::beta2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one, nullptr, true},
+    {"eps", &dsopt_group::eps, DSOPT_KEY_EPS, kEps, GroupField::not_negative, nullptr, true},
+    {"weight_decay", &dsopt_group::weight_decay, DSOPT_KEY_WEIGHT_DECAY, 0, GroupField::not_negative, nullptr, true},
+    {"max_norm", &dsopt_group::max_norm, DSOPT_KEY_GROUP_MAX_NORM, 0, GroupField::not_negative, nullptr, true},
+    {"min_trust", &dsopt_group::min_trust, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
+    {"max_trust", &dsopt_group::max_trust, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
 };
 
 /// One flag of dsopt_group.

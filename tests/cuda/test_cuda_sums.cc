@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of leaves and of tensors: the bits of the CPU, and those of the documented order, for numbers on either side of
 // what one thread, a row of lanes and a warp add up.
-#include "../test_lanes.h"
 #include "side.h"
+#include "support/lanes.h"
 
 using namespace cuda_test;
 

@@ -2,8 +2,8 @@
 // The MPI adapter, compiled with small pieces. Every rank is a process: run.sh. The argument names what happens; a rank
 // for which it does not happen so says it and exits with 1.
 #define DSOPT_MPI_PIECE 4096
-#include "../onebit_run.h"
 #include "dsopt_mpi.h"
+#include "support/onebit_run.h"
 #include <atomic>
 #include <chrono>
 #include <cmath>

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks through the C header, on emulated devices.
+#pragma once
+#include "nccl_ranks.h"
+#include "support/onebit_run.h"
+
+namespace nccl_test {
+
+/// Parameters and gradients on the device that is current, with a stream of its own.
+inline onebit_run::Memory device_memory(cudaStream_t stream) {
+    const auto good = [](cudaError_t error) {
+        if (error != cudaSuccess) throw std::runtime_error("the emulated device refuses");
+    };
+    onebit_run::Memory memory;
+    memory.allocate = [good](size_t bytes) {
+        void *data = nullptr;
+        good(cudaMalloc(&data, bytes + 1));
+        return data;
+    };
+    memory.release = [](void *data) { (void)cudaFree(data); };
+    memory.write = [good, stream](void *to, const void *from, size_t bytes) {
+        good(cudaStreamSynchronize(stream)); // the last step reads its gradients
+        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    };
+    memory.read = [good, stream](void *to, const void *from, size_t bytes) {
+        good(cudaStreamSynchronize(stream));
+        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost));
+    };
+    memory.stream = stream;
+    return memory;
+}
+
+/// One rank's context, comm and stream.
+class Device {
+public:
+    Device(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = DSOPT_BACKEND_CUDA;
+        where.device = rank;
+        onebit_run::must(dsopt_context_create(&where, &context));
+        const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms, flags);
+        onebit_run::must(dsopt_comm_create(context, &desc, &comm));
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    }
+    ~Device() {
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context);
+        (void)cudaStreamDestroy(stream);
+    }
+    Device(const Device &) = delete;
+    Device &operator=(const Device &) = delete;
+    dsopt_context *context = nullptr;
+    dsopt_comm *comm = nullptr;
+    cudaStream_t stream = nullptr;
+};
+
+} // namespace nccl_test

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Allocations seen and refused: global operator new of the program, which the shared library's calls resolve to as
+// well, and the allocator hook of a context. A program that uses this links alloc.cc, which defines the operators.
+#pragma once
+#include "dsopt.h"
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace test {
+
+/// Which call fails, counted from 0; `lasting`: and every one after it.
+struct Failure {
+    int64_t at = -1;
+    bool lasting = false;
+    bool hits(int64_t call) const { return at >= 0 && (lasting ? call >= at : call == at); }
+};
+
+/// What goes through operator new while `armed` in this thread; `live` counts everything that is not deleted yet.
+struct NewWatch {
+    static inline thread_local bool armed = false;
+    static inline std::atomic<int64_t> calls{0}, live{0};
+    static inline Failure failure;
+};
+struct Armed {
+    Armed() { NewWatch::armed = true; }
+    ~Armed() { NewWatch::armed = false; }
+};
+
+/// Hooks for a context.
+struct HookWatch {
+    std::atomic<int64_t> calls{0}, live{0}, live_bytes{0}, wrong{0};
+    Failure failure;
+    void attach(dsopt_context_desc &desc) {
+        desc.user = this;
+        desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) -> void * {
+            auto *self = static_cast<HookWatch *>(user);
+            if (self->failure.hits(self->calls++)) return nullptr;
+            if (alignment < 64 || bytes == 0) ++self->wrong;
+            ++self->live;
+            self->live_bytes += int64_t(bytes);
+            void *memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+            std::memset(memory, 0xd7, bytes); // whoever expects zeros shall see it
+            return memory;
+        };
+        desc.release = [](void *user, void *memory, size_t bytes, void *) {
+            auto *self = static_cast<HookWatch *>(user);
+            --self->live;
+            self->live_bytes -= int64_t(bytes);
+            std::free(memory);
+        };
+    }
+};
+
+} // namespace test

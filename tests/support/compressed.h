@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank of the error-compensated 1-bit mean.
+#pragma once
+#include "harness.h"
+
+namespace test {
+
+using Values = std::vector<std::vector<float>>; // one vector a tensor
+
+/// One rank's side: a list and what is kept from call to call.
+class Mean {
+public:
+    /// `node` NULL: one level.
+    Mean(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_COMPAT_NONE,
+         dsopt_comm *node = nullptr) :
+        comm_(comm) {
+        args.size = sizeof args;
+        args.compat = compat;
+        args.node = node;
+        for (const int64_t n : sizes) values.emplace_back(size_t(n));
+        for (auto &tensor : values)
+            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_DTYPE_F32, 0});
+        args.tensors = list.data();
+        args.count = int64_t(list.size());
+        must(dsopt_compressed_sizes(comm.get(), &args, &workers, &servers, &bytes));
+        worker.resize(size_t(workers));
+        server.resize(size_t(servers));
+        room_.resize(bytes + 256);
+        args.worker_error = worker.data();
+        args.server_error = server.data();
+        args.workspace = room_.data() + (256 - reinterpret_cast<uintptr_t>(room_.data()) % 256) % 256;
+        args.workspace_bytes = bytes;
+    }
+    Mean(const Mean &) = delete;
+    Mean &operator=(const Mean &) = delete;
+
+    dsopt_status call() { return dsopt_compressed_allreduce(comm_.get(), &args); }
+    dsopt_status call(const Values &x) {
+        for (size_t i = 0; i < x.size(); ++i) std::copy(x[i].begin(), x[i].end(), values[i].begin());
+        return call();
+    }
+    struct Owed {
+        std::vector<float> worker, server;
+    };
+    Owed owed() const {
+        const size_t elements = workers == 0 ? 0 : size_t(workers - args.count); // without the scales
+        Owed result{std::vector<float>(elements, 7), std::vector<float>(elements / size_t(info_of(comm_).ranks), 7)};
+        must(dsopt_compressed_errors(comm_.get(), &args, result.worker.data(), result.server.data()));
+        return result;
+    }
+
+    Values values;
+    std::vector<dsopt_tensor> list;
+    std::vector<float> worker, server;
+    dsopt_compressed args{};
+    int64_t workers = 0, servers = 0;
+    size_t bytes = 0;
+
+private:
+    const Comm &comm_;
+    std::vector<char> room_;
+};
+
+} // namespace test

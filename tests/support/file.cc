@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "file.h"
+#include "trainer.h"
+#include <atomic>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <unistd.h>
+
+namespace test {
+
+int Tape::write(void *user, const void *bytes, size_t size) {
+    auto *self = static_cast<Tape *>(user);
+    if (self->calls++ == self->fail_at) return 4711;
+    self->data.append(static_cast<const char *>(bytes), size);
+    return 0;
+}
+int Tape::read(void *user, uint64_t offset, void *bytes, size_t size) {
+    auto *self = static_cast<Tape *>(user);
+    if (self->calls++ == self->fail_at) return -42;
+    if (offset > self->data.size() || size > self->data.size() - offset) return 99;
+    std::memcpy(bytes, self->data.data() + offset, size);
+    return 0;
+}
+dsopt_io Tape::io(uint32_t flags) {
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = flags;
+    io.user = this;
+    io.write = write;
+    io.read = read;
+    io.total = data.size();
+    return io;
+}
+dsopt_status Tape::save(const Trainer &from, uint32_t flags) {
+    data.clear();
+    const dsopt_io to = io(flags);
+    return dsopt_optimizer_save(from.opt(), nullptr, &to);
+}
+dsopt_status Tape::load(const Trainer &into, uint32_t flags) {
+    const dsopt_io from = io(flags);
+    return dsopt_optimizer_load(into.opt(), nullptr, &from);
+}
+dsopt_status load_all(dsopt_optimizer *into, const std::vector<const Tape *> &files, uint32_t flags) {
+    std::vector<void *> users;
+    std::vector<uint64_t> totals;
+    for (const Tape *file : files) {
+        users.push_back(const_cast<Tape *>(file)); // read() counts its calls
+        totals.push_back(file->data.size());
+    }
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = flags;
+    io.read = Tape::read;
+    io.files = int32_t(files.size());
+    io.users = users.data();
+    io.totals = totals.data();
+    return dsopt_optimizer_load(into, nullptr, &io);
+}
+
+Folder::Folder() {
+    static std::atomic<int> counter{0};
+    path = std::filesystem::temp_directory_path() /
+           ("dsopt_test_" + std::to_string(::getpid()) + "_" + std::to_string(counter++));
+    std::filesystem::create_directories(path);
+}
+Folder::~Folder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path, ignored);
+}
+size_t Folder::entries() const {
+    return size_t(std::distance(std::filesystem::directory_iterator(path), std::filesystem::directory_iterator()));
+}
+std::string slurp(const std::string &path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+void spill(const std::string &path, const std::string &data) { std::ofstream(path, std::ios::binary) << data; }
+
+} // namespace test

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoints in memory, and folders on disk.
+#pragma once
+#include "handles.h"
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace test {
+
+class Trainer;
+
+/// Both ends of the callbacks. `fail_at` is the call that fails, counted over writes and reads.
+struct Tape {
+    std::string data;
+    int calls = 0, fail_at = -1;
+    static int write(void *user, const void *bytes, size_t size);
+    static int read(void *user, uint64_t offset, void *bytes, size_t size);
+    dsopt_io io(uint32_t flags = 0);
+
+    dsopt_status save(const Trainer &from, uint32_t flags = 0);
+    dsopt_status load(const Trainer &into, uint32_t flags = 0);
+};
+/// The files of several ranks, in the order given.
+dsopt_status load_all(dsopt_optimizer *into, const std::vector<const Tape *> &files, uint32_t flags = 0);
+
+/// Of one test, gone when it ends.
+struct Folder {
+    Folder();
+    ~Folder();
+    Folder(const Folder &) = delete;
+    Folder &operator=(const Folder &) = delete;
+    std::string operator/(const std::string &name) const { return (path / name).string(); }
+    size_t entries() const;
+    std::filesystem::path path;
+};
+std::string slurp(const std::string &path);
+void spill(const std::string &path, const std::string &data);
+
+} // namespace test

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Both ways to step on the same problem: an optimizer that remembers, and memory of the caller that is handed to
+// dsopt_optimizer_apply.
+#pragma once
+#include "onebit.h"
+#include "owned.h"
+#include <ostream>
+
+namespace test {
+
+inline constexpr int32_t kAllAlgorithms[] = {
+    DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,         DSOPT_ALGORITHM_LAMB,       DSOPT_ALGORITHM_ADAM_LEGACY,
+    DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
+inline bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
+inline bool is_lamb(int32_t algorithm) {
+    return algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+}
+
+/// What the parameters are: all F32, or a mixture with and without masters.
+enum class Kind { f32, no_master, per_tensor, flat };
+
+/// An optimizer to be made, more than once.
+struct Form {
+    int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
+    int32_t compat = DSOPT_COMPAT_NONE;
+    Kind kind = Kind::f32;
+    bool scaled = false;
+    int ranks = 1;
+    double max_norm = 0, group_norm = 0;
+    int64_t freeze_step = 3;
+    std::vector<size_t> sizes = {700, 0, 33, 4097, 5};
+
+    bool has_masters() const { return kind == Kind::per_tensor || kind == Kind::flat; }
+    bool wrapped() const { return compat == DSOPT_COMPAT_DEEPSPEED && has_masters(); }
+    std::string name() const {
+        const std::string text = name_of(algorithm);
+        const char *const kinds[] = {"F32", "NoMaster", "PerTensor", "Flat"};
+        return text + (compat ? "Compat" : "") + kinds[int(kind)] + (scaled ? "Scaled" : "") +
+               (ranks > 1 ? "Ranks" + std::to_string(ranks) : "");
+    }
+};
+
+inline void PrintTo(const Form &form, std::ostream *out) { *out << form.name(); }
+
+/// The numbers that training starts from.
+inline std::vector<Array> weights_of(const Form &form) {
+    constexpr int32_t mixture[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32};
+    Random random(17);
+    std::vector<Array> list;
+    for (size_t i = 0; i < form.sizes.size(); ++i)
+        list.emplace_back(form.kind == Kind::f32 ? int32_t(DSOPT_DTYPE_F32) : mixture[i % 4],
+                          random.floats(form.sizes[i]));
+    return list;
+}
+inline std::vector<Array> gradients_of(const Form &form, int rank, int64_t call) {
+    constexpr int32_t mixture[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16};
+    Random random(uint64_t(1000 * call + rank));
+    std::vector<Array> list;
+    for (size_t i = 0; i < form.sizes.size(); ++i)
+        list.emplace_back(form.kind == Kind::f32 ? int32_t(DSOPT_DTYPE_F32) : mixture[(i + 1) % 3],
+                          random.floats(form.sizes[i], -1, 1.2));
+    return list;
+}
+
+/// Two groups of different numbers. `with_memory` false: where the parameters are is said by each call.
+inline Optimizer make_optimizer(const Context &ctx, const Form &form, const std::vector<Array> &weights,
+                                bool with_memory, dsopt_scaler *scaler = nullptr, dsopt_comm *comm = nullptr) {
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.compat = form.compat;
+    desc.flags = (form.kind == Kind::no_master ? DSOPT_OPTIMIZER_NO_MASTER : 0) |
+                 (is_onebit(form.algorithm) && form.ranks > 1 ? DSOPT_OPTIMIZER_AVERAGES : 0);
+    desc.masters = form.kind == Kind::flat ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
+    desc.max_norm = form.max_norm;
+    desc.scaler = scaler;
+    desc.data = comm;
+    Optimizer opt = make_optimizer(ctx, desc);
+    const size_t half = (weights.size() + 1) / 2;
+    for (const bool second : {false, true}) {
+        dsopt_group group = is_onebit(form.algorithm) ? group_for(form.algorithm, form.freeze_step, 1e-2, 0.1)
+                                                      : group_of(form.algorithm, 1e-2, 0.1);
+        group.max_norm = form.group_norm;
+        if (form.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) group.local_interval_steps = 2;
+        if (second) group.lr = 2e-2, group.beta1 = 0.8, group.weight_decay = 0.05;
+        std::vector<dsopt_param> params;
+        for (size_t i = second ? half : 0; i < (second ? weights.size() : half); ++i) {
+            dsopt_param param{};
+            param.tensor = weights[i].tensor();
+            if (!with_memory) param.tensor.data = nullptr;
+            params.push_back(param);
+        }
+        must(dsopt_optimizer_add_group(opt.get(), &group, params.data(), int64_t(params.size())));
+    }
+    return opt;
+}
+
+/// Bytes of the engine's own state as they lie there, and of parameters. Everything must have been allocated.
+inline Snapshot raw_snapshot(const dsopt_optimizer *opt, const std::vector<Array> &weights) {
+    Snapshot all;
+    for (size_t i = 0; i < weights.size(); ++i) all["param " + std::to_string(i)] = weights[i].text();
+    for (const dsopt_state_info &info : state_of(opt))
+        all[key_of(info)] = std::string(static_cast<const char *>(info.tensor.data),
+                                        size_t(info.tensor.numel) * size_of(info.tensor.dtype));
+    return all;
+}
+
+/// One way to step or the other: what a test does to both alike.
+class Stepper {
+public:
+    /// `pure`: by dsopt_optimizer_apply. `passed`: the parameters' memory is given at each call.
+    Stepper(const Context &ctx, const Form &form, bool pure, bool passed = false, const CommId *id = nullptr,
+            int rank = 0) :
+        weights_(weights_of(form)),
+        passed_(passed) {
+        if (form.scaled) scaler = make_scaler(ctx, 64, 2);
+        if (form.ranks > 1) comm_ = local_comm(ctx, *id, rank, form.ranks);
+        handle = make_optimizer(ctx, form, weights_, !pure && !passed, scaler.get(), comm_.get());
+        if (!pure) return;
+        owned = std::make_unique<Owned>(opt(), weights_);
+        must(owned->init());
+    }
+    dsopt_optimizer *opt() const { return handle.get(); }
+    dsopt_status step(const std::vector<Array> &grads, const std::function<void(dsopt_step &)> &change = {}) {
+        if (owned) return owned->apply(grads, change);
+        const std::vector<dsopt_tensor> list = list_of(grads), params = list_of(weights_);
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = list.data();
+        step.count = int64_t(list.size());
+        if (passed_) step.params = params.data();
+        if (change) change(step);
+        return dsopt_optimizer_step(opt(), &step);
+    }
+    Snapshot snapshot() const { return owned ? owned->snapshot() : raw_snapshot(opt(), weights_); }
+    /// The engine's own state is there, as before the first step.
+    void allocate() const {
+        const int64_t last = int64_t(state_of(opt()).size()) - 1;
+        std::vector<int32_t> steps(weights_.size());
+        must(dsopt_optimizer_export(opt(), last, steps.data(), steps.size() * 4));
+    }
+
+    Scaler scaler;
+    Optimizer handle;
+    std::unique_ptr<Owned> owned;
+
+private:
+    Comm comm_;
+    std::vector<Array> weights_;
+    bool passed_;
+};
+
+/// body(rank, context, two ids) on a thread for each rank.
+inline void with_form(const Form &form, const std::function<void(int, const Context &, const CommId *)> &body) {
+    if (form.ranks == 1) return body(0, make_context(1), nullptr);
+    const CommId ids[2] = {new_id(), new_id()};
+    run_ranks(form.ranks, [&](int rank) { body(rank, make_context(1), ids); });
+}
+
+} // namespace test

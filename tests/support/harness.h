@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every unit test has. Precompiled: a test program reads it once.
+#pragma once
+#include "array.h"
+#include "expect.h"
+#include "file.h"
+#include "handles.h"
+#include "numbers.h"
+#include "trainer.h"
+#include "workers.h"
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <gtest/gtest.h>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>

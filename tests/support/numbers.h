@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Storage types written down a second time, from the definition of each format, and numbers that are the same on every
+// machine. Knows no test framework.
+#pragma once
+#include "dsopt.h"
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace test {
+
+inline constexpr float kInf = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+/// Bytes of an element.
+inline size_t size_of(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_F64: return 8;
+    case DSOPT_DTYPE_F32:
+    case DSOPT_DTYPE_I32: return 4;
+    }
+    return 2;
+}
+inline std::string dtype_name(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_F64: return "F64";
+    case DSOPT_DTYPE_F32: return "F32";
+    case DSOPT_DTYPE_I32: return "I32";
+    case DSOPT_DTYPE_F16: return "F16";
+    }
+    return "BF16";
+}
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+/// The value of a 16-bit pattern.
+float widened(uint16_t bits, int32_t dtype);
+/// The nearest 16-bit pattern, ties to even, by arithmetic in double. A NaN keeps sign and upper payload and becomes
+/// quiet.
+uint16_t narrowed(float value, int32_t dtype);
+/// What storing `value` as `dtype` leaves of it.
+float rounded(float value, int32_t dtype);
+/// One element of F32 or of a 16-bit type.
+float loaded(const void *from, int32_t dtype);
+void store(void *to, int32_t dtype, float value);
+
+/// splitmix64.
+class Random {
+public:
+    explicit Random(uint64_t seed = 1) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
+    uint64_t next() {
+        uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+    int below(int n) { return int(next() % uint64_t(n)); }
+    double uniform(double low = 0, double high = 1) { return low + (high - low) * double(next() >> 11) * 0x1p-53; }
+    std::vector<float> floats(size_t n, double low = -1, double high = 1) {
+        std::vector<float> values(n);
+        for (float &value : values) value = float(uniform(low, high));
+        return values;
+    }
+    /// Sign and fraction uniform, binary exponent uniform in [low, high].
+    float number(int low, int high) {
+        const uint64_t r = next();
+        const double fraction = 1 + double(r & 0x7fffffu) / 0x800000;
+        return float(std::ldexp(r >> 63 ? -fraction : fraction, low + int((r >> 32) % uint64_t(high - low + 1))));
+    }
+
+private:
+    uint64_t state_;
+};
+
+} // namespace test

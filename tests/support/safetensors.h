@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Containers to write, and what reading one gives.
+#pragma once
+#include "checkpoint/safetensors.h"
+#include "harness.h"
+#include <random>
+
+namespace test {
+
+using namespace dsopt;
+namespace fs = std::filesystem;
+
+struct Content {
+    Metadata metadata;
+    std::vector<TensorEntry> tensors;
+    std::vector<std::string> bytes;
+
+    void add(const std::string &name, int32_t dtype, std::vector<int64_t> shape, uint64_t size) {
+        std::mt19937 random(unsigned(tensors.size()) + 1);
+        std::string data(size, '\0');
+        for (char &byte : data) byte = char(random());
+        tensors.push_back({name, dtype, std::move(shape), size});
+        bytes.push_back(std::move(data));
+    }
+    Deliver deliver() const { // in turn in place and through the buffer
+        return [this](size_t index, uint64_t offset, size_t count, void *buffer) -> const void * {
+            const char *const data = bytes[index].data() + offset;
+            return index % 2 ? std::memcpy(buffer, data, count) : data;
+        };
+    }
+};
+
+inline Content small() {
+    Content content;
+    content.metadata = {{"format", "1"}, {"algorithm", "adamw"}};
+    content.add("a.exp_avg", DSOPT_DTYPE_F32, {2, 3}, 24);
+    content.add("b.empty", DSOPT_DTYPE_F32, {0, 7}, 0);
+    content.add("b.exp_avg", DSOPT_DTYPE_BF16, {5}, 10);
+    content.add("b.step", dsopt::kI64, {}, 8);
+    return content;
+}
+
+inline void save(Sink &sink, const Content &content) {
+    write_safetensors(sink, content.metadata, content.tensors, content.deliver());
+}
+inline void save(const std::string &path, const Content &content) { save(*file_sink(path.c_str()), content); }
+inline std::string image(const Content &content) {
+    Tape memory;
+    save(*callback_sink(memory.io()), content);
+    return memory.data;
+}
+struct Outcome {
+    dsopt_status status = DSOPT_OK;
+    std::string text;
+};
+template <class F> Outcome outcome(F &&body) {
+    try {
+        body();
+        return {};
+    } catch (const Error &error) { return {error.status(), error.what()}; }
+}
+
+inline void load_all(std::unique_ptr<const Source> source) {
+    const SafetensorsReader reader(std::move(source));
+    for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
+}
+inline Outcome load(const std::string &data) {
+    Tape memory{data};
+    return outcome([&] { load_all(callback_source(memory.io())); });
+}
+inline bool refused(const Outcome &result) {
+    return result.status == DSOPT_ERR_FORMAT || result.status == DSOPT_ERR_CHECKSUM;
+}
+
+inline void expect_same(const SafetensorsReader &reader, const Content &content) {
+    ASSERT_EQ(reader.tensors().size(), content.tensors.size());
+    EXPECT_EQ(Metadata(reader.metadata().begin(), reader.metadata().end()), [&] {
+        Metadata sorted = content.metadata;
+        std::sort(sorted.begin(), sorted.end());
+        return sorted;
+    }());
+    for (size_t i = 0; i < content.tensors.size(); ++i) {
+        const size_t at = reader.find(content.tensors[i].name);
+        ASSERT_NE(at, SafetensorsReader::npos) << content.tensors[i].name;
+        const TensorEntry &entry = reader.tensors()[at];
+        EXPECT_EQ(entry.name, content.tensors[i].name);
+        EXPECT_EQ(entry.dtype, content.tensors[i].dtype);
+        EXPECT_EQ(entry.shape, content.tensors[i].shape);
+        ASSERT_EQ(entry.bytes, content.tensors[i].bytes);
+        std::string data(entry.bytes, '\0');
+        reader.verify(at, data.data());
+        EXPECT_EQ(data, content.bytes[i]);
+        for (const size_t offset : {size_t(0), size_t(entry.bytes / 2), size_t(entry.bytes)}) {
+            std::string part(entry.bytes - offset, '\0');
+            reader.read(at, offset, part.data(), part.size());
+            EXPECT_EQ(part, content.bytes[i].substr(offset));
+        }
+    }
+    EXPECT_EQ(reader.find("no such tensor"), SafetensorsReader::npos);
+}
+
+} // namespace test

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests of exchanges in two levels share: ranks in nodes as threads, and where elements are.
+#pragma once
+#include "onebit.h"
+
+namespace test {
+
+inline int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
+/// One rank's place and its comms.
+struct Seat {
+    int l, d; // in its node, and which node
+    const Context &ctx;
+    const Comm &node, &data;
+};
+/// body(seat) for `nodes` nodes of `per_node` ranks. `make` makes the context of a rank.
+inline void with_nodes(
+    int per_node, int nodes, const std::function<void(const Seat &)> &body,
+    const std::function<Context(int)> &make = [](int) { return make_context(1); }) {
+    std::vector<CommId> in_node(size_t(nodes), CommId{}), between(size_t(per_node), CommId{});
+    for (CommId &id : in_node) id = new_id();
+    for (CommId &id : between) id = new_id();
+    run_ranks(per_node * nodes, [&](int rank) {
+        const int l = rank % per_node, d = rank / per_node;
+        const Context ctx = make(rank);
+        const Comm node = local_comm(ctx, in_node[size_t(d)], l, per_node),
+                   data = local_comm(ctx, between[size_t(l)], d, nodes);
+        body({l, d, ctx, node, data});
+    });
+}
+
+/// A vector in slices, one a rank of a node, and each in chunks, one a node.
+struct Places {
+    int64_t per_node, nodes, total = 0, chunk = 0, scales = 0;
+    std::vector<int64_t> begin, numel;
+    Places(int64_t l, int64_t d, const std::vector<int64_t> &sizes) : per_node(l), nodes(d), numel(sizes) {
+        for (const int64_t n : sizes) {
+            begin.push_back(total);
+            total += up(n);
+        }
+        chunk = up((total + l * d - 1) / (l * d));
+        for (int64_t c = 0; c < l * d; ++c) {
+            int64_t first = -1, last = -1;
+            for (size_t t = 0; t < sizes.size(); ++t)
+                if (from(t, c * chunk) < to(t, (c + 1) * chunk)) {
+                    if (first < 0) first = int64_t(t);
+                    last = int64_t(t);
+                }
+            if (first >= 0) scales = std::max(scales, last - first + 1);
+        }
+    }
+    int64_t slice() const { return chunk * nodes; }
+    int64_t row_bytes() const { return 4 * scales + chunk / 8; }
+    /// The part of tensor t at or behind, and before, a place.
+    int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
+    int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }
+};
+
+} // namespace test

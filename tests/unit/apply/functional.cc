@@ -1,0 +1,496 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functional form: starting values into lists of the caller, steps on them, the reduction of the next one, and the
+// workspace that a call borrows.
+#include "support/functional.h"
+
+using namespace test;
+
+namespace {
+
+std::vector<Form> forms() {
+    std::vector<Form> list;
+    for (const int32_t algorithm : kAllAlgorithms)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
+            for (const Kind kind : {Kind::f32, Kind::no_master, Kind::per_tensor, Kind::flat})
+                for (const bool scaled : {false, true})
+                    for (const int ranks : {1, 2}) {
+                        if (is_onebit(algorithm) ? kind == Kind::no_master : ranks > 1) continue;
+                        Form form;
+                        form.algorithm = algorithm;
+                        form.compat = compat;
+                        form.kind = kind;
+                        form.scaled = scaled;
+                        form.ranks = ranks;
+                        form.max_norm = compat == DSOPT_COMPAT_NONE || form.wrapped() ? 20 : 0;
+                        list.push_back(form);
+                    }
+    return list;
+}
+
+class Functional : public testing::TestWithParam<Form> {
+protected:
+    const Form form = GetParam();
+};
+INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
+
+TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
+    constexpr int64_t calls = 9;
+    for (const bool passed : {false, true}) {
+        if (passed && form.scaled) continue;
+        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper stepper(ctx, form, false, passed, ids, rank),
+                pure(ctx, form, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
+            if (!passed) {
+                stepper.allocate();
+                ASSERT_TRUE(same(stepper.snapshot(), pure.snapshot())) << "before the first step";
+            }
+            for (int64_t call = 1; call <= calls; ++call) {
+                std::vector<Array> grads = gradients_of(form, rank, call);
+                if (call == 3) grads[2] = Array::absent(form.sizes[2]);
+                const bool bad = form.scaled && (call == 5 || call == 6) && rank == form.ranks - 1;
+                if (bad) grads[0].set(99, call == 5 ? kInf : kNaN);
+                std::vector<float> reports[2];
+                for (Stepper *side : {&stepper, &pure}) {
+                    std::vector<float> &report = reports[side == &pure];
+                    report.assign(DSOPT_REPORT_FLOATS, -7);
+                    ASSERT_OK(side->step(grads, [&](dsopt_step &step) { step.report = report.data(); })) << call;
+                }
+                ASSERT_TRUE(same_bits(reports[0], reports[1])) << call << (passed ? ", passed" : "");
+                EXPECT_EQ(reports[0][DSOPT_REPORT_SKIPPED], form.scaled && (call == 5 || call == 6)) << call;
+                ASSERT_TRUE(same(stepper.snapshot(), pure.snapshot())) << call << (passed ? ", passed" : "");
+            }
+        });
+    }
+}
+
+TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
+    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+        const std::vector<Array> own = weights_of(form);
+        const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
+        const Comm comm = form.ranks > 1 ? local_comm(ctx, ids[0], rank, form.ranks) : nullptr;
+        const Optimizer opt = make_optimizer(ctx, form, own, true, scaler.get(), comm.get());
+        Owned owned(opt.get(), own);
+        must(owned.init());
+        for (int64_t call = 1; call <= 2; ++call) must(owned.apply(gradients_of(form, rank, call)));
+        for (const dsopt_state_info &info : state_of(opt.get()))
+            EXPECT_EQ(info.tensor.data != nullptr,
+                      std::strcmp(info.name, "loss_scale") == 0 || std::strcmp(info.name, "scaler") == 0)
+                << info.name;
+        for (size_t i = 0; i < own.size(); ++i) EXPECT_EQ(own[i].text(), weights_of(form)[i].text());
+        if (form.scaled) {
+            EXPECT_EQ(info_of(scaler).updates, 0);
+            EXPECT_EQ(info_of(scaler).scale, 64);
+        }
+        DSOPT_NEW(dsopt_report, report);
+        must(dsopt_optimizer_report(opt.get(), &report));
+        EXPECT_EQ(report.calls, 0);
+
+        // Nor is the engine's own state read or written once it is there.
+        Stepper other(ctx, form, false, false, form.ranks > 1 ? ids + 1 : nullptr, rank);
+        must(other.step(gradients_of(form, rank, 1)));
+        const Snapshot before = other.snapshot();
+        Owned again(other.opt(), weights_of(form), 0x77);
+        must(again.init());
+        for (int64_t call = 1; call <= 2; ++call) must(again.apply(gradients_of(form, rank, call)));
+        EXPECT_TRUE(same(other.snapshot(), before));
+        EXPECT_TRUE(same(again.snapshot(), owned.snapshot()));
+    });
+}
+
+TEST_P(Functional, InitStateIsRepeatableAndRunsOnManyThreads) {
+    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+        const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
+        const Comm comm = form.ranks > 1 ? local_comm(ctx, ids[0], rank, form.ranks) : nullptr;
+        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false, scaler.get(), comm.get());
+        Owned first(opt.get(), weights_of(form)), second(opt.get(), weights_of(form), 0xff),
+            third(opt.get(), weights_of(form), 0x01);
+        must(first.init());
+        dsopt_status statuses[2] = {-1, -1};
+        std::thread threads[2] = {std::thread([&] { statuses[0] = second.init(); }),
+                                  std::thread([&] { statuses[1] = third.init(); })};
+        for (std::thread &thread : threads) thread.join();
+        for (const dsopt_status status : statuses) EXPECT_EQ(status, DSOPT_OK);
+        EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
+        EXPECT_TRUE(same(first.snapshot(), third.snapshot()));
+        // Again in the same lists, after steps.
+        must(second.apply(gradients_of(form, rank, 1)));
+        EXPECT_FALSE(same(first.snapshot(), second.snapshot()));
+        second.model.params = weights_of(form);
+        must(second.init());
+        EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
+    });
+}
+
+TEST(InitState, DecaysF32ParametersBesideMastersWhereTheyAre) {
+    const Context ctx = make_context(1);
+    Form form;
+    form.compat = DSOPT_COMPAT_DEEPSPEED;
+    form.kind = Kind::per_tensor;
+    const std::vector<Array> before = weights_of(form);
+    const Optimizer opt = make_optimizer(ctx, form, before, false);
+    Owned owned(opt.get(), before);
+    must(owned.init());
+    EXPECT_EQ(owned.model.params[0].text(), before[0].text()); // F16: its master decays
+    EXPECT_NE(owned.values<float>("master", 0), before[0].floats());
+    EXPECT_NE(owned.model.params[3].text(), before[3].text()); // F32
+    EXPECT_FLOAT_EQ(owned.model.params[3][7], before[3][7] * (1 - 2e-2f * 0.05f));
+    EXPECT_EQ(owned.values<int32_t>("step"), std::vector<int32_t>(5, 1));
+}
+
+TEST(InitState, TakesNoParametersWhereNothingStartsFromThem) {
+    const Context ctx = make_context(1);
+    for (const Kind kind : {Kind::f32, Kind::no_master}) {
+        Form form;
+        form.kind = kind;
+        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+        Owned with(opt.get(), weights_of(form)), without(opt.get(), weights_of(form));
+        must(with.init());
+        const std::vector<dsopt_tensor> state = without.state;
+        ASSERT_OK(dsopt_optimizer_init_state(opt.get(), nullptr, state.data(), int64_t(state.size()), nullptr));
+        EXPECT_TRUE(same(with.snapshot(), without.snapshot()));
+    }
+}
+
+TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
+    const Context ctx = make_context(1);
+    for (const int32_t algorithm : kAllAlgorithms)
+        for (const Kind kind : {Kind::per_tensor, Kind::flat}) {
+            Form form;
+            form.algorithm = algorithm;
+            form.compat = DSOPT_COMPAT_DEEPSPEED;
+            form.kind = kind;
+            form.sizes = {3, 0, 5, 0};
+            const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+            Owned with(opt.get(), weights_of(form)), without(opt.get(), weights_of(form));
+            must(with.init());
+            std::vector<dsopt_tensor> state = without.state, params = list_of(without.model.params),
+                                      grads = list_of(gradients_of(form, 0, 1));
+            const auto strip = [](std::vector<dsopt_tensor> &list) {
+                for (dsopt_tensor &tensor : list)
+                    if (tensor.numel == 0) tensor.data = nullptr;
+            };
+            strip(state);
+            strip(params);
+            must(dsopt_optimizer_init_state(opt.get(), params.data(), state.data(), int64_t(state.size()), nullptr));
+            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
+            const std::vector<Array> gradients = gradients_of(form, 0, 1);
+            must(with.apply(gradients));
+            must(without.apply(gradients, [&](dsopt_step &step) {
+                step.params = params.data();
+                step.state = state.data();
+            }));
+            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
+        }
+}
+
+TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
+    const Context ctx = make_context(1);
+    Form form;
+    form.kind = Kind::per_tensor;
+    for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+        form.compat = compat;
+        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+        Owned owned(opt.get(), weights_of(form));
+        const Snapshot before = owned.snapshot();
+        const std::vector<dsopt_tensor> params = list_of(owned.model.params), state = owned.state;
+        const auto count = int64_t(state.size());
+        const auto call = [&](const dsopt_tensor *p, const dsopt_tensor *s, int64_t n) {
+            return dsopt_optimizer_init_state(opt.get(), p, s, n, nullptr);
+        };
+        EXPECT_TRUE(refused(call(params.data(), nullptr, count), DSOPT_ERR_ARGUMENT, "state"));
+        EXPECT_TRUE(refused(call(params.data(), state.data(), count - 1), DSOPT_ERR_SHAPE, "entries"));
+        EXPECT_TRUE(refused(call(nullptr, state.data(), count), DSOPT_ERR_ARGUMENT, "p0"));
+        std::vector<dsopt_tensor> other = state;
+        other.back().data = nullptr;
+        EXPECT_TRUE(refused(call(params.data(), other.data(), count), DSOPT_ERR_ARGUMENT, "step"));
+        other = state;
+        other[0].dtype = DSOPT_DTYPE_BF16;
+        EXPECT_TRUE(refused(call(params.data(), other.data(), count), DSOPT_ERR_DTYPE, "master"));
+        other = state;
+        other[0].numel += 1;
+        EXPECT_TRUE(refused(call(params.data(), other.data(), count), DSOPT_ERR_SHAPE, "master"));
+        other = state;
+        other[0].data = static_cast<char *>(other[0].data) + 1;
+        EXPECT_TRUE(refused(call(params.data(), other.data(), count), DSOPT_ERR_ALIGNMENT, "master"));
+        other = params;
+        other[0].data = nullptr;
+        EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_ARGUMENT, "p0"));
+        other = params;
+        other[2].dtype = DSOPT_DTYPE_F16;
+        EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_DTYPE, "p2"));
+        other = params;
+        other[3].data = nullptr; // F32: only the step on zero gradients would read it
+        if (compat != DSOPT_COMPAT_NONE) {
+            EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_ARGUMENT, "p3"));
+        }
+        EXPECT_TRUE(same(owned.snapshot(), before));
+        if (compat == DSOPT_COMPAT_NONE) { EXPECT_OK(call(other.data(), state.data(), count)); }
+    }
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    const Trainer empty(ctx, desc);
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, nullptr, 0, nullptr), DSOPT_ERR_STATE));
+}
+
+// --------------------------------------------------------------------------------------------------------- reduction
+int32_t reduction_by(const Stepper &side) {
+    const Owned &owned = *side.owned;
+    const dsopt_tensor schedule = owned.blocks[owned.index("schedule")].tensor();
+    int32_t reduction = -1;
+    must(dsopt_optimizer_reduction(side.opt(), &schedule, &reduction, nullptr));
+    const std::vector<int32_t> words = owned.values<int32_t>("schedule");
+    DSOPT_NEW(dsopt_schedule_info, info);
+    must(dsopt_schedule_decode(side.opt(), words.data(), &info));
+    EXPECT_EQ(info.reduction, reduction);
+    EXPECT_EQ(info.step, words[0]);
+    EXPECT_EQ(info.frozen, words[1]);
+    EXPECT_EQ(info.var_interval, words[2]);
+    EXPECT_EQ(info.var_counter, words[3]);
+    EXPECT_EQ(info.local_interval, words[4]);
+    EXPECT_EQ(info.local_counter, words[5]);
+    EXPECT_EQ(info.momentum_in_bits, words[6]);
+    return reduction;
+}
+
+class Reduction : public testing::TestWithParam<std::tuple<int32_t, int>> {
+protected:
+    Form form_of(int32_t compat, Kind kind) const {
+        Form form;
+        form.algorithm = std::get<0>(GetParam());
+        form.ranks = std::get<1>(GetParam());
+        form.compat = compat;
+        form.kind = kind;
+        form.freeze_step = 9;
+        form.sizes = {70, 33};
+        return form;
+    }
+};
+INSTANTIATE_TEST_SUITE_P(, Reduction, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2)),
+                         [](const auto &info) {
+                             return name_of(std::get<0>(info.param)) + std::to_string(std::get<1>(info.param));
+                         });
+
+TEST_P(Reduction, OfAScheduleIsThatOfTheNumberOfTheCall) {
+    const Form form = form_of(DSOPT_COMPAT_NONE, Kind::f32);
+    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+        Stepper pure(ctx, form, true, false, ids, rank);
+        for (int64_t call = 1; call <= 40; ++call) {
+            int32_t wanted = -1;
+            must(dsopt_optimizer_next_reduction(pure.opt(), call, &wanted));
+            ASSERT_EQ(reduction_by(pure), wanted) << call;
+            const int32_t skip = call % 7 == 0 || call == 9;
+            must(pure.step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = &skip; }));
+            EXPECT_EQ(pure.owned->values<int32_t>("schedule")[0], call);
+        }
+    });
+}
+
+TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
+    for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat}) {
+        const Form form = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
+        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper stepper(ctx, form, false, false, ids, rank),
+                pure(ctx, form, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
+            for (int64_t call = 1; call <= 40; ++call) {
+                int32_t wanted = -1;
+                must(dsopt_optimizer_next_reduction(stepper.opt(), 0, &wanted));
+                ASSERT_EQ(reduction_by(pure), wanted) << call;
+                const int32_t skip = call % 7 == 0 || call == 9;
+                for (Stepper *side : {&stepper, &pure})
+                    must(side->step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = &skip; }));
+            }
+            EXPECT_TRUE(same(stepper.snapshot(), pure.snapshot()));
+        });
+    }
+}
+
+TEST(ReductionOfAllOthers, IsFullWithoutASchedule) {
+    const Context ctx = make_context(1);
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
+        Form form;
+        form.algorithm = algorithm;
+        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+        int32_t reduction = -1;
+        ASSERT_OK(dsopt_optimizer_reduction(opt.get(), nullptr, &reduction, nullptr));
+        EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
+        int32_t words[8] = {};
+        const dsopt_tensor schedule{words, 8, DSOPT_DTYPE_I32, 0};
+        EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), &schedule, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
+        EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
+        DSOPT_NEW(dsopt_schedule_info, info);
+        EXPECT_TRUE(refused(dsopt_schedule_decode(opt.get(), words, &info), DSOPT_ERR_UNSUPPORTED));
+    }
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    const Trainer empty(ctx, desc);
+    int32_t reduction = -1;
+    EXPECT_TRUE(refused(dsopt_optimizer_reduction(empty.opt(), nullptr, &reduction, nullptr), DSOPT_ERR_STATE));
+    EXPECT_EQ(reduction, -1);
+}
+
+TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
+    const Context ctx = make_context(1);
+    Form form;
+    form.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
+    const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+    int32_t words[9] = {}, reduction = -1;
+    const auto call = [&](dsopt_tensor schedule) {
+        return dsopt_optimizer_reduction(opt.get(), &schedule, &reduction, nullptr);
+    };
+    EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), nullptr, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(refused(call({words, 7, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_SHAPE));
+    EXPECT_TRUE(refused(call({words, 8, DSOPT_DTYPE_F32, 0}), DSOPT_ERR_DTYPE));
+    EXPECT_TRUE(refused(call({reinterpret_cast<char *>(words) + 2, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ALIGNMENT));
+    EXPECT_TRUE(refused(call({nullptr, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ARGUMENT));
+    const dsopt_tensor good{words, 8, DSOPT_DTYPE_I32, 0};
+    auto *const odd = reinterpret_cast<int32_t *>(reinterpret_cast<uintptr_t>(words) + 1);
+    EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT));
+    EXPECT_EQ(reduction, -1);
+    EXPECT_OK(call(good));
+    EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
+}
+
+// --------------------------------------------------------------------------------------------------------- workspace
+/// Memory that begins `shift` bytes behind a multiple of 256, with guards on both sides.
+class Odd {
+public:
+    Odd(size_t bytes, size_t shift) :
+        memory_(bytes + 1024, 0x5a),
+        begin_(256 + (256 - reinterpret_cast<uintptr_t>(memory_.data()) % 256) % 256 + shift),
+        bytes_(bytes) {}
+    void *data() { return memory_.data() + begin_; }
+    bool intact() const {
+        for (size_t i = 0; i < memory_.size(); ++i)
+            if ((i < begin_ || i >= begin_ + bytes_) && memory_[i] != 0x5a) return false;
+        return true;
+    }
+
+private:
+    std::vector<unsigned char> memory_;
+    size_t begin_, bytes_;
+};
+
+TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM}) {
+        Form form;
+        form.algorithm = algorithm;
+        form.max_norm = 0.5;
+        form.ranks = algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM ? 2 : 1;
+        form.freeze_step = 1;
+        form.sizes = {300, 33, 0, 5};
+        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper pure(ctx, form, true, false, ids, rank);
+            size_t bytes = 0;
+            must(dsopt_optimizer_workspace(pure.opt(), &bytes));
+            must(pure.step(gradients_of(form, rank, 1)));
+            const std::vector<Array> blocks = pure.owned->blocks;
+            const std::vector<Array> weights = pure.owned->model.params;
+            must(pure.step(gradients_of(form, rank, 2)));
+            const Snapshot wanted = pure.snapshot();
+            for (size_t shift = 0; shift < 256; ++shift) {
+                pure.owned->blocks = blocks;
+                pure.owned->model.params = weights;
+                const size_t size = shift == 0 ? bytes - 255 : bytes;
+                Odd odd(size, shift);
+                ASSERT_OK(pure.step(gradients_of(form, rank, 2), [&](dsopt_step &step) {
+                    step.workspace = odd.data();
+                    step.workspace_bytes = size;
+                })) << shift;
+                ASSERT_TRUE(odd.intact()) << shift;
+                ASSERT_TRUE(same(pure.snapshot(), wanted)) << shift;
+            }
+            for (const size_t shift : {0, 1, 128}) { // one byte less than it takes
+                Odd odd(bytes, shift);
+                const size_t size = bytes - 255 + (256 - shift) % 256 - 1;
+                EXPECT_TRUE(refused(pure.step(gradients_of(form, rank, 2),
+                                              [&](dsopt_step &step) {
+                                                  step.workspace = odd.data();
+                                                  step.workspace_bytes = size;
+                                              }),
+                                    DSOPT_ERR_WORKSPACE, std::to_string(size + 1).c_str()));
+            }
+        });
+    }
+}
+
+TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
+    for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
+        with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
+            const Problem problem{{300, 33, 0, 5}, 2};
+            std::vector<std::string> wanted;
+            for (size_t shift = 0; shift < 256; ++shift) {
+                const std::vector<Array> arrays = problem.own(rank, 1);
+                const std::vector<dsopt_tensor> list = list_of(arrays);
+                DSOPT_NEW(dsopt_compressed, args);
+                args.tensors = list.data();
+                args.count = int64_t(list.size());
+                args.compat = compat;
+                int64_t worker = 0, server = 0;
+                size_t bytes = 0;
+                must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &bytes));
+                std::vector<float> owed_by_worker(size_t(worker), 0), owed_by_server(size_t(server), 0);
+                args.worker_error = owed_by_worker.data();
+                args.server_error = owed_by_server.data();
+                const size_t needed = bytes - 255 + (256 - shift) % 256;
+                Odd odd(shift == 0 ? needed : bytes, shift);
+                args.workspace = odd.data();
+                args.workspace_bytes = needed - 1;
+                ASSERT_TRUE(refused(dsopt_compressed_allreduce(comm.get(), &args), DSOPT_ERR_WORKSPACE));
+                args.workspace_bytes = needed;
+                ASSERT_OK(dsopt_compressed_allreduce(comm.get(), &args)) << shift;
+                ASSERT_TRUE(odd.intact()) << shift;
+                std::vector<std::string> got;
+                for (const Array &array : arrays) got.push_back(array.text());
+                for (const std::vector<float> *owed : {&owed_by_worker, &owed_by_server})
+                    got.emplace_back(reinterpret_cast<const char *>(owed->data()), owed->size() * 4);
+                if (shift == 0) wanted = got;
+                ASSERT_TRUE(got == wanted) << shift;
+            }
+        });
+}
+
+// -------------------------------------------------------------------------------------------------------------- dims
+TEST(StateDims, AreThoseOfTheParameterOrOneDimension) {
+    const Context ctx = make_context(1);
+    const int64_t matrix[] = {2, 3, 5}, nothing[] = {4, 0}, one[] = {1, 1};
+    for (const int32_t algorithm : kAllAlgorithms) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        const Scaler scaler = make_scaler(ctx, 64, 2);
+        desc.scaler = scaler.get();
+        Trainer trainer(ctx, desc);
+        const std::vector<Array> arrays = {Array(DSOPT_DTYPE_BF16, 30, 1), Array(DSOPT_DTYPE_F32, 7, 1),
+                                           Array(DSOPT_DTYPE_F32, 1, 1), Array(DSOPT_DTYPE_F16, 1, 1),
+                                           Array(DSOPT_DTYPE_F32, 0, 1)};
+        std::vector<dsopt_param> params(arrays.size());
+        for (size_t i = 0; i < arrays.size(); ++i) params[i].tensor = arrays[i].tensor();
+        params[0].dims = matrix, params[0].ndim = 3;
+        params[3].dims = one, params[3].ndim = 2;
+        params[4].dims = nothing, params[4].ndim = 2;
+        const std::vector<int64_t> wanted[] = {{2, 3, 5}, {7}, {1}, {1, 1}, {4, 0}};
+        const dsopt_group group = group_of(algorithm);
+        must(dsopt_optimizer_add_group(trainer.opt(), &group, params.data(), int64_t(params.size())));
+        const auto look = [&](const std::vector<dsopt_state_info> &list) {
+            for (const dsopt_state_info &info : list) {
+                const std::vector<int64_t> dims(info.dims, info.dims + info.ndim);
+                int64_t product = 1;
+                for (const int64_t dim : dims) product *= dim;
+                EXPECT_EQ(product, info.tensor.numel) << info.name;
+                EXPECT_EQ(dims, info.param < 0 ? std::vector<int64_t>{info.tensor.numel} : wanted[info.param])
+                    << info.name;
+            }
+        };
+        const std::vector<dsopt_state_info> before = trainer.state();
+        look(before);
+        must(trainer.step(arrays));
+        look(before); // valid until parameters are added
+        look(trainer.state());
+        Owned owned(trainer.opt(), arrays);
+        must(owned.init());
+        std::vector<dsopt_tensor> state = owned.state;
+        must(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, state.data(), int64_t(state.size())));
+        look(before);
+        must(trainer.step(arrays));
+        look(before);
+        look(trainer.state());
+    }
+}
+
+} // namespace

@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0
+// dsopt_step.hyper: rows of hyper-parameters in backend memory, in both forms of a step; and reports without NaN.
+#include "support/functional.h"
+
+using namespace test;
+
+namespace {
+
+constexpr int kPlaces = DSOPT_HYPER_FLOATS;
+
+/// A row per group, NaN where the host's value counts.
+struct Rows {
+    float at[2][kPlaces];
+    Rows() {
+        for (auto &row : at)
+            for (float &value : row) value = kNaN;
+    }
+};
+
+struct Place {
+    int32_t place, key;
+    const char *name;
+    float values[3];
+};
+constexpr Place kPlacesOfKeys[] = {
+    {DSOPT_HYPER_LR, DSOPT_KEY_LR, "lr", {0.003f, 0.0f, 0.05f}},
+    {DSOPT_HYPER_BETA1, DSOPT_KEY_BETA1, "beta1", {0.7f, 0.0f, 0.95f}},
+    {DSOPT_HYPER_BETA2, DSOPT_KEY_BETA2, "beta2", {0.98f, 0.5f, 0.9999f}},
+    {DSOPT_HYPER_EPS, DSOPT_KEY_EPS, "eps", {1e-3f, 1e-6f, 0.1f}},
+    {DSOPT_HYPER_WEIGHT_DECAY, DSOPT_KEY_WEIGHT_DECAY, "weight decay", {0.3f, 0.0f, 0.01f}},
+    {DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_KEY_GROUP_MAX_NORM, "max_norm of a group", {0.3f, 5.0f, 0.01f}},
+    {DSOPT_HYPER_MAX_NORM, DSOPT_KEY_MAX_NORM, "max_norm", {0.3f, 5.0f, 0.01f}},
+};
+
+/// Without what goes on when a step is skipped: the scaler, and in standard mode the schedule of the 1-bit family, with
+/// what is noted down in the call that freezes the variance.
+Snapshot at_rest(Snapshot all, const Form &form) {
+    std::erase_if(all, [&](const auto &entry) {
+        const std::string name = entry.first.substr(0, entry.first.find(' '));
+        const bool of_schedule = name == "schedule" || name == "active" || name == "anchor" ||
+                                 name == "exp_avg_sq_fresh" || name == "worker_error" || name == "server_error";
+        return name == "loss_scale" || name == "scaler" || (form.compat == DSOPT_COMPAT_NONE && of_schedule);
+    });
+    return all;
+}
+
+std::vector<Form> forms() {
+    std::vector<Form> list;
+    for (const int32_t algorithm : kAllAlgorithms)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
+            for (const bool masters : {false, true})
+                for (const int ranks : {1, 2}) {
+                    if (ranks == 2 && (!is_onebit(algorithm) || masters)) continue;
+                    Form form;
+                    form.algorithm = algorithm;
+                    form.compat = compat;
+                    form.kind = masters ? Kind::flat : Kind::f32;
+                    form.ranks = ranks;
+                    form.max_norm = 2;
+                    form.group_norm = 1;
+                    form.sizes = {70, 0, 33, 5};
+                    list.push_back(form);
+                }
+    return list;
+}
+
+class HyperRows : public testing::TestWithParam<Form> {
+protected:
+    const Form form = GetParam();
+    /// Two of the same, by step and then by apply.
+    void with_pairs(const Form &of, const std::function<void(int rank, Stepper &, Stepper &)> &body) const {
+        for (const bool pure : {false, true})
+            with_form(of, [&](int rank, const Context &ctx, const CommId *ids) {
+                Stepper a(ctx, of, pure, false, ids, rank),
+                    b(ctx, of, pure, false, ids != nullptr ? ids + 1 : nullptr, rank);
+                if (!pure) a.allocate(), b.allocate();
+                body(rank, a, b);
+            });
+    }
+};
+INSTANTIATE_TEST_SUITE_P(, HyperRows, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
+
+TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
+    with_pairs(form, [&](int rank, Stepper &with, Stepper &without) {
+        Rows rows;
+        for (int64_t call = 1; call <= 8; ++call) {
+            if (call == 3) // places without a meaning may be 0, too
+                rows.at[0][kPlaces - 1] = rows.at[1][kPlaces - 1] = rows.at[1][DSOPT_HYPER_MAX_NORM] = 0;
+            const std::vector<Array> grads = gradients_of(form, rank, call);
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(without.step(grads));
+            ASSERT_TRUE(same(with.snapshot(), without.snapshot())) << call;
+        }
+    });
+}
+
+TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
+    for (const Place &place : kPlacesOfKeys)
+        for (const int group : {1, int(DSOPT_ALL_GROUPS)}) {
+            if (place.place == DSOPT_HYPER_MAX_NORM && group != DSOPT_ALL_GROUPS) continue;
+            SCOPED_TRACE(std::string(place.name) + " of group " + std::to_string(group));
+            with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+                const Snapshot before = with.snapshot();
+                for (int64_t call = 1; call <= 8; ++call) {
+                    const float value = place.values[call % 3];
+                    Rows rows;
+                    for (int g = 0; g < 2; ++g)
+                        if ((group == DSOPT_ALL_GROUPS || group == g) &&
+                            (place.place != DSOPT_HYPER_MAX_NORM || g == 0))
+                            rows.at[g][place.place] = value;
+                    const std::vector<Array> grads = gradients_of(form, rank, call);
+                    std::vector<float> reports[2];
+                    for (Stepper *side : {&with, &setting}) {
+                        std::vector<float> &report = reports[side == &setting];
+                        report.assign(DSOPT_REPORT_FLOATS, -7);
+                        if (side == &setting) must(dsopt_optimizer_set(side->opt(), group, place.key, double(value)));
+                        ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
+                            step.report = report.data();
+                            if (side == &with) step.hyper = rows.at[0];
+                        }));
+                        EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 0) << call;
+                    }
+                    ASSERT_TRUE(same_bits(reports[0], reports[1])) << call;
+                    ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
+                }
+                EXPECT_FALSE(same(before, with.snapshot()));
+            });
+        }
+}
+
+TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
+    with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+        Random random(9);
+        for (int64_t call = 1; call <= 12; ++call) {
+            Rows rows;
+            for (const Place &place : kPlacesOfKeys)
+                for (int g = 0; g < 2; ++g) {
+                    const float value = place.values[random.below(3)];
+                    const bool of_all = place.place == DSOPT_HYPER_MAX_NORM;
+                    if (of_all && g == 1) continue;
+                    rows.at[g][place.place] = value;
+                    must(dsopt_optimizer_set(setting.opt(), of_all ? int(DSOPT_ALL_GROUPS) : g, place.key,
+                                             double(value)));
+                }
+            const std::vector<Array> grads = gradients_of(form, rank, call);
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(setting.step(grads));
+            ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
+        }
+    });
+}
+
+TEST_P(HyperRows, TurnClippingOffByZero) {
+    with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+        Rows rows;
+        rows.at[0][DSOPT_HYPER_GROUP_MAX_NORM] = rows.at[1][DSOPT_HYPER_GROUP_MAX_NORM] = 0;
+        rows.at[0][DSOPT_HYPER_MAX_NORM] = 0;
+        must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_GROUP_MAX_NORM, 0));
+        must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0));
+        for (int64_t call = 1; call <= 6; ++call) {
+            const std::vector<Array> grads = gradients_of(form, rank, call);
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(setting.step(grads));
+            ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
+        }
+    });
+}
+
+TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
+    struct Bad {
+        int group, place;
+        float value;
+    };
+    std::vector<Bad> list;
+    for (const int place : {DSOPT_HYPER_LR, DSOPT_HYPER_EPS, DSOPT_HYPER_WEIGHT_DECAY, DSOPT_HYPER_GROUP_MAX_NORM})
+        for (const float value : {-1e-3f, kInf, -kInf})
+            for (const int group : {0, 1}) list.push_back({group, place, value});
+    for (const int place : {DSOPT_HYPER_BETA1, DSOPT_HYPER_BETA2})
+        for (const float value : {1.0f, -0.1f, kInf, -kInf, 1.5f})
+            for (const int group : {0, 1}) list.push_back({group, place, value});
+    for (const float value : {-1e-3f, kInf}) list.push_back({0, DSOPT_HYPER_MAX_NORM, value});
+    for (const float value : {1.0f, -1.0f, kInf}) list.push_back({1, DSOPT_HYPER_MAX_NORM, value});
+    for (const float value : {1.0f, -1.0f, kInf})
+        for (const int group : {0, 1}) list.push_back({group, kPlaces - 1, value});
+    Form scaled = form;
+    scaled.scaled = true;
+    // With bad rows, and with `skip`: all else is the same, the scaler and schedules included.
+    with_pairs(scaled, [&](int rank, Stepper &with, Stepper &skipping) {
+        int64_t call = 0;
+        const auto good = [&] {
+            const std::vector<Array> grads = gradients_of(scaled, rank, ++call);
+            for (Stepper *side : {&with, &skipping}) must(side->step(grads));
+            ASSERT_TRUE(same(with.snapshot(), skipping.snapshot())) << call;
+        };
+        for (size_t i = 0; i < list.size(); ++i) {
+            if (i % 5 == 4) good(); // the first of them comes before any good step
+            Rows rows;
+            rows.at[list[i].group][list[i].place] = list[i].value;
+            SCOPED_TRACE("group " + std::to_string(list[i].group) + ", place " + std::to_string(list[i].place) + ": " +
+                         std::to_string(list[i].value));
+            const std::vector<Array> grads = gradients_of(scaled, rank, ++call);
+            const int32_t one = 1;
+            std::vector<float> reports[2];
+            const Snapshot before = with.snapshot();
+            for (Stepper *side : {&with, &skipping}) {
+                std::vector<float> &report = reports[side == &skipping];
+                report.assign(DSOPT_REPORT_FLOATS, -7);
+                ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
+                    step.report = report.data();
+                    if (side == &with) step.hyper = rows.at[0];
+                    if (side == &skipping) step.skip = &one;
+                }));
+            }
+            ASSERT_EQ(reports[0][DSOPT_REPORT_SKIPPED], 1);
+            const int peer = form.ranks > 1 ? DSOPT_SKIP_PEER : 0;
+            EXPECT_EQ(int(reports[0][DSOPT_REPORT_REASONS]), DSOPT_SKIP_HYPER | peer);
+            EXPECT_EQ(int(reports[1][DSOPT_REPORT_REASONS]), DSOPT_SKIP_CALLER | peer);
+            EXPECT_EQ(reports[0][DSOPT_REPORT_DIVISOR], 0);
+            reports[0][DSOPT_REPORT_REASONS] = reports[1][DSOPT_REPORT_REASONS];
+            EXPECT_TRUE(same_bits(reports[0], reports[1]));
+            const Snapshot after = with.snapshot();
+            ASSERT_TRUE(same(after, skipping.snapshot()));
+            EXPECT_NE(after.at("scaler -1"), before.at("scaler -1"));
+            ASSERT_TRUE(same(at_rest(before, form), at_rest(after, form)));
+        }
+        good();
+    });
+}
+
+TEST_P(HyperRows, CannotTurnClippingOn) {
+    Form other = form;
+    other.max_norm = other.group_norm = 0;
+    with_pairs(other, [&](int rank, Stepper &with, Stepper &) {
+        const std::vector<Array> grads = gradients_of(other, rank, 1);
+        for (const int place : {DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_HYPER_MAX_NORM})
+            for (const float value : {0.5f, 0.0f}) {
+                Rows rows;
+                rows.at[0][place] = value;
+                std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+                const Snapshot before = with.snapshot();
+                must(with.step(grads, [&](dsopt_step &step) {
+                    step.hyper = rows.at[0];
+                    step.report = report.data();
+                }));
+                EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], value != 0);
+                EXPECT_EQ((int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) != 0, value != 0);
+                if (value != 0) { EXPECT_TRUE(same(at_rest(before, form), at_rest(with.snapshot(), form))); }
+            }
+    });
+}
+
+TEST(HyperRow, IsSkippedByEveryRankIfOneHasABadOne) {
+    Form form;
+    form.algorithm = DSOPT_ALGORITHM_ADAMW;
+    form.ranks = 2;
+    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
+        Stepper side(ctx, form, true, false, ids, rank);
+        Rows rows;
+        if (rank == 1) rows.at[1][DSOPT_HYPER_LR] = -1;
+        std::vector<float> report(DSOPT_REPORT_FLOATS);
+        const Snapshot before = side.snapshot();
+        must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
+            step.hyper = rows.at[0];
+            step.report = report.data();
+        }));
+        EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
+        EXPECT_EQ(int(report[DSOPT_REPORT_REASONS]), rank == 1 ? DSOPT_SKIP_HYPER : DSOPT_SKIP_PEER);
+        EXPECT_TRUE(same(before, side.snapshot()));
+    });
+}
+
+TEST(HyperRow, AndLrAreRefusedTogetherAndRowsMustBeAligned) {
+    const Context ctx = make_context(1);
+    const Form form;
+    for (const bool pure : {false, true}) {
+        Stepper side(ctx, form, pure);
+        const Rows rows;
+        const float lr[2] = {0, 0};
+        EXPECT_TRUE(refused(
+            side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.lr = lr, step.hyper = rows.at[0]; }),
+            DSOPT_ERR_ARGUMENT, "hyper"));
+        const auto *odd = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.at[0]) + 2);
+        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = odd; }),
+                            DSOPT_ERR_ALIGNMENT));
+    }
+}
+
+TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
+    with_pairs(form, [&](int rank, Stepper &by_hyper, Stepper &by_lr) {
+        Rows rows;
+        rows.at[1][DSOPT_HYPER_LR] = kInf;
+        const float rates[2] = {1e-3f, kNaN};
+        const std::vector<Array> grads = gradients_of(form, rank, 1);
+        for (Stepper *side : {&by_hyper, &by_lr}) {
+            std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+            must(side->step(grads, [&](dsopt_step &step) {
+                step.report = report.data();
+                (side == &by_hyper ? step.hyper : step.lr) = side == &by_hyper ? rows.at[0] : rates;
+            }));
+            EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
+            EXPECT_TRUE(int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER);
+        }
+    });
+}
+
+// ------------------------------------------------------------------------------------------------- reports without NaN
+TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
+    const Context ctx = make_context(1);
+    for (const int32_t algorithm : kAllAlgorithms)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
+            for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat})
+                for (const bool scaled : {false, true})
+                    for (const double max_norm : {0.0, 0.5}) {
+                        Form form;
+                        form.algorithm = algorithm;
+                        form.compat = compat;
+                        form.kind = kind;
+                        form.scaled = scaled;
+                        form.max_norm = max_norm;
+                        form.sizes = {70, 0, 33, 5};
+                        SCOPED_TRACE(form.name());
+                        for (const bool pure : {false, true}) {
+                            Stepper plain(ctx, form, pure), without(ctx, form, pure);
+                            for (int64_t call = 1; call <= 6; ++call) {
+                                std::vector<Array> grads = gradients_of(form, 0, call);
+                                if (call == 3) grads[0].set(3, kNaN);
+                                if (call == 4) grads[2].set(3, kInf);
+                                const int32_t skip = call == 5;
+                                const float scale = call == 6 ? kNaN : 2.0f;
+                                std::vector<float> reports[2];
+                                for (Stepper *side : {&plain, &without}) {
+                                    std::vector<float> &report = reports[side == &without];
+                                    report.assign(DSOPT_REPORT_FLOATS, kNaN);
+                                    must(side->step(grads, [&](dsopt_step &step) {
+                                        step.report = report.data();
+                                        step.skip = &skip;
+                                        step.grad_scale = &scale;
+                                        step.flags = side == &without ? DSOPT_STEP_NO_NAN : 0;
+                                    }));
+                                }
+                                for (size_t i = 0; i < reports[0].size(); ++i)
+                                    EXPECT_EQ(reports[1][i], std::isnan(reports[0][i]) ? -1 : reports[0][i])
+                                        << "call " << call << ", place " << i;
+                                ASSERT_TRUE(same(plain.snapshot(), without.snapshot()));
+                            }
+                        }
+                    }
+}
+
+TEST(NoNan, ShowsALossScaleThatIsNaNAsMinusOne) {
+    const Context ctx = make_context(1);
+    Form form;
+    form.scaled = true;
+    Stepper side(ctx, form, true);
+    const float nan = kNaN;
+    side.owned->blocks[side.owned->index("loss_scale")].write({reinterpret_cast<const char *>(&nan), 4});
+    std::vector<float> report(DSOPT_REPORT_FLOATS);
+    const Snapshot before = side.snapshot();
+    must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
+        step.report = report.data();
+        step.flags = DSOPT_STEP_NO_NAN;
+    }));
+    for (const float value : report) EXPECT_FALSE(std::isnan(value));
+    EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
+    EXPECT_EQ(report[DSOPT_REPORT_REASONS], DSOPT_SKIP_SCALE);
+    EXPECT_EQ(report[DSOPT_REPORT_SCALE_USED], -1);
+    EXPECT_EQ(side.snapshot().at("param 0"), before.at("param 0"));
+}
+
+TEST(NoNan, IsRefusedWithoutAReport) {
+    const Context ctx = make_context(1);
+    const Form form;
+    for (const bool pure : {false, true}) {
+        Stepper side(ctx, form, pure);
+        EXPECT_TRUE(
+            refused(side.step(gradients_of(form, 0, 1), [](dsopt_step &step) { step.flags = DSOPT_STEP_NO_NAN; }),
+                    DSOPT_ERR_UNSUPPORTED, "NO_NAN"));
+    }
+}
+
+} // namespace

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// The same bits whatever the thread count, thread pool, instruction set, chunk, order and packing of the list, and
+// whatever floating-point mode the caller is in.
+#include "support/harness.h"
+#include <cfenv>
+#include <numeric>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+using namespace test;
+
+namespace {
+
+/// The environment's DSOPT_ISA while it lives; read when a context is made.
+struct Isa {
+    explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
+    ~Isa() { unsetenv("DSOPT_ISA"); }
+};
+
+/// One group of each algorithm, each with every dtype and sizes around leaf and chunk; enough for eight threads.
+std::vector<Shape> mixed_shapes() {
+    std::vector<Shape> shapes;
+    for (int i = 0; i < 4; ++i) {
+        shapes.push_back({10011, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32});
+        shapes.push_back({0, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32});
+        shapes.push_back({4097, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, 2});
+        shapes.push_back({1, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, 4});
+        shapes.push_back({8191, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32, 4});
+        shapes.push_back({12300, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16});
+    }
+    return shapes;
+}
+
+/// Two steps: parameters, state, and the norms as bits.
+std::string train_mixed(const dsopt_context_desc &desc, double max_norm) {
+    Trainer trainer(mixed_shapes(), optimizer_desc(max_norm, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
+    for (const int32_t algorithm : kAlgorithms) trainer.add(make_group(algorithm), 6);
+    std::string all;
+    for (uint64_t t = 1; t <= 2; ++t) {
+        trainer.train(t);
+        const dsopt_report report = report_of(trainer.opt());
+        for (const double value : {report.grad_norm, report.weight_norm, report.update_norm, report.divisor})
+            all.append(reinterpret_cast<const char *>(&value), sizeof value);
+    }
+    EXPECT_TRUE(trainer.model.intact());
+    return all + trainer.text();
+}
+
+const std::string &reference(double max_norm) {
+    static std::string texts[2];
+    std::string &text = texts[max_norm > 0];
+    if (text.empty()) {
+        const Isa isa("generic");
+        text = train_mixed(context_desc(1), max_norm);
+    }
+    return text;
+}
+
+using Setting = std::tuple<int32_t, int, const char *, int64_t>; // threads, hook, instruction set, chunk
+class SameBits : public testing::TestWithParam<Setting> {};
+
+TEST_P(SameBits, WhateverRunsTheStep) {
+    const auto [threads, hook, isa_name, chunk] = GetParam();
+    const Isa isa(isa_name);
+    Workers workers;
+    dsopt_context_desc desc = context_desc(threads);
+    desc.chunk = chunk;
+    if (hook != 0) {
+        desc.parallel_for = hook == 1 ? Workers::run : run_reversed;
+        desc.user = &workers;
+    }
+    EXPECT_TRUE(same(train_mixed(desc, 0), reference(0)));
+    EXPECT_TRUE(same(train_mixed(desc, 0.5), reference(0.5)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
+                         testing::Combine(testing::Values(1, 2, 3, 5, 8), testing::Values(0, 1, 2),
+                                          testing::Values("generic", "avx2", "avx512"),
+                                          testing::Values(4096, 8192, 65536)));
+
+TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
+    const std::vector<Shape> shapes = shapes_of({100000});
+    const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), context_desc(4));
+    dsopt_context_desc desc = context_desc(4);
+    desc.parallel_for = [](void *, int64_t, Body, void *) { FAIL() << "the pool of the context was asked"; };
+    const Trainer hooked(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), desc);
+    struct Count {
+        int64_t calls = 0, parts = 0;
+    } count;
+    for (uint64_t t = 1; t <= 3; ++t) {
+        plain.train(t);
+        hooked.model.make_gradients(t);
+        dsopt_step step = hooked.arguments();
+        step.parallel_user = &count;
+        step.parallel_for = [](void *user, int64_t n, Body body, void *arg) {
+            auto *seen = static_cast<Count *>(user);
+            ++seen->calls;
+            seen->parts = std::max(seen->parts, n);
+            run_reversed(nullptr, n, body, arg);
+        };
+        must(hooked.step(step));
+    }
+    EXPECT_TRUE(same(plain.text(), hooked.text()));
+    EXPECT_GT(count.calls, 0);
+    EXPECT_EQ(count.parts, 4);
+}
+
+TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
+    std::string first;
+    for (int run = 0; run < 100; ++run) {
+        const Trainer trainer(shapes_of({40000, 5, 4097}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5),
+                              context_desc(1 + run % 8));
+        trainer.train(1, 2);
+        const std::string text = trainer.text();
+        if (first.empty()) first = text;
+        ASSERT_TRUE(same(first, text)) << run;
+    }
+}
+
+// Lists that no cache holds are written past it: the same tensors in short lists are not.
+TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
+    std::vector<Shape> shapes;
+    for (int i = 0; i < 4; ++i)
+        shapes.push_back({700003, i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, size_t(2 + 10 * i), i});
+    for (const char *name : {"generic", "avx512"}) {
+        const Isa isa(name);
+        const Trainer whole(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
+        std::vector<Array> outs;
+        for (const Shape &shape : shapes) outs.emplace_back(DSOPT_DTYPE_F16, size_t(shape.numel), 0.0f, shape.offset);
+        const std::vector<dsopt_tensor> out = list_of(outs);
+        dsopt_step step = whole.arguments();
+        step.out = out.data();
+        for (int t = 0; t < 2; ++t) must(whole.step(step));
+        for (size_t i = 0; i < shapes.size(); ++i) {
+            const Trainer alone({shapes[i]}, make_group(DSOPT_ALGORITHM_ADAMW));
+            const Array alone_out(DSOPT_DTYPE_F16, size_t(shapes[i].numel), 0);
+            const dsopt_tensor list = alone_out.tensor();
+            step = alone.arguments();
+            step.out = &list;
+            for (int t = 0; t < 2; ++t) must(alone.step(step));
+            ASSERT_TRUE(same(whole.model.params[i].text(), alone.model.text())) << name << " " << i;
+            ASSERT_TRUE(same(outs[i].text(), alone_out.text())) << name << " " << i;
+            ASSERT_TRUE(outs[i].intact());
+        }
+        ASSERT_TRUE(whole.model.intact());
+    }
+}
+
+// --------------------------------------------------------------------------------------------------- order and packing
+class AnyOrder : public testing::TestWithParam<int32_t> {};
+
+TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
+    std::vector<Shape> shapes;
+    int64_t content = 0;
+    for (const Shape &shape : mixed_shapes()) {
+        shapes.push_back(shape);
+        shapes.back().content = content++;
+    }
+    const Trainer straight(shapes, make_group(GetParam()), optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS),
+                           context_desc(2));
+    straight.train(1, 3);
+    Random random(5);
+    for (int round = 0; round < 3; ++round) {
+        std::vector<size_t> order(shapes.size());
+        std::iota(order.begin(), order.end(), size_t(0));
+        for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
+        std::vector<Shape> permuted;
+        for (const size_t i : order) permuted.push_back(shapes[i]);
+        const Trainer other(permuted, make_group(GetParam()), optimizer_desc(), context_desc(3));
+        other.train(1, 3);
+        for (size_t i = 0; i < order.size(); ++i) {
+            ASSERT_TRUE(same(other.model.params[i].text(), straight.model.params[order[i]].text())) << order[i];
+            ASSERT_EQ(exported(other.opt(), int64_t(i), "exp_avg_sq"),
+                      exported(straight.opt(), int64_t(order[i]), "exp_avg_sq"));
+        }
+    }
+}
+INSTANTIATE_TEST_SUITE_P(Algorithms, AnyOrder, testing::ValuesIn(kAlgorithms), algorithm_name);
+
+class AnyPacking : public testing::TestWithParam<int32_t> {};
+
+TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
+    constexpr int64_t kNumel = 20000;
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
+        const Trainer whole({{kNumel, dtype, dtype}}, make_group(GetParam()), optimizer_desc(), context_desc(2));
+        whole.train(1, 3);
+        Random random(static_cast<uint64_t>(dtype));
+        for (int round = 0; round < 8; ++round) {
+            std::vector<int64_t> cuts = {0, kNumel};
+            const int64_t edges[] = {1, 4095, 4096, 4097, 8192, 19999};
+            if (round < 6)
+                cuts.push_back(edges[round]);
+            else
+                for (int i = 0; i < 20; ++i) cuts.push_back(int64_t(random.below(kNumel + 1))); // some pieces are empty
+            std::sort(cuts.begin(), cuts.end());
+
+            const Model model({{kNumel, dtype, dtype}});
+            const Context context = make_context(context_desc(3));
+            const Optimizer opt = make_optimizer(context);
+            const auto piece_of = [&](const Array &buffer, size_t i) {
+                return dsopt_tensor{buffer.data() + size_t(cuts[i]) * size_of(dtype), cuts[i + 1] - cuts[i], dtype, 0};
+            };
+            std::vector<dsopt_param> params;
+            std::vector<dsopt_tensor> grads;
+            for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+                params.push_back(param_of(piece_of(model.params[0], i)));
+                grads.push_back(piece_of(model.grads[0], i));
+            }
+            const dsopt_group group = make_group(GetParam());
+            ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, params.data(), int64_t(params.size())));
+            for (uint64_t t = 1; t <= 3; ++t) {
+                model.make_gradients(t);
+                DSOPT_NEW(dsopt_step, step);
+                step.grads = grads.data();
+                step.count = int64_t(grads.size());
+                ASSERT_OK(dsopt_optimizer_step(opt.get(), &step));
+            }
+            ASSERT_TRUE(same(model.text(), whole.model.text())) << round;
+        }
+    }
+}
+INSTANTIATE_TEST_SUITE_P(ElementWise, AnyPacking, testing::ValuesIn(kElementWise), algorithm_name);
+
+// Scaling by powers of two is exact: parameters, rate and gradients scaled so that every intermediate result is scaled
+// too.
+TEST(SameBitsScaled, APowerOfTwoOnTheGradientsComesOutThroughGradScale) {
+    for (const int32_t algorithm : kAlgorithms) {
+        const Trainer plain(shapes_of({5000}), make_group(algorithm)), scaled(shapes_of({5000}), make_group(algorithm));
+        const float scale = 1024;
+        for (uint64_t t = 1; t <= 3; ++t) {
+            plain.train(t);
+            scaled.model.make_gradients(t);
+            for (int64_t i = 0; i < 5000; ++i) scaled.model.grads[0].as<float>()[i] *= scale;
+            dsopt_step step = scaled.arguments();
+            step.grad_scale = &scale;
+            must(scaled.step(step));
+        }
+        EXPECT_TRUE(same(plain.text(), scaled.text())) << algorithm;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- floating-point
+// modes
+#if defined(__x86_64__)
+constexpr unsigned kDefault = 0x1f80, kFlush = 0x8040; // FTZ and DAZ
+
+struct Mode {
+    explicit Mode(unsigned csr) : saved_(_mm_getcsr()) { _mm_setcsr(csr); }
+    ~Mode() { _mm_setcsr(saved_); }
+    unsigned saved_;
+};
+
+/// Denormals, ties and inexact conversions in everything that a step reads; the tensors of the first step make masters.
+std::string train_in_mode(unsigned csr, const dsopt_context_desc &desc, uint32_t flags) {
+    Trainer trainer(mixed_shapes(), optimizer_desc(0.5, flags), desc);
+    for (const int32_t algorithm : kAlgorithms) {
+        dsopt_group group = make_group(algorithm);
+        group.lr = 1e-3;
+        trainer.add(group, 6);
+    }
+    for (const Array &param : trainer.model.params)
+        for (int64_t i = 0; i < param.numel(); i += 3) {
+            if (param.dtype() == DSOPT_DTYPE_F32)
+                param.as<float>()[i] = float_of(uint32_t(i) + 1); // denormal
+            else
+                param.as<uint16_t>()[i] = uint16_t(i % 128 + 1);
+        }
+    std::vector<Array> outs;
+    for (const Array &param : trainer.model.params)
+        outs.emplace_back(param.dtype() == DSOPT_DTYPE_F32 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_F32, param.size(), 0.0f);
+    const std::vector<dsopt_tensor> out = list_of(outs);
+    std::string all;
+    for (uint64_t t = 1; t <= 3; ++t) {
+        trainer.model.make_gradients(t);
+        for (const Array &grad : trainer.model.grads)
+            for (int64_t i = 0; i < grad.numel(); i += 5)
+                if (grad.dtype() == DSOPT_DTYPE_F32) grad.as<float>()[i] = float_of(uint32_t(i) * 7 + 1);
+        dsopt_step step = trainer.arguments();
+        step.out = out.data();
+        const Mode mode(csr);
+        const dsopt_status status = dsopt_optimizer_step(trainer.opt(), &step);
+        EXPECT_EQ(_mm_getcsr(), csr);
+        must(status);
+    }
+    for (const Array &buffer : outs) all += buffer.text();
+    return all + trainer.text();
+}
+
+class CallersMode : public testing::TestWithParam<unsigned> {};
+
+TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
+    for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
+        const std::string wanted = train_in_mode(kDefault, context_desc(1), flags);
+        for (const char *name : {"generic", "avx2", "avx512"}) {
+            const Isa isa(name);
+            EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(1), flags), wanted)) << name;
+        }
+        EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(4), flags), wanted));
+        // Threads of the caller's pool may be in such a mode while the caller itself is not.
+        dsopt_context_desc desc = context_desc(4);
+        Workers workers;
+        workers.enter = [] { _mm_setcsr(kDefault | kFlush | _MM_ROUND_UP); };
+        desc.parallel_for = Workers::run;
+        desc.user = &workers;
+        EXPECT_TRUE(same(train_in_mode(GetParam(), desc, flags), wanted));
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, CallersMode,
+                         testing::Values(kDefault, kDefault | kFlush, kDefault | _MM_ROUND_DOWN,
+                                         kDefault | _MM_ROUND_UP, kDefault | _MM_ROUND_TOWARD_ZERO | kFlush));
+
+TEST(CallersModeExceptions, UnmaskedOnesAreNotRaisedByAStep) {
+    const Trainer trainer(shapes_of({5000, 3}, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16), make_group(DSOPT_ALGORITHM_LAMB),
+                          optimizer_desc(1.0));
+    trainer.model.grads[0].as<uint16_t>()[7] = 0x7c01; // signalling NaN
+    const Mode mode(0x1f80 & ~(_MM_MASK_INVALID | _MM_MASK_DIV_ZERO | _MM_MASK_OVERFLOW | _MM_MASK_INEXACT |
+                               _MM_MASK_UNDERFLOW | _MM_MASK_DENORM));
+    const dsopt_step step = trainer.arguments();
+    const dsopt_status status = dsopt_optimizer_step(trainer.opt(), &step);
+    EXPECT_EQ(status, DSOPT_OK);
+}
+#endif
+
+} // namespace

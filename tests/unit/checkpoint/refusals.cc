@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoints that do not fit, lie or are damaged: refused with nothing changed. Files whose checksums are right are
+// made with the library's own writer, so this program links the static library.
+#include "checkpoint/safetensors.h"
+#include "support/file.h"
+#include "support/harness.h"
+#include <functional>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+using namespace test;
+
+namespace {
+
+std::string saved(const dsopt_optimizer *opt, uint32_t flags = 0) {
+    Tape tape;
+    const dsopt_io io = tape.io(flags);
+    must(dsopt_optimizer_save(const_cast<dsopt_optimizer *>(opt), nullptr, &io));
+    return tape.data;
+}
+dsopt_status load(dsopt_optimizer *opt, const std::string &data, uint32_t flags = 0) {
+    Tape tape{data};
+    const dsopt_io io = tape.io(flags);
+    return dsopt_optimizer_load(opt, nullptr, &io);
+}
+
+/// A checkpoint taken apart, to be put together again with right checksums.
+struct Content {
+    explicit Content(const std::string &data) {
+        Tape tape{data};
+        const dsopt::SafetensorsReader reader(dsopt::callback_source(tape.io()));
+        metadata.assign(reader.metadata().begin(), reader.metadata().end());
+        tensors = reader.tensors();
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            bytes.emplace_back(tensors[i].bytes, '\0');
+            reader.read(i, 0, bytes[i].data(), bytes[i].size());
+        }
+    }
+    std::string &field(const std::string &key) {
+        for (auto &[name, value] : metadata)
+            if (name == key) return value;
+        throw std::runtime_error("no field " + key);
+    }
+    dsopt::TensorEntry &tensor(const std::string &name) {
+        for (dsopt::TensorEntry &entry : tensors)
+            if (entry.name == name) return entry;
+        throw std::runtime_error("no tensor " + name);
+    }
+    void drop_tensor(const std::string &name) {
+        const size_t i = size_t(&tensor(name) - tensors.data());
+        tensors.erase(tensors.begin() + int64_t(i));
+        bytes.erase(bytes.begin() + int64_t(i));
+    }
+    std::string text() const {
+        Tape tape;
+        const auto sink = dsopt::callback_sink(tape.io());
+        dsopt::write_safetensors(*sink, metadata, tensors,
+                                 [&](size_t i, uint64_t offset, size_t, void *) { return bytes[i].data() + offset; });
+        return tape.data;
+    }
+    dsopt::Metadata metadata;
+    std::vector<dsopt::TensorEntry> tensors;
+    std::vector<std::string> bytes;
+};
+
+/// An optimizer with some steps behind it, and a checkpoint of a later moment.
+class Load : public testing::Test {
+protected:
+    static constexpr int64_t kDims[2] = {4, 5};
+    Load() : trainer_(shapes(), optimizer_desc(0.5)) {
+        auto list = trainer_.model.registered();
+        list[0].dims = kDims;
+        list[0].ndim = 2;
+        const dsopt_group a = make_group(DSOPT_ALGORITHM_ADAMW), b = make_group(DSOPT_ALGORITHM_LAMB);
+        must(dsopt_optimizer_add_group(trainer_.opt(), &a, list.data(), 2));
+        must(dsopt_optimizer_add_group(trainer_.opt(), &b, list.data() + 2, 1));
+        step(1);
+        step(2);
+        data_ = saved(trainer_.opt(), DSOPT_IO_PARAMS);
+        step(3);
+        must(dsopt_optimizer_set(trainer_.opt(), 0, DSOPT_KEY_LR, 0.5));
+        before_ = fingerprint();
+    }
+    static std::vector<Shape> shapes() {
+        return {{20, DSOPT_DTYPE_F32}, {6, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}, {3, DSOPT_DTYPE_F32}};
+    }
+    void step(uint64_t t) {
+        trainer_.model.make_gradients(t);
+        dsopt_step step = trainer_.arguments();
+        step.count = 3;
+        must(trainer_.step(step));
+    }
+    std::string fingerprint() const {
+        return trainer_.text() + hyper_text(trainer_.opt()) + std::to_string(report_of(trainer_.opt()).calls);
+    }
+    void expect_refused(const std::string &data, dsopt_status status, const std::string &words, uint32_t flags = 0) {
+        EXPECT_TRUE(refused(load(trainer_.opt(), data, flags), status, words)) << words;
+        EXPECT_TRUE(same(fingerprint(), before_)) << words;
+    }
+    void expect_spoiled_refused(const std::function<void(Content &)> &spoil, dsopt_status status,
+                                const std::string &words, uint32_t flags = 0) {
+        Content content(data_);
+        spoil(content);
+        expect_refused(content.text(), status, words, flags);
+    }
+    Trainer trainer_;
+    std::string data_, before_;
+};
+
+TEST_F(Load, TakesItsOwnFileAndOneThatWasPutTogetherAgain) {
+    for (const std::string &data : {data_, Content(data_).text()}) {
+        EXPECT_OK(load(trainer_.opt(), data, DSOPT_IO_PARAMS));
+        EXPECT_FALSE(same(fingerprint(), before_));
+        step(3);
+        must(dsopt_optimizer_set(trainer_.opt(), 0, DSOPT_KEY_LR, 0.5));
+        EXPECT_TRUE(same(fingerprint(), before_));
+    }
+}
+
+TEST_F(Load, RefusesAnotherOptimizersFile) {
+    struct Other {
+        std::vector<Shape> shapes;
+        std::vector<std::pair<int32_t, size_t>> groups;
+        std::vector<const char *> names;
+        const char *words;
+    };
+    const std::vector<Shape> good = shapes();
+    const auto with = [&](size_t i, const Shape &shape) {
+        std::vector<Shape> list = good;
+        list[i] = shape;
+        return list;
+    };
+    const Other others[] = {
+        {good, {{DSOPT_ALGORITHM_ADAM, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "p1", "p2"}, "group 0|adam|adamw"},
+        {good,
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_ADAM_LEGACY, 1}},
+         {"p0", "p1", "p2"},
+         "group 1|adam_legacy|lamb"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 3}}, {"p0", "p1", "p2"}, "1 groups|2"},
+        {good,
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}, {DSOPT_ALGORITHM_LAMB, 0}},
+         {"p0", "p1", "p2"},
+         "3 groups|2"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 1}, {DSOPT_ALGORITHM_LAMB, 2}}, {"p0", "p1", "p2"}, "'p1'|group 1|group 0"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "other", "p2"}, "'other'"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p1", "p0", "p2"}, "'p0."},
+        {with(0, {21, DSOPT_DTYPE_F32}),
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
+         {"p0", "p1", "p2"},
+         "'p0.exp_avg'|84|80"},
+        {with(1, {6, DSOPT_DTYPE_F32}),
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
+         {"p0", "p1", "p2"},
+         "'p1.master'"},
+        {{good[0], good[1]}, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 0}}, {"p0", "p1"}, "'p2'"},
+        {{good[0], good[1], good[2], {5}},
+         {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 2}},
+         {"p0", "p1", "p2", "more"},
+         "'more'"},
+    };
+    for (const Other &other : others) {
+        const Model model(other.shapes);
+        const Context context = make_context();
+        const Optimizer opt = make_optimizer(context);
+        auto list = model.registered();
+        for (size_t i = 0; i < list.size(); ++i) list[i].name = other.names[i];
+        size_t at = 0;
+        for (const auto &[algorithm, count] : other.groups) {
+            const dsopt_group group = make_group(algorithm);
+            must(dsopt_optimizer_add_group(opt.get(), &group, list.data() + at, int64_t(count)));
+            at += count;
+        }
+        expect_refused(saved(opt.get()), DSOPT_ERR_MISMATCH, other.words);
+    }
+}
+
+TEST_F(Load, RefusesMomentsOfAnotherDtype) {
+    dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
+    desc.compat = DSOPT_COMPAT_DEEPSPEED; // moments in the parameter's dtype
+    const Trainer half(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW), desc);
+    const Trainer full(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW),
+                       optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
+    EXPECT_TRUE(refused(load(full.opt(), saved(half.opt())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
+    EXPECT_TRUE(refused(load(half.opt(), saved(full.opt())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
+}
+
+TEST_F(Load, RefusesMissingTensorsOfEachKind) {
+    for (const char *name : {"p0.exp_avg", "p2.exp_avg_sq", "p1.master", "optimizer.step", "optimizer.trust_ratio"})
+        expect_spoiled_refused([&](Content &c) { c.drop_tensor(name); }, DSOPT_ERR_MISMATCH, name);
+    expect_spoiled_refused([](Content &c) { c.drop_tensor("p1.param"); }, DSOPT_ERR_MISMATCH, "p1.param",
+                           DSOPT_IO_PARAMS);
+    Content without(data_); // what is not asked for may be missing
+    for (const char *name : {"p0.param", "p1.param", "p2.param"}) without.drop_tensor(name);
+    EXPECT_OK(load(trainer_.opt(), without.text()));
+    without.drop_tensor("p1.master");
+    EXPECT_OK(load(trainer_.opt(), without.text(), DSOPT_IO_NO_MASTERS));
+}
+
+TEST_F(Load, RefusesTensorsOfAnotherDtypeSizeOrShape) {
+    expect_spoiled_refused([](Content &c) { c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_MISMATCH,
+                           "p0.exp_avg|dtype");
+    expect_spoiled_refused([](Content &c) { c.tensor("optimizer.step").dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_MISMATCH,
+                           "optimizer.step|dtype");
+    expect_spoiled_refused(
+        [](Content &c) {
+            c.tensor("p0.exp_avg").shape = {5, 4};
+        },
+        DSOPT_ERR_MISMATCH, "p0.exp_avg|shape");
+    expect_spoiled_refused(
+        [](Content &c) {
+            dsopt::TensorEntry &entry = c.tensor("p2.exp_avg");
+            entry.shape = {2};
+            entry.bytes = 8;
+        },
+        DSOPT_ERR_MISMATCH, "p2.exp_avg|8|12");
+    Content flat(data_); // a flat shape of the same size says nothing else
+    flat.tensor("p0.exp_avg").shape = {20};
+    EXPECT_OK(load(trainer_.opt(), flat.text()));
+}
+
+TEST_F(Load, RefusesEveryMissingField) {
+    for (const auto &[key, value] : Content(data_).metadata) {
+        if (key.starts_with("xxh3")) continue;
+        expect_spoiled_refused(
+            [&](Content &c) { std::erase_if(c.metadata, [&](const auto &field) { return field.first == key; }); },
+            DSOPT_ERR_FORMAT, key);
+    }
+}
+
+TEST_F(Load, RefusesFieldsOutOfRange) {
+    struct Field {
+        const char *key;
+        std::vector<const char *> values;
+    };
+    const std::vector<const char *> no_number = {"", " 1", "1 ", "0x10", "1,5", "one", "--1"};
+    const Field fields[] = {{"group.0.lr", {"nan", "inf", "-1", "-inf", "1e999"}},
+                            {"group.0.beta1", {"nan", "1", "-0.1", "inf"}},
+                            {"group.1.beta2", {"nan", "1", "-0.1"}},
+                            {"group.1.eps", {"nan", "inf", "-1"}},
+                            {"group.0.weight_decay", {"nan", "inf", "-1"}},
+                            {"group.0.max_norm", {"nan", "inf", "-1"}},
+                            {"group.1.min_trust", {"nan", "inf", "-1", "11"}},
+                            {"group.1.max_trust", {"nan", "inf", "-1", "0"}},
+                            {"group.0.min_trust", {"0.5", "nan"}},
+                            {"group.0.flags", {"2", "8", "32", "1073741824", "-1", "1.5", "99999999999"}},
+                            {"max_norm", {"nan", "inf", "-1"}},
+                            {"max_value", {"nan", "inf", "-1"}},
+                            {"calls", {"-1", "1.5", "nan", "99999999999999999999"}},
+                            {"format", {"pt", "DSOPT"}}};
+    for (const Field &field : fields) {
+        std::vector<const char *> values = field.values;
+        values.insert(values.end(), no_number.begin(), no_number.end());
+        for (const char *value : values)
+            expect_spoiled_refused([&](Content &c) { c.field(field.key) = value; }, DSOPT_ERR_FORMAT, "");
+    }
+    expect_spoiled_refused([](Content &c) { c.field("group.0.beta1") = "nan"; }, DSOPT_ERR_FORMAT, "group 0|beta1");
+    expect_spoiled_refused([](Content &c) { c.field("group.1.eps") = "x"; }, DSOPT_ERR_FORMAT, "group.1.eps|x");
+    for (const char *value : {"0", "1", "3", "-2", "x", "4294967298"})
+        EXPECT_NE(load(trainer_.opt(),
+                       [&] {
+                           Content content(data_);
+                           content.field("groups") = value;
+                           return content.text();
+                       }()),
+                  DSOPT_OK);
+    EXPECT_TRUE(same(fingerprint(), before_));
+}
+
+TEST_F(Load, RefusesANewerFormatAndSaysWhichOneItReads) {
+    const std::string now = Content(data_).field("format_version");
+    for (const char *version : {"2", "10", "0", "1.1", "", "01"}) {
+        if (version == now) continue;
+        expect_spoiled_refused([&](Content &c) { c.field("format_version") = version; }, DSOPT_ERR_FORMAT,
+                               "version|" + now);
+    }
+}
+
+TEST_F(Load, RefusesADamagedListOfNames) {
+    const std::string good = Content(data_).field("params");
+    ASSERT_EQ(good, "2:p02:p12:p2");
+    for (const char *value : {"", "2:p0", "2:p02:p1", "2:p02:p12:p22:p3", "2:p02:p02:p2", "2:p02:p1:p2", "3:p02:p12:p2",
+                              "99:p0", "-1:p0", "18446744073709551615:p0", "99999999999999999999:p0", "2p02:p12:p2",
+                              "2:p02:p12:p2x", "2:p22:p12:p0", "0:2:p02:p12:p2"}) {
+        Content content(data_);
+        content.field("params") = value;
+        const dsopt_status status = load(trainer_.opt(), content.text());
+        EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH)
+            << value << ": " << dsopt_status_name(status);
+        EXPECT_TRUE(same(fingerprint(), before_)) << value;
+    }
+}
+
+// How many parameters a group has: numbers that do not fit the list of names, and numbers that overflow when added.
+TEST_F(Load, RefusesWrongGroupSizes) {
+    struct Sizes {
+        const char *first, *second;
+    };
+    for (const auto &[first, second] : {Sizes{"1", "2"},
+                                        {"3", "0"},
+                                        {"0", "3"},
+                                        {"-1", "4"},
+                                        {"2", "-1"},
+                                        {"2", "9"},
+                                        {"2", "0"},
+                                        {"-9223372036854775808", "-1"},
+                                        {"9223372036854775807", "1"},
+                                        {"9223372036854775807", "9223372036854775807"}}) {
+        Content content(data_);
+        content.field("group.0.params") = first;
+        content.field("group.1.params") = second;
+        const dsopt_status status = load(trainer_.opt(), content.text());
+        EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH)
+            << first << " " << second << ": " << dsopt_status_name(status);
+        EXPECT_TRUE(same(fingerprint(), before_));
+        before_ = fingerprint();
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------------- damage
+TEST_F(Load, RefusesEveryBitFlip) {
+    ASSERT_LT(data_.size(), 6000u);
+    std::string data = data_;
+    int checksum = 0, format = 0;
+    for (size_t bit = 0; bit < data.size() * 8; ++bit) {
+        data[bit / 8] = char(data[bit / 8] ^ (1 << bit % 8));
+        const dsopt_status status = load(trainer_.opt(), data, DSOPT_IO_PARAMS);
+        ASSERT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_CHECKSUM)
+            << bit << " " << dsopt_status_name(status);
+        if (bit % 97 == 0) { ASSERT_TRUE(same(fingerprint(), before_)) << bit; }
+        (status == DSOPT_ERR_FORMAT ? format : checksum) += 1;
+        data[bit / 8] = data_[bit / 8];
+    }
+    EXPECT_TRUE(same(fingerprint(), before_));
+    EXPECT_GT(checksum, 1000);
+    EXPECT_GT(format, 10000);
+}
+
+TEST_F(Load, NamesTheDamagedTensorAlsoWhereItIsNotAskedFor) {
+    std::string data = data_;
+    data.back() = char(data.back() ^ 1);
+    const std::string last = Content(data_).tensors.back().name;
+    for (const uint32_t flags : {0u, uint32_t(DSOPT_IO_PARAMS), uint32_t(DSOPT_IO_NO_STATE),
+                                 uint32_t(DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_STATE)})
+        expect_refused(data, DSOPT_ERR_CHECKSUM, last, flags);
+}
+
+TEST_F(Load, RefusesEveryTruncationAndWhatIsAppended) {
+    for (size_t size = 0; size < data_.size(); ++size) {
+        ASSERT_EQ(load(trainer_.opt(), data_.substr(0, size)), DSOPT_ERR_FORMAT) << size;
+        if (size % 97 == 0) { ASSERT_TRUE(same(fingerprint(), before_)) << size; }
+    }
+    expect_refused(data_ + '\0', DSOPT_ERR_FORMAT, "appended");
+    expect_refused(data_ + data_, DSOPT_ERR_FORMAT, "appended");
+}
+
+TEST_F(Load, RefusesLyingLengths) {
+    for (const uint64_t length : {uint64_t(1) << 63, UINT64_MAX, UINT64_MAX - 7, uint64_t(100000001),
+                                  uint64_t(data_.size()), uint64_t(data_.size() - 7), uint64_t(0), uint64_t(1)}) {
+        std::string data = data_;
+        std::memcpy(data.data(), &length, 8);
+        expect_refused(data, DSOPT_ERR_FORMAT, "");
+        expect_refused(data.substr(0, 8), DSOPT_ERR_FORMAT, "");
+    }
+    Tape tape{data_};
+    dsopt_io io = tape.io();
+    for (const uint64_t total : {uint64_t(0), uint64_t(7), uint64_t(1) << 63, UINT64_MAX}) { // the caller's word for it
+        io.total = total;
+        EXPECT_NE(dsopt_optimizer_load(trainer_.opt(), nullptr, &io), DSOPT_OK);
+        EXPECT_TRUE(same(fingerprint(), before_));
+    }
+}
+
+/// The header of a file changed as text, its checksum put right.
+std::string with_header(const std::string &data, const std::string &find, const std::string &replace) {
+    uint64_t length = 0;
+    std::memcpy(&length, data.data(), 8);
+    std::string header = data.substr(8, length);
+    const size_t at = header.find(find);
+    if (at == std::string::npos) throw std::runtime_error("not in the header: " + find);
+    header.replace(at, find.size(), replace);
+    const std::string key = R"("header_xxh3":")";
+    const size_t digits = header.find(key) + key.size();
+    header.replace(digits, 32, std::string(32, '0'));
+    length = header.size();
+    std::string result(reinterpret_cast<const char *>(&length), 8);
+    result += header;
+    const XXH128_hash_t hash = XXH3_128bits(result.data(), result.size());
+    char text[33];
+    std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(hash.high64),
+                  static_cast<unsigned long long>(hash.low64));
+    return result.replace(8 + digits, 32, text, 32) +
+           data.substr(data.size() - (data.size() - 8 - header.size() + replace.size() - find.size()));
+}
+
+TEST_F(Load, RefusesDuplicateKeys) {
+    EXPECT_OK(load(trainer_.opt(), with_header(data_, "\"calls\"", "\"calls\"")));
+    before_ = fingerprint();
+    expect_refused(with_header(data_, R"("calls":"2")", R"("calls":"2","calls":"2")"), DSOPT_ERR_FORMAT, "calls|twice");
+    expect_refused(with_header(data_, R"("calls":"2")", R"("calls":"2","format":"dsopt")"), DSOPT_ERR_FORMAT,
+                   "format|twice");
+    const std::string tensor = R"("p2.exp_avg":{)";
+    expect_refused(with_header(data_, tensor, R"("p0.exp_avg":{)"), DSOPT_ERR_FORMAT, "p0.exp_avg");
+    expect_refused(with_header(data_, R"("__metadata__":{)", R"("__metadata__":{"a":"b",)"), DSOPT_ERR_FORMAT, "");
+}
+
+TEST_F(Load, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
+    for (int n = 0;; ++n) {
+        Tape tape{data_};
+        tape.fail_at = n;
+        const dsopt_io io = tape.io(DSOPT_IO_PARAMS);
+        const dsopt_status status = dsopt_optimizer_load(trainer_.opt(), nullptr, &io);
+        if (tape.calls <= n) {
+            EXPECT_EQ(status, DSOPT_OK);
+            EXPECT_GT(n, 10);
+            break;
+        }
+        ASSERT_TRUE(refused(status, DSOPT_ERR_IO, "-42"));
+        ASSERT_TRUE(same(fingerprint(), before_)) << n;
+    }
+}
+
+// A load that fails before the first step must leave no trace: masters still start from the parameters.
+TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
+    const std::vector<Shape> shapes = shapes_of({3000, 5}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), plain(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
+    source.train(1, 3);
+    const std::string good = saved(source.opt());
+    plain.train(1, 2);
+    std::vector<std::string> bad(4, good);
+    bad[0].back() = char(bad[0].back() ^ 1); // a checksum
+    bad[1].pop_back();                       // a length
+    Content missing(good);
+    missing.drop_tensor("p1.exp_avg");
+    bad[2] = missing.text();
+    Content version(good);
+    version.field("format_version") = "99";
+    bad[3] = version.text();
+    for (const std::string &data : bad) {
+        const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
+        EXPECT_NE(load(trainer.opt(), data), DSOPT_OK);
+        trainer.train(1, 2);
+        EXPECT_TRUE(same(trainer.text(), plain.text()));
+    }
+}
+
+TEST(LoadFirst, IntoBoundMastersThatFailsLeavesThemAlone) {
+    const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
+    source.train(1);
+    std::string data = saved(source.opt());
+    data.back() = char(data.back() ^ 1);
+    const Array master(DSOPT_DTYPE_F32, 30, 0);
+    master.fill(5);
+    const std::string before = master.text();
+    const dsopt_tensor list[] = {master.tensor(),
+                                 {nullptr, 30, DSOPT_DTYPE_F32, 0},
+                                 {nullptr, 30, DSOPT_DTYPE_F32, 0},
+                                 {nullptr, 1, DSOPT_DTYPE_I32, 0}};
+    ASSERT_OK(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, list, 4));
+    EXPECT_EQ(load(trainer.opt(), data), DSOPT_ERR_CHECKSUM);
+    EXPECT_TRUE(same(master.text(), before));
+    EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg"), std::vector<float>(30, 0));
+}
+
+} // namespace

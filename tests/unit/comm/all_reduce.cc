@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+// dsopt_comm_all_reduce of lists, against sums in double: sizes around every edge of the bucket, dtypes side by side,
+// the same bits on every rank, few collectives, and what becomes of it when a comm fails.
+#include "support/onebit.h"
+#include <mutex>
+
+using namespace test;
+
+namespace {
+
+constexpr size_t kAlone = size_t(1) << 18;  // from here on fp32 tensors go by themselves
+constexpr size_t kBucket = size_t(1) << 20; // floats that travel together
+constexpr int32_t kOps[] = {DSOPT_OP_SUM, DSOPT_OP_MEAN, DSOPT_OP_MAX};
+
+struct Entry {
+    size_t numel;
+    int32_t dtype = DSOPT_DTYPE_F32;
+    bool absent = false;
+};
+using Entries = std::vector<Entry>;
+
+/// What a rank has in an element: every rank can make it, and sums of four of them are exact in fp32 and in double.
+float value_of(int rank, size_t tensor, size_t i) {
+    const auto mixed = uint32_t(i * 2654435761u + tensor * 40503u + size_t(rank) * 977u);
+    return float(int(mixed >> 16 & 255) - 128) / 16; // 16 bits hold it
+}
+std::vector<Array> arrays_of(const Entries &entries, int rank) {
+    std::vector<Array> arrays;
+    for (size_t t = 0; t < entries.size(); ++t) {
+        arrays.push_back(entries[t].absent ? Array::absent(entries[t].numel, entries[t].dtype)
+                                           : Array(entries[t].dtype, entries[t].numel, 0));
+        for (size_t i = 0; i < entries[t].numel && !entries[t].absent; ++i) arrays[t].set(i, value_of(rank, t, i));
+    }
+    return arrays;
+}
+double wanted(int ranks, int32_t op, size_t tensor, size_t i) {
+    double result = value_of(0, tensor, i);
+    for (int rank = 1; rank < ranks; ++rank) {
+        const double other = value_of(rank, tensor, i);
+        result = op == DSOPT_OP_MAX ? std::max(result, other) : result + other;
+    }
+    return op == DSOPT_OP_MEAN ? result / ranks : result;
+}
+dsopt_status all_reduce(const Comm &comm, const std::vector<Array> &arrays, int32_t op) {
+    const std::vector<dsopt_tensor> list = list_of(arrays);
+    return dsopt_comm_all_reduce(comm.get(), list.data(), int64_t(list.size()), op, nullptr);
+}
+/// Every element where there are few, else some of them and the borders.
+testing::AssertionResult is_right(const Array &array, int ranks, int32_t op, size_t tensor) {
+    const size_t step = array.size() > 10000 ? 1009 : 1;
+    for (size_t at = 0; at < array.size() + step; at += step) {
+        if (array.size() == 0) break;
+        const size_t i = std::min(at, array.size() - 1);
+        const double want = wanted(ranks, op, tensor, i), unit = array.dtype() == DSOPT_DTYPE_F32   ? 0x1p-23
+                                                                 : array.dtype() == DSOPT_DTYPE_F16 ? 0x1p-11
+                                                                                                    : 0x1p-8;
+        // MEAN multiplies by a rounded 1 / ranks: one unit of fp32 beside the rounding of the dtype.
+        if (std::fabs(double(array[i]) - want) > std::fabs(want) * (unit + 0x1p-22))
+            return testing::AssertionFailure() << array[i] << " in place of " << want << " at " << i;
+        if (op != DSOPT_OP_MEAN && array[i] != rounded(float(want), array.dtype()))
+            return testing::AssertionFailure() << array[i] << " is not " << want << " rounded once, at " << i;
+    }
+    return testing::AssertionSuccess();
+}
+/// Runs on all ranks and compares with the reference and with one another. The calls that one rank counts.
+int64_t expect_right(const Entries &entries, int ranks, int32_t op) {
+    std::vector<std::vector<std::string>> bytes(static_cast<size_t>(ranks));
+    std::vector<int64_t> calls(static_cast<size_t>(ranks));
+    with_ranks(ranks, [&](int rank, const Context &, const Comm &comm) {
+        const std::vector<Array> arrays = arrays_of(entries, rank);
+        ASSERT_OK(all_reduce(comm, arrays, op));
+        for (size_t t = 0; t < arrays.size(); ++t) {
+            if (entries[t].absent) continue;
+            EXPECT_TRUE(is_right(arrays[t], ranks, op, t)) << "tensor " << t << " op " << op << " ranks " << ranks;
+            bytes[size_t(rank)].push_back(arrays[t].text());
+        }
+        calls[size_t(rank)] = info_of(comm).calls;
+    });
+    for (int rank = 1; rank < ranks; ++rank) {
+        EXPECT_TRUE(bytes[size_t(rank)] == bytes[0]) << "rank " << rank << " has other bits";
+        EXPECT_EQ(calls[size_t(rank)], calls[0]);
+    }
+    return calls[0];
+}
+
+TEST(AllReduce, AddsAveragesAndTakesTheLargestOfMixedDtypes) {
+    const Entries entries{{3},
+                          {700, DSOPT_DTYPE_F16},
+                          {0},
+                          {1, DSOPT_DTYPE_BF16},
+                          {4097},
+                          {5000, DSOPT_DTYPE_BF16},
+                          {33, DSOPT_DTYPE_F16},
+                          {0, DSOPT_DTYPE_F16}};
+    for (const int ranks : {1, 2, 3, 4})
+        for (const int32_t op : kOps) EXPECT_EQ(expect_right(entries, ranks, op), ranks == 1 ? 0 : 1);
+}
+
+TEST(AllReduce, OneTensorOfEverySizeAroundTheEdge) {
+    for (const size_t numel : {size_t(0), size_t(1), kAlone - 1, kAlone, kAlone + 1})
+        for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
+            for (const int32_t op : kOps) EXPECT_EQ(expect_right({{numel, dtype}}, 2, op), numel == 0 ? 0 : 1);
+}
+
+TEST(AllReduce, LargeAndSmallTensorsInAnyOrder) {
+    EXPECT_EQ(expect_right({{5}, {kAlone + 3}, {7, DSOPT_DTYPE_F16}, {kAlone}, {0}, {9}}, 3, DSOPT_OP_MEAN), 3);
+}
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kSlow = true;
+#else
+constexpr bool kSlow = false;
+#endif
+
+TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
+    if (kSlow) GTEST_SKIP() << "large lists";
+    const size_t part = kBucket / 16 - 1; // fp32, just too small to go alone
+    for (const int extra : {-1, 0, 1}) {
+        Entries entries(16, Entry{part});
+        entries.push_back({size_t(16 + extra)});
+        EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), extra > 0 ? 2 : 1) << extra;
+    }
+}
+
+TEST(AllReduce, A16BitTensorThatIsLargerThanTheBucketGoesInPieces) {
+    if (kSlow) GTEST_SKIP() << "large lists";
+    EXPECT_EQ(expect_right({{3}, {kBucket + 5, DSOPT_DTYPE_F16}, {2, DSOPT_DTYPE_BF16}}, 2, DSOPT_OP_MEAN), 2);
+}
+
+TEST(AllReduce, ManyTinyTensorsTakeOneCollective) {
+    Entries entries;
+    for (size_t t = 0; t < 200; ++t)
+        entries.push_back({t % 7, t % 3 == 0   ? int32_t(DSOPT_DTYPE_F16)
+                                  : t % 3 == 1 ? int32_t(DSOPT_DTYPE_F32)
+                                               : int32_t(DSOPT_DTYPE_BF16)});
+    for (const int ranks : {2, 4}) EXPECT_EQ(expect_right(entries, ranks, DSOPT_OP_MEAN), 1);
+}
+
+TEST(AllReduce, EntriesWithoutDataArePassedOver) {
+    Entries entries{{10}, {11, DSOPT_DTYPE_F32, true}, {12, DSOPT_DTYPE_F16}, {kAlone, DSOPT_DTYPE_F32, true}};
+    EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 1);
+    for (Entry &entry : entries) entry.absent = true;
+    EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 0);
+}
+
+TEST(AllReduce, AMeanThatFitsSurvivesASumThatDoesNot) {
+    with_ranks(4, [&](int rank, const Context &, const Comm &comm) {
+        const float large = 60000; // of 65504
+        std::vector<Array> arrays{Array(DSOPT_DTYPE_F16, 3, large), Array(DSOPT_DTYPE_F16, 3, rank == 0 ? 1.0f : 0.0f)};
+        ASSERT_OK(all_reduce(comm, arrays, DSOPT_OP_MEAN));
+        EXPECT_EQ(arrays[0].floats(), std::vector<float>(3, rounded(large, DSOPT_DTYPE_F16)));
+        EXPECT_EQ(arrays[1][0], 0.25f);
+        ASSERT_OK(all_reduce(comm, arrays, DSOPT_OP_SUM));
+        EXPECT_EQ(arrays[0][0], kInf);
+        EXPECT_EQ(arrays[1][0], 1);
+    });
+}
+
+TEST(AllReduce, NonFiniteElementsReachEveryRank) {
+    with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
+        std::vector<Array> arrays{Array(DSOPT_DTYPE_F32, 3, 1), Array(DSOPT_DTYPE_F16, 3, 1)};
+        if (rank == 1) arrays[0].set(0, kNaN), arrays[1].set(2, kInf);
+        ASSERT_OK(all_reduce(comm, arrays, DSOPT_OP_MEAN));
+        EXPECT_TRUE(std::isnan(arrays[0][0]));
+        EXPECT_EQ(arrays[0][1], 1);
+        EXPECT_EQ(arrays[1][2], kInf);
+    });
+}
+
+TEST(AllReduce, CallAfterCallOfOtherSizesSharesTheBucket) {
+    with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
+        for (const size_t numel : {size_t(10), size_t(5000), size_t(1), size_t(70000), size_t(3)}) {
+            const std::vector<Array> arrays = arrays_of({{numel}, {numel, DSOPT_DTYPE_BF16}}, rank);
+            ASSERT_OK(all_reduce(comm, arrays, DSOPT_OP_SUM));
+            for (size_t t = 0; t < 2; ++t) EXPECT_TRUE(is_right(arrays[t], 2, DSOPT_OP_SUM, t)) << numel;
+        }
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------- failures
+TEST(AllReduceFailing, ListsOfDifferentSizesLoseTheComm) {
+    with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
+        EXPECT_TRUE(refused(all_reduce(comm, arrays_of({{size_t(5 + rank)}}, rank), DSOPT_OP_SUM), DSOPT_ERR_COMM));
+        EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
+        EXPECT_TRUE(refused(all_reduce(comm, arrays_of({{5}}, rank), DSOPT_OP_SUM), DSOPT_ERR_COMM, "lost"));
+    });
+}
+
+TEST(AllReduceFailing, AbortedCommSaysSoForEmptyListsToo) {
+    const Context ctx = make_context(1);
+    const Comm self = self_comm(ctx);
+    with_ranks(2, [&](int, const Context &, const Comm &comm) {
+        dsopt_comm_abort(comm.get());
+        EXPECT_TRUE(refused(all_reduce(comm, arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_ABORTED));
+        EXPECT_TRUE(refused(all_reduce(comm, {}, DSOPT_OP_SUM), DSOPT_ERR_ABORTED));
+        EXPECT_TRUE(refused(all_reduce(comm, arrays_of({{0}, {3, DSOPT_DTYPE_F16, true}}, 0), DSOPT_OP_SUM),
+                            DSOPT_ERR_ABORTED));
+    });
+    EXPECT_OK(all_reduce(self, arrays_of({{5}}, 0), DSOPT_OP_SUM));
+    dsopt_comm_abort(self.get());
+    EXPECT_TRUE(refused(all_reduce(self, arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_ABORTED));
+}
+
+TEST(AllReduceFailing, AbortReleasesARankThatWaits) {
+    const Context ctx = make_context(1);
+    const CommId id = new_id();
+    std::vector<Comm> comms(2);
+    run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, -1); });
+    std::thread waits(
+        [&] { EXPECT_TRUE(refused(all_reduce(comms[0], arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_ABORTED)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    dsopt_comm_abort(comms[1].get());
+    waits.join();
+}
+
+TEST(AllReduceFailing, TimesOutWhenARankDoesNotCome) {
+    const Context ctx = make_context(1);
+    const CommId id = new_id();
+    std::vector<Comm> comms(2);
+    run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, 300); });
+    EXPECT_TRUE(refused(all_reduce(comms[0], arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_TIMEOUT));
+}
+
+// ---------------------------------------------------------------------------------------------------------------- table
+/// Functions of a caller: two ranks, of which the other one has the same data.
+struct Double {
+    std::vector<std::pair<int64_t, int32_t>> calls; // count, op
+    int fails_at = -1, code = 0;
+    dsopt_comm_table table() {
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.self = this;
+        table.ranks = 2;
+        table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                              void *) {
+            auto &of = *static_cast<Double *>(self);
+            EXPECT_EQ(dtype, DSOPT_DTYPE_F32);
+            EXPECT_TRUE(op == DSOPT_OP_SUM || op == DSOPT_OP_MAX) << "a table knows no MEAN";
+            of.calls.emplace_back(count, op);
+            if (int(of.calls.size()) - 1 == of.fails_at) return of.code;
+            for (int64_t i = 0; i < count; ++i)
+                static_cast<float *>(recv)[i] = static_cast<const float *>(send)[i] * (op == DSOPT_OP_SUM ? 2 : 1);
+            return 0;
+        };
+        return table;
+    }
+    Comm comm(const Context &ctx) {
+        const dsopt_comm_table functions = table();
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_TABLE;
+        desc.table = &functions;
+        dsopt_comm *made = nullptr;
+        must(dsopt_comm_create(ctx.get(), &desc, &made));
+        return Comm(made);
+    }
+};
+
+TEST(AllReduceTable, GetsFloatsAndSumsAlone) {
+    const Context ctx = make_context(1);
+    Double other;
+    const Comm comm = other.comm(ctx);
+    for (const int32_t op : kOps) {
+        other.calls.clear();
+        const Entries entries{{7}, {9, DSOPT_DTYPE_F16}, {kAlone}};
+        const std::vector<Array> arrays = arrays_of(entries, 0);
+        ASSERT_OK(all_reduce(comm, arrays, op));
+        const float factor = op == DSOPT_OP_SUM ? 2 : 1;
+        for (size_t t = 0; t < arrays.size(); ++t)
+            for (size_t i = 0; i < arrays[t].size(); i += 5) ASSERT_EQ(arrays[t][i], factor * value_of(0, t, i));
+        using Calls = std::vector<std::pair<int64_t, int32_t>>;
+        const int32_t asked = op == DSOPT_OP_MEAN ? int32_t(DSOPT_OP_SUM) : op;
+        EXPECT_EQ(other.calls, (Calls{{int64_t(kAlone), asked}, {16, asked}}));
+    }
+}
+
+TEST(AllReduceTable, AFailureGivesItsStatusAndLosesTheComm) {
+    const Context ctx = make_context(1);
+    const std::pair<int, dsopt_status> cases[] = {{77, DSOPT_ERR_COMM},
+                                                  {-DSOPT_ERR_COMM, DSOPT_ERR_COMM},
+                                                  {-DSOPT_ERR_TIMEOUT, DSOPT_ERR_TIMEOUT},
+                                                  {-DSOPT_ERR_ABORTED, DSOPT_ERR_ABORTED}};
+    for (const auto &[code, status] : cases)
+        for (const int at : {0, 1}) {
+            Double other;
+            other.fails_at = at;
+            other.code = code;
+            const Comm comm = other.comm(ctx);
+            const std::vector<Array> arrays = arrays_of({{7}, {kAlone}}, 0);
+            EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));
+            EXPECT_EQ(info_of(comm).status, status);
+            EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));
+            EXPECT_EQ(int(other.calls.size()), at + 1) << "a lost comm is not tried again";
+        }
+}
+
+// ------------------------------------------------------------------------------------------------------------- training
+TEST(AllReduceTraining, AveragedGradientsOfPartsTrainAsTheWholeBatchDoes) {
+    // A linear model with squared errors: the gradient of the batch is the mean of those of its parts.
+    constexpr size_t inputs = 20;
+    constexpr int samples = 24, steps = 30;
+    const auto gradient = [](const Array &weight, int begin, int end) {
+        std::vector<double> sum(inputs);
+        for (int s = begin; s < end; ++s) {
+            Random random{uint64_t(s + 1)};
+            const std::vector<float> x = random.floats(inputs);
+            double error = -random.uniform(-1, 1);
+            for (size_t i = 0; i < inputs; ++i) error += double(weight[i]) * double(x[i]);
+            for (size_t i = 0; i < inputs; ++i) sum[i] += 2 * error * double(x[i]) / (end - begin);
+        }
+        return Array(DSOPT_DTYPE_F32, {sum.begin(), sum.end()});
+    };
+    const Context ctx = make_context(1);
+    const auto start = [&](const Context &where) {
+        return Trainer(where, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
+                       std::vector<Array>{Array(DSOPT_DTYPE_F32, inputs, 0.1f)});
+    };
+    Trainer whole = start(ctx);
+    for (int step = 0; step < steps; ++step) must(whole.step({gradient(whole.weight(), 0, samples)}));
+    for (const int ranks : {2, 3, 4})
+        with_ranks(ranks, [&](int rank, const Context &own, const Comm &comm) {
+            Trainer trainer = start(own);
+            const int part = samples / ranks;
+            for (int step = 0; step < steps; ++step) {
+                const std::vector<Array> grads{gradient(trainer.weight(), rank * part, (rank + 1) * part)};
+                ASSERT_OK(all_reduce(comm, grads, DSOPT_OP_MEAN));
+                must(trainer.step(grads));
+            }
+            for (size_t i = 0; i < inputs; ++i) EXPECT_NEAR(trainer.weight()[i], whole.weight()[i], 2e-5);
+        });
+}
+
+} // namespace

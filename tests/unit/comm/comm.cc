@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0
+// Communicators by themselves: meeting, waiting, failing, counting. Steps over them: test_ranks.cc.
+#include "support/harness.h"
+#include <chrono>
+
+using namespace test;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Until other threads are likely to be blocked. What follows holds all the same if they are not.
+void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
+
+class LocalComm : public testing::Test {
+protected:
+    const Context ctx = make_context(1);
+    const CommId id = new_id();
+
+    dsopt_status create(int rank, int ranks, int timeout_ms) {
+        const dsopt_comm_desc desc = local_desc(id, rank, ranks, timeout_ms);
+        dsopt_comm *const untouched = reinterpret_cast<dsopt_comm *>(16), *comm = untouched;
+        const dsopt_status status = dsopt_comm_create(ctx.get(), &desc, &comm);
+        EXPECT_EQ(comm == untouched, status != DSOPT_OK);
+        if (status == DSOPT_OK) dsopt_comm_destroy(comm);
+        return status;
+    }
+    std::vector<Comm> group(int ranks, int timeout_ms = 60000) {
+        std::vector<Comm> comms(static_cast<size_t>(ranks));
+        run_ranks(ranks, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, ranks, timeout_ms); });
+        return comms;
+    }
+};
+
+TEST_F(LocalComm, RanksMeetAndAddUp) {
+    for (const int ranks : {1, 2, 3, 4}) {
+        const CommId fresh = new_id();
+        run_ranks(ranks, [&](int rank) {
+            const Comm comm = local_comm(ctx, fresh, rank, ranks);
+            EXPECT_EQ(info_of(comm).rank, rank);
+            EXPECT_EQ(info_of(comm).ranks, ranks);
+            EXPECT_EQ(info_of(comm).status, DSOPT_OK);
+            for (int round = 0; round < 50; ++round) {
+                dsopt_norm_result result;
+                ASSERT_OK(meet(ctx, comm, float(rank + round), &result));
+                double squares = 0;
+                for (int other = 0; other < ranks; ++other) squares += double((other + round) * (other + round));
+                ASSERT_EQ(result.norm, std::sqrt(squares));
+            }
+        });
+    }
+}
+
+TEST_F(LocalComm, CreatingTimesOutWhenARankDoesNotComeAndTheIdCanBeUsedAgain) {
+    const auto begin = Clock::now();
+    EXPECT_TRUE(refused(create(0, 2, 50), DSOPT_ERR_TIMEOUT));
+    const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    EXPECT_GE(waited, 50);
+    EXPECT_LT(waited, 20000);
+    const std::vector<Comm> comms = group(2);
+    run_ranks(2, [&](int rank) { EXPECT_OK(meet(ctx, comms[size_t(rank)])); });
+}
+
+TEST_F(LocalComm, CallTimesOutWhenARankDoesNotComeAndTheCommIsLost) {
+    const std::vector<Comm> comms = group(3, 1500);
+    run_ranks(2, [&](int rank) { EXPECT_TRUE(refused(meet(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
+    EXPECT_TRUE(refused(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late one learns it too";
+    for (const Comm &comm : comms) {
+        EXPECT_EQ(info_of(comm).status, DSOPT_ERR_TIMEOUT);
+        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_TIMEOUT)) << "sticky";
+    }
+}
+
+TEST_F(LocalComm, AbortReleasesABlockedRank) {
+    for (const int aborter : {0, 1}) { // through the blocked rank's own handle, or through the other one
+        const CommId fresh = new_id();
+        std::vector<Comm> comms(2);
+        run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, fresh, rank, 2, -1); });
+        std::thread blocked([&] { EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_ABORTED)); });
+        give_time();
+        dsopt_comm_abort(comms[size_t(aborter)].get());
+        blocked.join();
+        EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_ABORTED));
+        EXPECT_EQ(info_of(comms[0]).status, DSOPT_ERR_ABORTED);
+        EXPECT_EQ(info_of(comms[1]).status, DSOPT_ERR_ABORTED);
+    }
+    dsopt_comm_abort(nullptr);
+}
+
+TEST_F(LocalComm, AbortStopsLaterCallsOfOneRankToo) {
+    const Comm alone = local_comm(ctx, id, 0, 1), self = self_comm(ctx);
+    for (const Comm *comm : {&alone, &self}) {
+        ASSERT_OK(meet(ctx, *comm));
+        dsopt_comm_abort(comm->get());
+        EXPECT_TRUE(refused(meet(ctx, *comm), DSOPT_ERR_ABORTED));
+    }
+}
+
+TEST_F(LocalComm, RankThatLeavesFailsTheOthers) {
+    std::vector<Comm> comms = group(3, -1);
+    std::vector<std::thread> blocked;
+    for (const size_t rank : {size_t(0), size_t(1)})
+        blocked.emplace_back(
+            [&, rank] { EXPECT_TRUE(refused(meet(ctx, comms[rank]), DSOPT_ERR_COMM, "rank 2 has left")); });
+    give_time();
+    comms[2].reset();
+    for (std::thread &thread : blocked) thread.join();
+    EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_COMM));
+    EXPECT_EQ(info_of(comms[1]).status, DSOPT_ERR_COMM);
+}
+
+TEST_F(LocalComm, RankThatLeftBeforeTheCallFailsIt) {
+    std::vector<Comm> comms = group(2, -1);
+    comms[0].reset();
+    EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_COMM, "rank 0 has left"));
+}
+
+TEST_F(LocalComm, LeavingAfterTheLastCallDisturbsNobody) {
+    for (int i = 0; i < 200; ++i) {
+        const CommId fresh = new_id();
+        run_ranks(3, [&](int rank) {
+            const Comm comm = local_comm(ctx, fresh, rank, 3);
+            EXPECT_OK(meet(ctx, comm)) << "rank " << rank;
+        });
+    }
+}
+
+TEST_F(LocalComm, DifferentCallsAreNamed) {
+    const std::vector<Comm> comms = group(3);
+    run_ranks(3, [&](int rank) {
+        const Array one(DSOPT_DTYPE_F32, 1, 1);
+        const dsopt_tensor tensor = one.tensor();
+        dsopt_norm_result result;
+        const int32_t kind = rank == 1 ? DSOPT_NORM_MAX : DSOPT_NORM_L2; // another reduction
+        EXPECT_TRUE(
+            refused(dsopt_tensors_norm(ctx.get(), &tensor, 1, kind, 0, comms[size_t(rank)].get(), &result, nullptr),
+                    DSOPT_ERR_COMM, "different"));
+    });
+}
+
+TEST_F(LocalComm, DifferentSizesAreNamed) {
+    const std::vector<Comm> comms = group(2);
+    run_ranks(2, [&](int rank) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.model = comms[size_t(rank)].get();
+        desc.max_norm = 1;
+        Trainer trainer(ctx, desc);
+        std::vector<Array> grads;
+        for (int g = 0; g <= rank; ++g) { // one group, two groups
+            must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 3, 1)}}));
+            grads.emplace_back(DSOPT_DTYPE_F32, 3, 1.0f);
+        }
+        const Snapshot before = trainer.snapshot();
+        EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_COMM, "sizes"));
+        EXPECT_TRUE(same(before, trainer.snapshot()));
+    });
+}
+
+TEST_F(LocalComm, RanksThatDoNotFitTogetherAreRefusedAndDisturbNobody) {
+    const std::vector<Comm> comms = group(2);
+    EXPECT_TRUE(refused(create(0, 2, 50), DSOPT_ERR_ARGUMENT, "rank 0")) << "the rank exists";
+    EXPECT_TRUE(refused(create(1, 3, 50), DSOPT_ERR_COMM, "3")) << "another number of ranks";
+    run_ranks(2, [&](int rank) { EXPECT_OK(meet(ctx, comms[size_t(rank)])); });
+}
+
+TEST_F(LocalComm, CountsCallsAndBytes) {
+    for (const int ranks : {1, 2, 3, 4}) {
+        const CommId fresh = new_id();
+        run_ranks(ranks, [&](int rank) {
+            const Comm comm = local_comm(ctx, fresh, rank, ranks);
+            EXPECT_EQ(info_of(comm).calls, 0);
+            EXPECT_EQ(info_of(comm).bytes_sent, 0);
+            DSOPT_NEW(dsopt_optimizer_desc, desc);
+            desc.data = comm.get();
+            Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                            std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
+            for (int64_t step = 1; step <= 4; ++step) {
+                must(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)}));
+                // The data ranks agree on one double.
+                EXPECT_EQ(info_of(comm).calls, ranks == 1 ? 0 : step);
+                EXPECT_EQ(info_of(comm).bytes_sent, step * (8 * 2 * (ranks - 1) / ranks));
+                EXPECT_EQ(info_of(comm).bytes_received, info_of(comm).bytes_sent);
+            }
+        });
+    }
+}
+
+TEST_F(LocalComm, LivesAsLongAsAnOptimizerUsesIt) {
+    std::vector<Comm> comms = group(2);
+    run_ranks(2, [&](int rank) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.data = comms[size_t(rank)].get();
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
+        comms[size_t(rank)].reset();
+        for (int step = 0; step < 3; ++step) EXPECT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)}));
+    });
+}
+
+TEST_F(LocalComm, AbortAtAnyMomentReleasesEveryRank) {
+    for (int i = 0; i < 100; ++i) {
+        const CommId fresh = new_id();
+        std::vector<Comm> comms(3);
+        run_ranks(3, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, fresh, rank, 3, -1); });
+        std::atomic<int> rounds{0};
+        std::thread aborter([&] {
+            while (rounds.load() < i % 40) std::this_thread::yield();
+            dsopt_comm_abort(comms[size_t(i % 3)].get());
+        });
+        run_ranks(3, [&](int rank) {
+            dsopt_norm_result result;
+            dsopt_status status = DSOPT_OK;
+            for (; status == DSOPT_OK; ++rounds) {
+                status = meet(ctx, comms[size_t(rank)], 2, &result);
+                EXPECT_TRUE(status != DSOPT_OK || result.norm == std::sqrt(12.0));
+            }
+            EXPECT_EQ(status, DSOPT_ERR_ABORTED);
+        });
+        aborter.join();
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ the caller's table
+/// Four ranks, of which the other three always bring the same as this one.
+struct Fake {
+    int calls = 0, aborted = 0, destroyed = 0, fail_with = 0;
+    int64_t bytes = 0;
+    bool after_destroy = false;
+
+    static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+        Fake &fake = *static_cast<Fake *>(self);
+        fake.after_destroy = fake.after_destroy || fake.destroyed != 0;
+        ++fake.calls;
+        if (fake.fail_with != 0) return fake.fail_with;
+        fake.bytes += count * (dtype == DSOPT_DTYPE_F64 ? 8 : 4);
+        for (int64_t i = 0; i < count; ++i) {
+            const double factor = op == DSOPT_OP_SUM ? 4 : 1;
+            if (dtype == DSOPT_DTYPE_F64)
+                static_cast<double *>(recv)[i] = factor * static_cast<const double *>(send)[i];
+            else if (dtype == DSOPT_DTYPE_F32)
+                static_cast<float *>(recv)[i] = float(factor) * static_cast<const float *>(send)[i];
+            else
+                static_cast<int32_t *>(recv)[i] = int32_t(factor) * static_cast<const int32_t *>(send)[i];
+        }
+        return 0;
+    }
+    static int error(void *, char *text, size_t capacity) {
+        std::snprintf(text, capacity, "the cable is cut");
+        return 9;
+    }
+    dsopt_comm_table table() {
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.self = this;
+        table.rank = 1;
+        table.ranks = 4;
+        table.all_reduce = all_reduce;
+        table.abort = [](void *self) { ++static_cast<Fake *>(self)->aborted; };
+        table.destroy = [](void *self) { ++static_cast<Fake *>(self)->destroyed; };
+        return table;
+    }
+};
+
+Comm table_comm(const Context &ctx, const dsopt_comm_table &table) {
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    dsopt_comm *comm = nullptr;
+    must(dsopt_comm_create(ctx.get(), &desc, &comm));
+    return Comm(comm);
+}
+
+TEST(TableComm, UsesTheCallersFunctionsAndCountsThem) {
+    const Context ctx = make_context(1);
+    Fake fake;
+    Comm comm;
+    {
+        const dsopt_comm_table table = fake.table(); // copied
+        comm = table_comm(ctx, table);
+    }
+    EXPECT_EQ(info_of(comm).rank, 1);
+    EXPECT_EQ(info_of(comm).ranks, 4);
+    for (int i = 0; i < 5; ++i) {
+        dsopt_norm_result result;
+        ASSERT_OK(meet(ctx, comm, 3, &result));
+        EXPECT_EQ(result.norm, 6);
+        EXPECT_EQ(info_of(comm).calls, fake.calls);
+        EXPECT_EQ(info_of(comm).bytes_sent, fake.bytes * 2 * 3 / 4);
+    }
+    EXPECT_GT(fake.calls, 0);
+    comm.reset();
+    EXPECT_EQ(fake.destroyed, 1);
+}
+
+TEST(TableComm, ErrorCodeBecomesAStatusWithTheCallersTextAndSticks) {
+    const Context ctx = make_context(1);
+    for (const bool with_text : {true, false}) {
+        Fake fake;
+        dsopt_comm_table table = fake.table();
+        if (with_text) table.error = Fake::error;
+        const Comm comm = table_comm(ctx, table);
+        ASSERT_OK(meet(ctx, comm));
+        fake.fail_with = 4711;
+        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_COMM, "4711"));
+        EXPECT_EQ(std::strstr(dsopt_last_error(), "the cable is cut") != nullptr, with_text);
+        EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
+        fake.fail_with = 0;
+        const int calls = fake.calls;
+        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_COMM));
+        EXPECT_EQ(fake.calls, calls) << "a lost comm is not used again";
+    }
+}
+
+TEST(TableComm, AbortIsPassedOn) {
+    const Context ctx = make_context(1);
+    Fake fake;
+    const Comm comm = table_comm(ctx, fake.table());
+    dsopt_comm_abort(comm.get());
+    EXPECT_EQ(fake.aborted, 1);
+    EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_ABORTED));
+    EXPECT_EQ(fake.calls, 0);
+    dsopt_comm_table bare = fake.table();
+    bare.abort = nullptr;
+    bare.destroy = nullptr;
+    const Comm without = table_comm(ctx, bare);
+    dsopt_comm_abort(without.get());
+    EXPECT_TRUE(refused(meet(ctx, without), DSOPT_ERR_ABORTED));
+}
+
+TEST(TableComm, CallThatAnAbortEndsSaysAborted) {
+    // The provider gets out of a blocked call with whatever code it has for that.
+    static dsopt_comm *running;
+    const Context ctx = make_context(1);
+    Fake fake;
+    dsopt_comm_table table = fake.table();
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) {
+        dsopt_comm_abort(running);
+        return 5;
+    };
+    const Comm comm = table_comm(ctx, table);
+    running = comm.get();
+    EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_ABORTED));
+    EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
+}
+
+TEST(TableComm, IsDestroyedOnceAndAfterTheOptimizerThatUsesIt) {
+    const Context ctx = make_context(1);
+    Fake fake;
+    {
+        Comm comm = table_comm(ctx, fake.table());
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.data = desc.model = comm.get();
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
+        comm.reset();
+        EXPECT_EQ(fake.destroyed, 0);
+        ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)}));
+        EXPECT_GT(fake.calls, 0);
+    }
+    EXPECT_EQ(fake.destroyed, 1);
+    EXPECT_FALSE(fake.after_destroy);
+}
+
+// -------------------------------------------------------------------------------------------------------- the others
+TEST(SelfComm, IsOneRankThatExchangesNothing) {
+    const Context ctx = make_context(1);
+    const Comm comm = self_comm(ctx);
+    dsopt_norm_result result;
+    ASSERT_OK(meet(ctx, comm, -5, &result));
+    EXPECT_EQ(result.norm, 5);
+    EXPECT_EQ(info_of(comm).rank, 0);
+    EXPECT_EQ(info_of(comm).ranks, 1);
+    EXPECT_EQ(info_of(comm).bytes_sent, 0);
+}
+
+TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
+    using Desc = dsopt_comm_desc;
+    static Fake fake;
+    static const CommId id = new_id();
+    static dsopt_comm_table good, ranks, rank, functions, short_one, memory, reserved;
+    good = ranks = rank = functions = short_one = memory = reserved = fake.table();
+    memory.memory = 2;
+    reserved.reserved = 1;
+    ranks.ranks = 0;
+    rank.rank = 4;
+    functions.all_reduce = nullptr;
+    short_one.size = 16;
+    struct {
+        const char *what;
+        void (*change)(Desc &);
+        dsopt_status status;
+    } const cases[] = {
+        {"kind", [](Desc &d) { d.kind = 9; }, DSOPT_ERR_ARGUMENT},
+        {"self with a rank", [](Desc &d) { d.rank = 1; }, DSOPT_ERR_UNSUPPORTED},
+        {"self with ranks", [](Desc &d) { d.ranks = 2; }, DSOPT_ERR_UNSUPPORTED},
+        {"self with a time-out", [](Desc &d) { d.timeout_ms = 5; }, DSOPT_ERR_UNSUPPORTED},
+        {"self with an id", [](Desc &d) { d.id = id.data(), d.id_bytes = 16; }, DSOPT_ERR_UNSUPPORTED},
+        {"self with a table", [](Desc &d) { d.table = &good; }, DSOPT_ERR_UNSUPPORTED},
+        {"local without an id", [](Desc &d) { d.kind = DSOPT_COMM_KIND_LOCAL, d.ranks = 1; }, DSOPT_ERR_ARGUMENT},
+        {"local with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.id_bytes = 8; }, DSOPT_ERR_ARGUMENT},
+        {"local without ranks", [](Desc &d) { d = local_desc(id, 0, 0); }, DSOPT_ERR_ARGUMENT},
+        {"local rank below", [](Desc &d) { d = local_desc(id, -1, 2); }, DSOPT_ERR_ARGUMENT},
+        {"local rank above", [](Desc &d) { d = local_desc(id, 2, 2); }, DSOPT_ERR_ARGUMENT},
+        {"local time-out", [](Desc &d) { d = local_desc(id, 0, 1, -2); }, DSOPT_ERR_ARGUMENT},
+        {"local with a table", [](Desc &d) { d = local_desc(id, 0, 1), d.table = &good; }, DSOPT_ERR_UNSUPPORTED},
+        {"table missing", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE; }, DSOPT_ERR_ARGUMENT},
+        {"table with a time-out", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.timeout_ms = 5; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"table with ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.ranks = 4; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"table without ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &ranks; }, DSOPT_ERR_ARGUMENT},
+        {"table rank", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &rank; }, DSOPT_ERR_ARGUMENT},
+        {"table functions", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &functions; }, DSOPT_ERR_ARGUMENT},
+        {"table memory", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &memory; }, DSOPT_ERR_ARGUMENT},
+        {"table reserved", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &reserved; }, DSOPT_ERR_ARGUMENT},
+        {"table with native", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.native = &fake; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"self that enqueues", [](Desc &d) { d.flags = DSOPT_COMM_FLAG_ENQUEUE; }, DSOPT_ERR_UNSUPPORTED},
+        {"table that enqueues",
+         [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &good, d.flags = DSOPT_COMM_FLAG_ENQUEUE; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"flags", [](Desc &d) { d.flags = 2; }, DSOPT_ERR_ARGUMENT},
+        {"reserved", [](Desc &d) { d.reserved = 1; }, DSOPT_ERR_ARGUMENT},
+        {"local with native", [](Desc &d) { d = local_desc(id, 0, 1), d.native = &fake; }, DSOPT_ERR_UNSUPPORTED},
+        {"hccl native with ranks", [](Desc &d) { d.kind = DSOPT_COMM_KIND_HCCL, d.ranks = 2, d.native = &fake; },
+         DSOPT_ERR_UNSUPPORTED},
+        {"hccl with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.kind = DSOPT_COMM_KIND_HCCL; },
+         DSOPT_ERR_ARGUMENT},
+        {"table size", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &short_one; }, DSOPT_ERR_VERSION},
+        {"desc size", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
+    };
+    const Context ctx = make_context(1);
+    auto *const untouched = reinterpret_cast<dsopt_comm *>(16);
+    for (const auto &test : cases) {
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        test.change(desc);
+        dsopt_comm *comm = untouched;
+        EXPECT_TRUE(refused(dsopt_comm_create(ctx.get(), &desc, &comm), test.status)) << test.what;
+        EXPECT_EQ(comm, untouched) << test.what;
+    }
+    EXPECT_TRUE(refused(dsopt_comm_create(ctx.get(), nullptr, nullptr), DSOPT_ERR_ARGUMENT));
+    DSOPT_NEW(dsopt_comm_info, info);
+    EXPECT_TRUE(refused(dsopt_comm_query(nullptr, &info), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(refused(dsopt_comm_query(self_comm(ctx).get(), nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_EQ(fake.destroyed, 0) << "a table that was refused is still the caller's";
+    dsopt_comm_destroy(nullptr);
+}
+
+TEST(CommId, HasASizeAndIsNeverTheSame) {
+    size_t bytes = 0;
+    ASSERT_OK(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, nullptr, &bytes));
+    EXPECT_EQ(bytes, 16u);
+    char id[32];
+    bytes = 15;
+    EXPECT_TRUE(refused(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes), DSOPT_ERR_SHAPE, "16"));
+    EXPECT_EQ(bytes, 15u);
+    bytes = sizeof id;
+    ASSERT_OK(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes));
+    EXPECT_EQ(bytes, 16u);
+    EXPECT_NE(new_id(), new_id());
+    for (const int32_t kind : {int(DSOPT_COMM_KIND_SELF), int(DSOPT_COMM_KIND_TABLE), 99})
+        EXPECT_TRUE(refused(dsopt_comm_unique_id(kind, id, &bytes), DSOPT_ERR_UNSUPPORTED));
+    EXPECT_TRUE(refused(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, nullptr), DSOPT_ERR_ARGUMENT));
+}
+
+} // namespace

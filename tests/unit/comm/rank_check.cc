@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+// DSOPT_OPTIMIZER_CHECK_RANKS: ranks that are about to do different things all get a status, and nothing changes.
+#include "support/onebit.h"
+
+using namespace test;
+
+namespace {
+
+dsopt_optimizer_desc checked(const Comm &comm, uint32_t flags = 0) {
+    return desc_with(comm, DSOPT_COMPAT_NONE, flags | DSOPT_OPTIMIZER_CHECK_RANKS);
+}
+const std::vector<size_t> kSizes = {40, 700, 33};
+std::vector<Array> arrays(float value) {
+    std::vector<Array> list;
+    for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F32, n, value);
+    return list;
+}
+
+/// Every rank builds its trainer, and takes a step that must be refused with this text and change nothing.
+struct Odd {
+    const char *what, *text;
+    std::function<void(Trainer &, bool odd)> build;
+    std::function<void(Trainer &, std::vector<Array> &, bool odd)> before_step = {};
+};
+std::vector<Param> named(const std::vector<Array> &weights) {
+    std::vector<Param> params;
+    for (size_t i = 0; i < weights.size(); ++i) params.push_back({weights[i], "layer" + std::to_string(i)});
+    return params;
+}
+
+TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
+    const auto add = [](Trainer &trainer, const std::vector<Param> &params, const dsopt_group &group) {
+        must(trainer.add_group(group, params));
+    };
+    const dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5);
+    const auto usual = [&](Trainer &trainer, bool) { add(trainer, named(arrays(1)), group); };
+    const Odd odds[] = {
+        {"one more parameter", "from 3 to 4 parameters",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params.push_back({Array(DSOPT_DTYPE_F32, 5, 1), "more"});
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads.emplace_back(DSOPT_DTYPE_F32, 5, 0.5f);
+         }},
+        {"a size", "parameter 1 is 'layer1'",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[1].weight = Array(DSOPT_DTYPE_F32, 701, 1);
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads[1] = Array(DSOPT_DTYPE_F32, 701, 0.5f);
+         }},
+        {"a dtype", "parameter 2 is 'layer2'",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[2].weight = Array(DSOPT_DTYPE_BF16, 33, 1);
+             add(trainer, params, group);
+         }},
+        {"a name", "parameter 0 is",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             if (odd) params[0].name = "another";
+             add(trainer, params, group);
+         }},
+        {"the order", "parameter 1 is",
+         [&](Trainer &trainer, bool odd) {
+             std::vector<Param> params = named(arrays(1));
+             params[2].weight = Array(DSOPT_DTYPE_F32, 700, 1);
+             if (odd) std::swap(params[1].name, params[2].name);
+             add(trainer, params, group);
+         },
+         [](Trainer &, std::vector<Array> &grads, bool) { grads[2] = Array(DSOPT_DTYPE_F32, 700, 0.5f); }},
+        {"the cut into groups", "parameter 1 is 'layer1'",
+         [&](Trainer &trainer, bool odd) {
+             const std::vector<Param> params = named(arrays(1));
+             add(trainer, {params.begin(), params.begin() + (odd ? 1 : 2)}, group);
+             add(trainer, {params.begin() + (odd ? 1 : 2), params.end()}, group);
+         }},
+        {"non_freeze", "parameter 0 is 'layer0'",
+         [&](Trainer &trainer, bool odd) {
+             dsopt_group other = group;
+             if (odd) other.flags |= DSOPT_GROUP_NON_FREEZE;
+             add(trainer, named(arrays(1)), other);
+         }},
+        {"the algorithm", "parameter 0 is 'layer0'",
+         [&](Trainer &trainer, bool odd) {
+             add(trainer, named(arrays(1)), odd ? group_of(DSOPT_ALGORITHM_ADAMW) : group_of(DSOPT_ALGORITHM_ADAM));
+         }},
+        {"the number of calls", "2 to 7 are behind them", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, odd ? 7 : 2));
+         }},
+        {"the schedule", "different steps of the schedule: 0 to 9", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             const std::vector<dsopt_state_info> list = trainer.state();
+             const int32_t words[8] = {9};
+             for (size_t i = 0; i < list.size() && odd; ++i)
+                 if (std::strcmp(list[i].name, "schedule") == 0)
+                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
+         }},
+        {"the stage", "'full precision' and 'one bit an element'", usual,
+         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+             const std::vector<dsopt_state_info> list = trainer.state();
+             const int32_t words[8] = {9, odd};
+             for (size_t i = 0; i < list.size(); ++i)
+                 if (std::strcmp(list[i].name, "schedule") == 0)
+                     must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
+         }},
+        {"an absent gradient", "the gradient of 'layer1' is", usual,
+         [](Trainer &, std::vector<Array> &grads, bool odd) {
+             if (odd) grads[1] = Array::absent(700);
+         }}};
+    for (const int ranks : {2, 3})
+        for (const Odd &odd : odds)
+            for (int which = 0; which < ranks; ++which) {
+                with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
+                    Trainer trainer(ctx, checked(comm));
+                    odd.build(trainer, rank == which);
+                    std::vector<Array> grads = arrays(0.5f);
+                    if (odd.before_step) odd.before_step(trainer, grads, rank == which);
+                    const Snapshot before = trainer.snapshot();
+                    const int64_t calls = trainer.report().calls;
+                    for (int again = 0; again < 2; ++again)
+                        EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, odd.text))
+                            << odd.what << ", rank " << rank;
+                    EXPECT_TRUE(same(trainer.snapshot(), before)) << odd.what;
+                    EXPECT_EQ(trainer.report().calls, calls);
+                    EXPECT_EQ(info_of(comm).status, DSOPT_OK);
+                    EXPECT_OK(meet(ctx, comm)) << "the comm goes on";
+                });
+            }
+}
+
+TEST(CheckRanks, LetsRanksGoOnOnceTheyAgreeAgain) {
+    std::array<Snapshot, 2> all;
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
+        for (int64_t call = 1; call <= 8; ++call) {
+            std::vector<Array> grads = arrays(float(call));
+            const bool full = reduction(trainer) == DSOPT_REDUCTION_FULL;
+            if (rank == 1) grads[0] = Array::absent(40);
+            if (full) { EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, "'layer0'")); }
+            if (full) grads = arrays(float(call));
+            EXPECT_OK(trainer.step(grads)) << call << ": zeros where ranks exchange";
+        }
+        all[size_t(rank)] = trainer.snapshot();
+        EXPECT_EQ(trainer.report().calls, 8);
+        for (const char *local : {"worker_error -1", "server_error -1"}) all[size_t(rank)].erase(local);
+    });
+    EXPECT_TRUE(same(all[0], all[1]));
+}
+
+TEST(CheckRanks, TellsTheOthersWhenOneRankRefusesItsArguments) {
+    struct Wrong {
+        dsopt_status status;
+        std::function<void(dsopt_step &)> change;
+    };
+    const Wrong wrongs[] = {{DSOPT_ERR_SHAPE, [](dsopt_step &step) { --step.count; }},
+                            {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.grads = nullptr; }},
+                            {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.flags = 1u << 30; }},
+                            {DSOPT_ERR_SHAPE, [](dsopt_step &step) { step.state_count = 3; }}};
+    for (const Wrong &wrong : wrongs)
+        with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
+            Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 2), named(arrays(1)));
+            must(trainer.step(arrays(1)));
+            const Snapshot before = trainer.snapshot();
+            const dsopt_status status =
+                trainer.step(arrays(1), rank == 1 ? wrong.change : std::function<void(dsopt_step &)>());
+            if (rank == 1) {
+                EXPECT_TRUE(status == wrong.status || status == DSOPT_ERR_ARGUMENT) << dsopt_last_error();
+            } else {
+                EXPECT_TRUE(refused(status, DSOPT_ERR_MISMATCH, "rank 1 refused the arguments"));
+            }
+            EXPECT_TRUE(same(trainer.snapshot(), before));
+            EXPECT_OK(trainer.step(arrays(1)));
+        });
+}
+
+TEST(CheckRanks, ComparesInApplyToo) {
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
+        (void)trainer.snapshot(); // allocates
+        std::vector<dsopt_tensor> state;
+        for (const dsopt_state_info &info : trainer.state()) state.push_back(info.tensor);
+        const std::vector<dsopt_tensor> params = list_of(trainer.weights());
+        size_t bytes = 0;
+        must(dsopt_optimizer_workspace(trainer.opt(), &bytes));
+        std::vector<char> memory(bytes + 256);
+        const auto apply = [&](const std::vector<Array> &grads) {
+            const std::vector<dsopt_tensor> list = list_of(grads);
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = list.data();
+            step.params = params.data();
+            step.count = int64_t(list.size());
+            step.state = state.data();
+            step.state_count = int64_t(state.size());
+            step.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
+            step.workspace_bytes = bytes;
+            return dsopt_optimizer_apply(trainer.opt(), &step);
+        };
+        std::vector<Array> grads = arrays(1);
+        if (rank == 0) grads[2] = Array::absent(33);
+        const Snapshot before = trainer.snapshot();
+        EXPECT_TRUE(refused(apply(grads), DSOPT_ERR_MISMATCH, "'layer2'"));
+        grads.pop_back();
+        EXPECT_NE(dsopt_status(DSOPT_OK), apply(rank == 0 ? arrays(1) : grads));
+        EXPECT_TRUE(same(trainer.snapshot(), before));
+        for (int call = 1; call <= 4; ++call) EXPECT_OK(apply(arrays(1)));
+    });
+}
+
+TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                    DSOPT_ALGORITHM_ONEBIT_LAMB})
+        with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
+            const Problem problem = problem_of(3);
+            const bool onebit = algorithm != DSOPT_ALGORITHM_ADAMW;
+            const dsopt_group group = onebit ? group_for(algorithm, 6) : group_of(algorithm);
+            Trainer plain(ctx, desc_with(comm), group, problem.weights()),
+                with(ctx, checked(comm), group, problem.weights());
+            for (int64_t call = 1; call <= 24; ++call) {
+                const std::vector<Array> grads = problem.wanted(reduction(plain), rank, call);
+                const dsopt_comm_info first = info_of(comm);
+                ASSERT_OK(plain.step(grads));
+                const dsopt_comm_info second = info_of(comm);
+                ASSERT_OK(with.step(grads));
+                const dsopt_comm_info third = info_of(comm);
+                const bool more = call > 1 || !onebit; // lists of the 1-bit family are compared once in any case
+                EXPECT_EQ(third.calls - second.calls, second.calls - first.calls + more);
+                EXPECT_EQ(third.bytes_sent - second.bytes_sent,
+                          second.bytes_sent - first.bytes_sent + more * (100 * 2 * 2 / 3));
+                EXPECT_TRUE(same(plain.snapshot(), with.snapshot())) << call;
+            }
+        });
+}
+
+TEST(Lists, OfThe1BitFamilyAreComparedBeforeTheFirstStepAndAfterAGroupCame) {
+    for (const int32_t algorithm : kFamily)
+        with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
+            Problem problem = problem_of(3);
+            if (rank == 1) std::swap(problem.sizes[1], problem.sizes[2]); // as many elements, at other places
+            Trainer apart(ctx, desc_with(comm), group_for(algorithm, 4), problem.weights());
+            const Snapshot before = apart.snapshot();
+            for (int k = 0; k < 2; ++k) { // not only once
+                EXPECT_EQ(apart.step(problem.own(rank, 1)), DSOPT_ERR_MISMATCH) << name_of(algorithm);
+                EXPECT_NE(std::string(dsopt_last_error()).find("parameter 1 is"), std::string::npos)
+                    << dsopt_last_error();
+            }
+            EXPECT_TRUE(same(apart.snapshot(), before));
+            EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "the comm is as good as before";
+
+            Trainer together(ctx, desc_with(comm), group_for(algorithm, 4), problem_of(3).weights());
+            ASSERT_OK(together.step(problem_of(3).mean(1)));
+            Array weight(DSOPT_DTYPE_F32, size_t(rank == 2 ? 40 : 41), 0.5f);
+            dsopt_param param{};
+            param.tensor = weight.tensor();
+            param.name = "late";
+            const dsopt_group group = group_for(algorithm, 4);
+            must(dsopt_optimizer_add_group(together.opt(), &group, &param, 1));
+            std::vector<Array> grads = problem_of(3).mean(2);
+            grads.emplace_back(DSOPT_DTYPE_F32, weight.size(), 0.1f);
+            const std::vector<dsopt_tensor> list = list_of(grads);
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = list.data();
+            step.count = int64_t(list.size());
+            EXPECT_EQ(dsopt_optimizer_step(together.opt(), &step), DSOPT_ERR_MISMATCH);
+            EXPECT_NE(std::string(dsopt_last_error()).find("late"), std::string::npos) << dsopt_last_error();
+        });
+}
+
+TEST(CheckRanks, TakesAbsentGradientsAsTheStepDoes) {
+    for (const int32_t algorithm : kFamily)
+        with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+            const Problem problem = problem_of(2);
+            Trainer trainer(ctx, checked(comm, DSOPT_OPTIMIZER_AVERAGES), group_for(algorithm, 4), problem.weights());
+            for (int64_t call = 1; call <= 24; ++call) { // averaged, exchanged and local steps
+                std::vector<Array> grads = problem.own(rank, call);
+                if (call % 2 == rank) grads[0] = Array::absent(grads[0].size());
+                EXPECT_OK(trainer.step(grads)) << name_of(algorithm) << ", " << call;
+            }
+        });
+    // Experts of ranks are their own.
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        const Comm alone = self_comm(ctx);
+        dsopt_comm *const experts[] = {alone.get()};
+        dsopt_optimizer_desc desc = checked(comm);
+        desc.experts = experts;
+        desc.expert_count = 1;
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
+                        {{Array(DSOPT_DTYPE_F32, 9, 1), "dense"},
+                         {Array(DSOPT_DTYPE_F32, 7, 1), "expert" + std::to_string(rank), 0, 1}});
+        EXPECT_OK(trainer.step({Array(DSOPT_DTYPE_F32, 9, 1), rank ? Array(DSOPT_DTYPE_F32, 7, 1) : Array::absent(7)}));
+    });
+}
+
+TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+        std::vector<Array> grads = arrays(1);
+        if (rank == 0) grads[1] = Array::absent(700);
+        EXPECT_OK(trainer.step(grads));
+    });
+    const Context ctx = make_context(1);
+    const dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_CHECK_RANKS);
+    dsopt_optimizer *opt = nullptr;
+    EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS"));
+    EXPECT_EQ(opt, nullptr);
+    const Comm one = self_comm(ctx); // a program of one rank needs no other code
+    Trainer trainer(ctx, checked(one), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+    EXPECT_OK(trainer.step(arrays(1)));
+    EXPECT_EQ(info_of(one).calls, 0);
+}
+
+TEST(CheckRanks, AUsedUpSkipBudgetIsSaidToEveryRank) {
+    with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
+        dsopt_optimizer_desc desc = checked(comm);
+        desc.skip_budget = 2;
+        desc.nonfinite = DSOPT_NONFINITE_SKIP;
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+        for (int call = 0; call < 2; ++call) EXPECT_OK(trainer.step(arrays(kNaN)));
+        for (int call = 0; call < 2; ++call) EXPECT_TRUE(refused(trainer.step(arrays(1)), DSOPT_ERR_SKIPS));
+        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 2));
+        EXPECT_OK(trainer.step(arrays(1)));
+    });
+}
+
+} // namespace

@@ -1,0 +1,459 @@
+// SPDX-License-Identifier: Apache-2.0
+// The error-compensated 1-bit mean by itself, against the algorithm written down in double.
+#include "support/compressed.h"
+#include "support/shapes.h"
+
+using namespace test;
+
+namespace {
+
+constexpr double kUlp = 0x1p-23;
+
+Context context_of(int threads, int64_t chunk = 0) {
+    DSOPT_NEW(dsopt_context_desc, desc);
+    desc.threads = threads;
+    desc.chunk = chunk;
+    dsopt_context *ctx = nullptr;
+    must(dsopt_context_create(&desc, &ctx));
+    return Context(ctx);
+}
+
+// ---------------------------------------------------------------------------------------------------- the algorithm
+int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
+
+struct Places {
+    int64_t ranks, total = 0, chunk = 0, scales = 0;
+    std::vector<int64_t> begin, numel;
+    Places(int64_t w, const std::vector<int64_t> &sizes) : ranks(w), numel(sizes) {
+        for (const int64_t n : sizes) {
+            begin.push_back(total);
+            total += up(n);
+        }
+        chunk = up((total + w - 1) / w);
+        for (int64_t d = 0; d < w; ++d) {
+            int64_t first = -1, last = -1;
+            for (size_t t = 0; t < sizes.size(); ++t)
+                if (numel[t] > 0 && begin[t] < (d + 1) * chunk && begin[t] + numel[t] > d * chunk) {
+                    if (first < 0) first = int64_t(t);
+                    last = int64_t(t);
+                }
+            if (first >= 0) scales = std::max(scales, last - first + 1);
+        }
+    }
+    int64_t row_bytes() const { return 4 * scales + chunk / 8; }
+};
+
+struct Expected {
+    std::vector<std::vector<double>> y, worker, server; // y a tensor; errors a rank
+    std::vector<std::vector<bool>> unclear;             // the server's sign hangs on a rounding
+    std::vector<std::vector<double>> size;              // of what a server's error was made from, a rank
+    std::vector<std::vector<double>> scale;             // a rank and tensor
+    double unclear_count = 0;
+};
+
+Expected expected(const Places &at, const std::vector<Values> &x, const std::vector<Mean::Owed> &owed) {
+    const auto ranks = size_t(at.ranks), tensors = at.numel.size();
+    Expected e;
+    std::vector<std::vector<double>> sent(ranks, std::vector<double>(size_t(at.chunk * at.ranks)));
+    for (size_t r = 0; r < ranks; ++r) {
+        e.worker.emplace_back(size_t(at.chunk * at.ranks));
+        e.scale.emplace_back(tensors);
+        for (size_t t = 0; t < tensors; ++t) {
+            double squares = 0;
+            for (int64_t i = 0; i < at.numel[t]; ++i) {
+                const auto k = size_t(at.begin[t] + i);
+                const double b = double(float(double(x[r][t][size_t(i)]) + double(owed[r].worker[k])));
+                e.worker[r][k] = b;
+                squares += b * b;
+            }
+            const double s = at.numel[t] > 0 ? std::sqrt(squares / double(at.numel[t])) : 0;
+            e.scale[r][t] = s;
+            for (int64_t i = 0; i < at.numel[t]; ++i) {
+                const auto k = size_t(at.begin[t] + i);
+                sent[r][k] = e.worker[r][k] < 0 ? -s : s;
+                e.worker[r][k] -= sent[r][k];
+            }
+        }
+    }
+    for (size_t t = 0; t < tensors; ++t) {
+        e.y.emplace_back(size_t(at.numel[t]));
+        e.unclear.emplace_back(size_t(at.numel[t]));
+    }
+    for (size_t d = 0; d < ranks; ++d) {
+        e.server.emplace_back(size_t(at.chunk));
+        e.size.emplace_back(size_t(at.chunk));
+        for (size_t t = 0; t < tensors; ++t) {
+            const int64_t first = std::max(at.begin[t], int64_t(d) * at.chunk),
+                          last = std::min(at.begin[t] + at.numel[t], int64_t(d + 1) * at.chunk);
+            if (first >= last) continue;
+            double squares = 0, largest = 0;
+            for (size_t r = 0; r < ranks; ++r) largest = std::max(largest, e.scale[r][t]);
+            for (int64_t k = first; k < last; ++k) {
+                const auto in = size_t(k - int64_t(d) * at.chunk);
+                double c = owed[d].server[in];
+                for (size_t r = 0; r < ranks; ++r) c += sent[r][size_t(k)] / double(ranks);
+                e.server[d][in] = c;
+                squares += c * c;
+            }
+            const double s = std::sqrt(squares / double(last - first));
+            for (int64_t k = first; k < last; ++k) {
+                const auto in = size_t(k - int64_t(d) * at.chunk), i = size_t(k - at.begin[t]);
+                const double c = e.server[d][in];
+                e.size[d][in] = largest + std::fabs(double(owed[d].server[in])) + s;
+                e.unclear[t][i] = c != 0 && std::fabs(c) < 1e-6 * e.size[d][in];
+                e.unclear_count += e.unclear[t][i];
+                e.y[t][i] = c < 0 ? -s : s;
+                e.server[d][in] -= e.y[t][i];
+            }
+        }
+    }
+    return e;
+}
+
+class Reference : public testing::TestWithParam<std::tuple<int, size_t>> {};
+INSTANTIATE_TEST_SUITE_P(, Reference,
+                         testing::Combine(testing::Values(1, 2, 3, 4, 5, 6, 8), testing::Range(size_t(0), size_t(9))),
+                         [](const auto &info) {
+                             return edge_sizes()[std::get<1>(info.param)].name +
+                                    std::to_string(std::get<0>(info.param));
+                         });
+
+TEST_P(Reference, GivesResultsErrorsAndBytes) {
+    const auto ranks = size_t(std::get<0>(GetParam()));
+    const std::vector<int64_t> sizes = edge_sizes()[std::get<1>(GetParam())].sizes;
+    const Places at(int64_t(ranks), sizes);
+    constexpr size_t rounds = 4;
+    std::vector<std::vector<Values>> x(rounds, std::vector<Values>(ranks)), y = x;
+    std::vector<std::vector<Mean::Owed>> owed(rounds + 1, std::vector<Mean::Owed>(ranks));
+    Random random(11);
+    for (auto &round : x)
+        for (size_t r = 0; r < ranks; ++r)
+            for (const int64_t n : sizes)
+                round[r].push_back(random.floats(size_t(n), -1 - 0.13 * double(r), 1 + 0.07 * double(r * r)));
+    const CommId id = new_id();
+    run_ranks(int(ranks), [&](int rank) {
+        const auto r = size_t(rank);
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, int(ranks));
+        Mean side(comm, sizes);
+        EXPECT_EQ(side.workers, at.chunk * at.ranks + int64_t(sizes.size()));
+        EXPECT_EQ(side.servers, at.chunk + at.scales);
+        owed[0][r] = side.owed();
+        for (size_t round = 0; round < rounds; ++round) {
+            const dsopt_comm_info before = info_of(comm);
+            ASSERT_OK(side.call(x[round][r]));
+            const dsopt_comm_info after = info_of(comm);
+            const int64_t bytes = 2 * (at.ranks - 1) * (at.total > 0 ? at.row_bytes() : 0);
+            EXPECT_EQ(after.bytes_sent - before.bytes_sent, bytes);
+            EXPECT_EQ(after.bytes_received - before.bytes_received, bytes);
+            EXPECT_LE(after.calls - before.calls, 2);
+            y[round][r] = side.values;
+            owed[round + 1][r] = side.owed();
+        }
+    });
+    if (at.total == 0) return;
+    double unclear = 0, elements = 0;
+    for (size_t round = 0; round < rounds; ++round) {
+        const Expected e = expected(at, x[round], owed[round]);
+        unclear += e.unclear_count;
+        for (size_t r = 1; r < ranks; ++r)
+            for (size_t t = 0; t < sizes.size(); ++t)
+                ASSERT_TRUE(same_bits(y[round][r][t], y[round][0][t])) << "rank " << r << ", tensor " << t;
+        for (size_t t = 0; t < sizes.size(); ++t)
+            for (size_t i = 0; i < size_t(sizes[t]); ++i, ++elements) {
+                const double got = y[round][0][t][i], wanted = e.y[t][i];
+                const double off = e.unclear[t][i] ? std::fabs(got) - std::fabs(wanted) : got - wanted;
+                const int64_t k = at.begin[t] + int64_t(i), d = k / at.chunk; // terms may cancel
+                ASSERT_LE(std::fabs(off), 1e-6 * std::fabs(wanted) + 2 * kUlp * e.size[size_t(d)][size_t(k % at.chunk)])
+                    << "tensor " << t << ", element " << i;
+            }
+        for (size_t r = 0; r < ranks; ++r)
+            for (size_t t = 0; t < sizes.size(); ++t)
+                for (int64_t i = 0; i < sizes[t]; ++i) {
+                    const auto k = size_t(at.begin[t] + i);
+                    // error + sent = fed up to one rounding; the scale has one of its own
+                    const double got = owed[round + 1][r].worker[k], wanted = e.worker[r][k];
+                    ASSERT_LE(std::fabs(got - wanted), kUlp * (std::fabs(wanted) + e.scale[r][t]))
+                        << "rank " << r << ", tensor " << t << ", element " << i;
+                    const int64_t d = (at.begin[t] + i) / at.chunk;
+                    if (d != int64_t(r) || e.unclear[t][size_t(i)]) continue;
+                    const auto in = size_t(at.begin[t] + i - d * at.chunk);
+                    ASSERT_LE(std::fabs(owed[round + 1][r].server[in] - e.server[r][in]), 2e-6 * e.size[r][in])
+                        << "server " << r << ", element " << in;
+                }
+        // Padding takes no part: it owes nothing.
+        for (size_t r = 0; r < ranks; ++r) {
+            std::vector<bool> used(size_t(at.chunk * at.ranks));
+            for (size_t t = 0; t < sizes.size(); ++t)
+                for (int64_t i = 0; i < sizes[t]; ++i) used[size_t(at.begin[t] + i)] = true;
+            for (size_t k = 0; k < used.size(); ++k)
+                if (!used[k]) {
+                    ASSERT_EQ(owed[round + 1][r].worker[k], 0) << "rank " << r << ", place " << k;
+                    if (int64_t(k) / at.chunk == int64_t(r)) {
+                        ASSERT_EQ(owed[round + 1][r].server[k - r * size_t(at.chunk)], 0) << k;
+                    }
+                }
+        }
+    }
+    EXPECT_LE(unclear, 0.01 * elements + 2) << "else the comparison of signs says little";
+}
+
+// --------------------------------------------------------------------------------------------------------- same bits
+struct Bits {
+    Values y;
+    Mean::Owed owed;
+    std::vector<float> worker, server;
+};
+
+TEST(Compressed, SameBitsForAnyThreadsChunksAndInstructionSet) {
+    struct Way {
+        int threads;
+        int64_t chunk;
+        const char *isa;
+    };
+    const std::vector<int64_t> sizes = {70001, 0, 1, 33, 4097, 200000, 12345};
+    constexpr size_t ranks = 3;
+    const auto run = [&](const Way &way) {
+        std::array<Bits, ranks> all;
+        std::array<Context, ranks> contexts;
+        for (auto &ctx : contexts) {
+            if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
+            ctx = context_of(way.threads, way.chunk);
+            if (way.isa != nullptr) unsetenv("DSOPT_ISA");
+        }
+        const CommId id = new_id();
+        run_ranks(ranks, [&](int rank) {
+            const auto r = size_t(rank);
+            const Comm comm = local_comm(contexts[r], id, rank, ranks);
+            Mean side(comm, sizes);
+            Random random(uint64_t(20 + rank));
+            for (int round = 0; round < 3; ++round) {
+                Values x;
+                for (const int64_t n : sizes) x.push_back(random.floats(size_t(n), -1, 1.2));
+                ASSERT_OK(side.call(x));
+            }
+            all[r] = {side.values, side.owed(), side.worker, side.server};
+        });
+        return all;
+    };
+    const auto wanted = run({1, 0, nullptr});
+    for (const Way way : {Way{3, 0, nullptr}, Way{4, 8192, nullptr}, Way{2, 1 << 20, nullptr}, Way{1, 0, "generic"},
+                          Way{2, 0, "avx2"}}) {
+        const auto got = run(way);
+        for (size_t r = 0; r < ranks; ++r) {
+            for (size_t t = 0; t < sizes.size(); ++t) {
+                EXPECT_TRUE(same_bits(got[r].y[t], wanted[r].y[t])) << way.threads << " threads, tensor " << t;
+                EXPECT_TRUE(same_bits(got[r].y[t], got[0].y[t])) << "rank " << r;
+            }
+            EXPECT_TRUE(same_bits(got[r].owed.worker, wanted[r].owed.worker)) << way.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].owed.server, wanted[r].owed.server)) << way.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].worker, wanted[r].worker)) << way.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].server, wanted[r].server)) << way.threads << " threads";
+        }
+    }
+}
+
+// What no cache holds is decoded past it, where vectors of the tensor are aligned; one that is shifted is not.
+TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
+    constexpr size_t numel[] = {8400005, 8400037};
+    const auto run = [&](const char *isa, size_t shift) {
+        setenv("DSOPT_ISA", isa, 1);
+        const Context ctx = make_context(2);
+        unsetenv("DSOPT_ISA");
+        const Comm comm = self_comm(ctx);
+        std::vector<float> memory(numel[0] + numel[1] + 64);
+        const size_t first = (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) / sizeof(float);
+        const size_t at[] = {first + shift, first + (numel[0] + 24) / 16 * 16 + 8 + shift}; // the second between lines
+        std::array<dsopt_tensor, 2> list{};
+        for (size_t t = 0; t < 2; ++t) {
+            for (size_t i = 0; i < numel[t]; ++i) memory[at[t] + i] = float((i * 7 + t) % 19) - 9;
+            list[t] = {&memory[at[t]], int64_t(numel[t]), DSOPT_DTYPE_F32, 0};
+        }
+        DSOPT_NEW(dsopt_compressed, arguments);
+        arguments.tensors = list.data();
+        arguments.count = 2;
+        int64_t worker = 0, server = 0;
+        size_t bytes = 0;
+        must(dsopt_compressed_sizes(comm.get(), &arguments, &worker, &server, &bytes));
+        std::vector<float> worker_error(static_cast<size_t>(worker)), server_error(static_cast<size_t>(server));
+        std::vector<char> room(bytes + 256);
+        arguments.worker_error = worker_error.data();
+        arguments.server_error = server_error.data();
+        arguments.workspace = room.data() + (256 - reinterpret_cast<uintptr_t>(room.data()) % 256);
+        arguments.workspace_bytes = bytes;
+        must(dsopt_compressed_allreduce(comm.get(), &arguments));
+        std::vector<float> all;
+        for (size_t t = 0; t < 2; ++t) all.insert(all.end(), &memory[at[t]], &memory[at[t]] + numel[t]);
+        const bool outside =
+            std::all_of(memory.begin(), memory.begin() + long(at[0]), [](float x) { return x == 0; }) &&
+            memory[at[0] + numel[0]] == 0 && memory[at[1] - 1] == 0 && memory[at[1] + numel[1]] == 0;
+        EXPECT_TRUE(outside) << isa << ", shift " << shift;
+        all.insert(all.end(), worker_error.begin(), worker_error.end());
+        return all;
+    };
+    const std::vector<float> wanted = run("generic", 0);
+    EXPECT_GT(std::fabs(wanted[0]), 1);
+    for (const char *isa : {"avx2", "avx512"})
+        for (const size_t shift : {0, 8, 1})
+            EXPECT_TRUE(same_bits(run(isa, shift), wanted)) << isa << ", shift " << shift;
+}
+
+// -------------------------------------------------------------------------------------------------------- properties
+TEST(Compressed, ZerosGiveZerosAndOweNothing) {
+    const CommId id = new_id();
+    run_ranks(3, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, 3);
+        Mean side(comm, {1, 100, 0, 5000});
+        for (int round = 0; round < 3; ++round) {
+            for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), round % 2 ? -0.0f : 0.0f);
+            ASSERT_OK(side.call());
+            for (const auto &tensor : side.values)
+                for (const float value : tensor) ASSERT_EQ(value, 0);
+            for (const float value : side.owed().worker) ASSERT_EQ(value, 0);
+            for (const float value : side.owed().server) ASSERT_EQ(value, 0);
+        }
+    });
+}
+
+TEST(Compressed, MeanOverManyCallsIsTheTrueMean) {
+    constexpr int ranks = 4, calls = 2000;
+    constexpr size_t numel = 500;
+    std::array<std::vector<float>, ranks> x;
+    for (size_t r = 0; r < ranks; ++r) x[r] = Random(30 + r).floats(numel, -1, 1.5);
+    const CommId id = new_id();
+    run_ranks(ranks, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, ranks);
+        Mean side(comm, {int64_t(numel)});
+        std::vector<double> sum(numel);
+        const auto worst = [&](int after) {
+            double most = 0;
+            for (size_t i = 0; i < numel; ++i) {
+                double mean = 0;
+                for (const auto &other : x) mean += double(other[i]) / ranks;
+                most = std::max(most, std::fabs(sum[i] / after - mean));
+            }
+            return most;
+        };
+        double early = 0;
+        for (int call = 1; call <= calls; ++call) {
+            ASSERT_OK(side.call({x[size_t(rank)]}));
+            for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
+            if (call == 20) early = worst(call);
+        }
+        // What is owed stays bounded, so the mean is off by a constant over the number of calls.
+        EXPECT_LE(worst(calls), 0.03);
+        EXPECT_LE(worst(calls), early / 5);
+    });
+}
+
+TEST(Compressed, NegativeZeroCountsAsPositive) {
+    const Context ctx = make_context(1);
+    const Comm comm = self_comm(ctx);
+    Mean side(comm, {4});
+    ASSERT_OK(side.call({{-0.0f, 2, -2, 2}}));
+    const float scale = float(std::sqrt(3.0));
+    EXPECT_FLOAT_EQ(side.values[0][0], scale);
+    EXPECT_FLOAT_EQ(side.values[0][2], -scale);
+    EXPECT_FLOAT_EQ(side.owed().worker[0], -scale);
+}
+
+TEST(Compressed, OneRankFeedsBackTwice) {
+    const Context ctx = make_context(1);
+    const Comm comm = self_comm(ctx);
+    Mean side(comm, {3});
+    ASSERT_OK(side.call({{3, -1, 1}}));
+    const float scale = float(std::sqrt(11.0 / 3));
+    EXPECT_TRUE(same_bits(side.values[0], {scale, -scale, scale}));
+    EXPECT_EQ(info_of(comm).bytes_sent, 0);
+    ASSERT_OK(side.call({{0, 0, 0}})); // what is owed comes by itself
+    EXPECT_LT(side.values[0][2], 0);
+    EXPECT_GT(side.values[0][0], 0);
+}
+
+TEST(Compressed, NanSpoilsItsTensorForGoodAndNoOther) {
+    const CommId id = new_id();
+    std::array<Values, 2> ends;
+    run_ranks(2, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, 2);
+        Mean side(comm, {40, 40});
+        Values bad(2, std::vector<float>(40, 1)), good = bad;
+        if (rank == 1) bad[0][3] = kNaN;
+        ASSERT_OK(side.call(bad));
+        for (const float value : side.values[0]) EXPECT_TRUE(std::isnan(value));
+        for (const float value : side.values[1]) EXPECT_EQ(value, 1);
+        ASSERT_OK(side.call(good));
+        for (const float value : side.values[0]) EXPECT_TRUE(std::isnan(value));
+        for (const float value : side.values[1]) EXPECT_EQ(value, 1);
+        ends[size_t(rank)] = side.values;
+    });
+    for (size_t t = 0; t < 2; ++t) EXPECT_TRUE(same_bits(ends[0][t], ends[1][t]));
+}
+
+TEST(Compressed, SignsOfGpt2TakeOneBitAnElementEachWay) {
+    std::vector<int64_t> sizes = {50257 * 768, 1024 * 768};
+    for (int layer = 0; layer < 12; ++layer)
+        for (const int64_t n :
+             {768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768})
+            sizes.push_back(n);
+    sizes.push_back(768);
+    sizes.push_back(768);
+    constexpr int ranks = 8;
+    int64_t total = 0;
+    for (const int64_t n : sizes) total += n;
+    EXPECT_EQ(total, 124439808);
+    std::vector<dsopt_tensor> list;
+    for (const int64_t n : sizes) list.push_back({nullptr, n, DSOPT_DTYPE_F32, 0});
+    const CommId id = new_id();
+    run_ranks(ranks, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, ranks);
+        DSOPT_NEW(dsopt_compressed, args);
+        args.tensors = list.data();
+        args.count = int64_t(list.size());
+        int64_t worker = 0, server = 0;
+        ASSERT_OK(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, nullptr));
+        const int64_t chunk = (worker - args.count) / ranks, scales = server - chunk;
+        EXPECT_EQ(chunk % 32, 0);
+        EXPECT_GE(chunk * ranks, total);
+        const double bits = 8.0 * double(ranks) * double(4 * scales + chunk / 8) / double(total);
+        EXPECT_GE(bits, 1);
+        EXPECT_LE(bits, 1.001);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------ compat
+TEST(CompressedCompat, FollowsTheOriginalForTwoRanksAndFiveElements) {
+    const float x[2][2][5] = {{{1, -2, 3, 0, 0.5f}, {-1, -2, 1, 0.25f, 0.5f}},
+                              {{0.5f, 0.5f, -1, 2, -3}, {0.5f, 1, -1, -2, 1}}};
+    const double y[2][5] = {{0.73727793, -0.73727793, 0.73727793, 0.73727793, 0.73727793},
+                            {0.74849153, -0.74849153, 0.74849153, 0.74849153, -0.74849153}};
+    const double worker[2][2][6] = {{{0.056270719, -1.0562707, 2.0562706, -0.94372928, -0.44372928, -0.94372928},
+                                     {-0.3718828, -1.3718828, 0.3718828, -0.3781172, -0.1281172, -0.6281172}},
+                                    {{-0.68132865, 0.68132865, -0.18132877, -0.18132865, -2.20613, 0.29387009},
+                                     {-0.7124446, 0.46867901, 0.2124446, -1.5375552, 0.031320989, 0.2124446}}};
+    const double server[2][8] = {
+        {-0.57947189, -0.048645318, 0.048645318, 0.048645318, 0.048645318, 0.048645318, 0.048645318, 0.048645318},
+        {-0.28888279, -0.33923435, -0.5013274, -0.5013274, 0.59861803, -0.24194378, -0.24194378, -0.24194378}};
+    const CommId id = new_id();
+    run_ranks(2, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, 2);
+        Mean side(comm, {5}, DSOPT_COMPAT_DEEPSPEED);
+        EXPECT_EQ(side.workers, 16 + 1);
+        EXPECT_EQ(side.servers, 8 + 1);
+        for (size_t round = 0; round < 2; ++round) {
+            const float *own = x[round][rank];
+            ASSERT_OK(side.call({std::vector<float>(own, own + 5)}));
+            const Mean::Owed owed = side.owed();
+            for (size_t i = 0; i < 5; ++i) EXPECT_NEAR(side.values[0][i], y[round][i], 2e-6) << i;
+            for (size_t i = 0; i < 16; ++i)
+                EXPECT_NEAR(owed.worker[i], worker[round][rank][std::min<size_t>(i, 5)], 4e-6) << i;
+            for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(owed.server[i], rank == 0 ? server[round][i] : 0, 4e-6) << i;
+        }
+    });
+}
+
+} // namespace

@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 1-bit mean over two comms, the ranks of a node and the nodes, against the algorithm written down in double.
+#include "support/two_level.h"
+#include "support/compressed.h"
+#include "support/shapes.h"
+
+using namespace test;
+
+namespace {
+
+constexpr double kUlp = 0x1p-23;
+
+// ---------------------------------------------------------------------------------------------------- the algorithm
+struct Expected {
+    std::vector<double> y, server, bound; // by place: results, errors of its server, how far off they may be
+    std::vector<bool> unclear;            // the server's sign hangs on a rounding
+    std::vector<double> worker;           // errors of the asked node's workers
+    std::vector<double> magnitude;        // of what those were made from
+};
+
+/// x[d * per_node + l] by place; owed likewise.
+Expected expected(const Places &at, const std::vector<std::vector<float>> &x, const std::vector<Mean::Owed> &owed,
+                  int64_t asked) {
+    const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * at.per_node + l); };
+    const auto all = size_t(at.slice() * at.per_node);
+    Expected e{std::vector<double>(all), std::vector<double>(all), std::vector<double>(all),
+               std::vector<bool>(all),   std::vector<double>(all), std::vector<double>(all)};
+    for (int64_t l = 0; l < at.per_node; ++l) {
+        const int64_t first = l * at.slice(), end = first + at.slice();
+        std::vector<std::vector<double>> sent(size_t(at.nodes), std::vector<double>(size_t(at.slice())));
+        std::vector<double> largest(size_t(at.slice()));
+        for (int64_t d = 0; d < at.nodes; ++d)
+            for (size_t t = 0; t < at.numel.size(); ++t) {
+                const int64_t from = at.from(t, first), to = at.to(t, end);
+                std::vector<double> b;
+                double squares = 0;
+                for (int64_t k = from; k < to; ++k) {
+                    float mean = 0; // as the engine has it: rank order, the share last
+                    for (int64_t r = 0; r < at.per_node; ++r)
+                        mean = r == 0 ? x[ranks(r, d)][size_t(k)] : mean + x[ranks(r, d)][size_t(k)];
+                    mean *= 1.0f / float(at.per_node);
+                    b.push_back(double(mean + owed[ranks(l, d)].worker[size_t(k - first)]));
+                    squares += b.back() * b.back();
+                }
+                const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
+                for (int64_t k = from; k < to; ++k) {
+                    const double value = b[size_t(k - from)], sign = value < 0 ? -scale : scale;
+                    sent[size_t(d)][size_t(k - first)] = sign;
+                    largest[size_t(k - first)] = std::max(largest[size_t(k - first)], scale);
+                    if (d != asked) continue;
+                    e.worker[size_t(k)] = value - sign;
+                    e.magnitude[size_t(k)] = std::fabs(value) + scale;
+                }
+            }
+        for (int64_t d = 0; d < at.nodes; ++d)
+            for (size_t t = 0; t < at.numel.size(); ++t) {
+                const int64_t begin = first + d * at.chunk, from = at.from(t, begin), to = at.to(t, begin + at.chunk);
+                std::vector<double> c;
+                double squares = 0;
+                for (int64_t k = from; k < to; ++k) {
+                    c.push_back(double(owed[ranks(l, d)].server[size_t(k - begin)]));
+                    for (const auto &row : sent) c.back() += row[size_t(k - first)] / double(at.nodes);
+                    squares += c.back() * c.back();
+                }
+                const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
+                for (int64_t k = from; k < to; ++k) {
+                    const double value = c[size_t(k - from)], size = largest[size_t(k - first)] + std::fabs(value);
+                    e.y[size_t(k)] = value < 0 ? -scale : scale;
+                    e.server[size_t(k)] = value - e.y[size_t(k)];
+                    e.unclear[size_t(k)] = value != 0 && std::fabs(value) < 2e-6 * size;
+                    e.bound[size_t(k)] = 1e-6 * scale + 2 * kUlp * size;
+                }
+            }
+    }
+    return e;
+}
+
+class TwoLevel : public testing::TestWithParam<std::tuple<int, int, size_t>> {};
+INSTANTIATE_TEST_SUITE_P(, TwoLevel,
+                         testing::Combine(testing::Range(1, 5), testing::Range(1, 5),
+                                          testing::Range(size_t(0), size_t(6))),
+                         [](const auto &info) {
+                             return edge_sizes()[std::get<2>(info.param)].name +
+                                    std::to_string(std::get<1>(info.param)) + "NodesOf" +
+                                    std::to_string(std::get<0>(info.param));
+                         });
+
+TEST_P(TwoLevel, GivesResultsErrorsAndBytesOfTheAlgorithm) {
+    const int per_node = std::get<0>(GetParam()), nodes = std::get<1>(GetParam());
+    const auto ranks = size_t(per_node * nodes);
+    const std::vector<int64_t> sizes = edge_sizes()[std::get<2>(GetParam())].sizes;
+    const Places at(per_node, nodes, sizes);
+    const bool exact = nodes == 1 && per_node > 1;
+    constexpr size_t rounds = 3;
+    const auto all = size_t(at.slice() * per_node);
+    std::vector<std::vector<std::vector<float>>> x(rounds, std::vector<std::vector<float>>(ranks)), y = x;
+    std::vector<std::vector<Mean::Owed>> owed(rounds + 1, std::vector<Mean::Owed>(ranks));
+    Random random(11);
+    for (auto &round : x)
+        for (size_t r = 0; r < ranks; ++r) {
+            round[r].resize(all);
+            for (size_t t = 0; t < sizes.size(); ++t)
+                for (int64_t i = 0; i < sizes[t]; ++i)
+                    round[r][size_t(at.begin[t] + i)] =
+                        float(random.uniform(-1 - 0.13 * double(r), 1 + 0.07 * double(r * r)));
+        }
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        const auto r = size_t(seat.d * per_node + seat.l);
+        Mean side(seat.data, sizes, DSOPT_COMPAT_NONE, seat.node.get());
+        EXPECT_EQ(int64_t(side.worker.size()), exact ? 0 : at.slice() + int64_t(sizes.size()));
+        EXPECT_EQ(int64_t(side.server.size()), exact ? 0 : at.chunk + at.scales);
+        owed[0][r] = side.owed();
+        for (size_t round = 0; round < rounds; ++round) {
+            Values own;
+            for (size_t t = 0; t < sizes.size(); ++t)
+                own.emplace_back(x[round][r].begin() + at.begin[t], x[round][r].begin() + at.begin[t] + sizes[t]);
+            const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
+            ASSERT_OK(side.call(own));
+            // Between nodes a row each way to every other one; in the node a slice each way, the way back as bits.
+            const int64_t row = at.total > 0 ? at.row_bytes() : 0, back = exact ? at.slice() * 4 : nodes * row;
+            EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * row);
+            EXPECT_EQ(info_of(seat.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * row);
+            EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, (per_node - 1) * (at.slice() * 4 + back));
+            EXPECT_LE(info_of(seat.data).calls - data.calls, 2);
+            EXPECT_EQ(info_of(seat.node).calls - node.calls, per_node > 1 && at.total > 0 ? 2 : 0);
+            y[round][r].resize(all);
+            for (size_t t = 0; t < sizes.size(); ++t)
+                std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + at.begin[t]);
+            owed[round + 1][r] = side.owed();
+        }
+    });
+    if (at.total == 0) return;
+    double unclear = 0;
+    for (size_t round = 0; round < rounds; ++round) {
+        for (size_t r = 1; r < ranks; ++r) ASSERT_TRUE(same_bits(y[round][r], y[round][0])) << "rank " << r;
+        if (exact) {
+            for (size_t k = 0; k < all; ++k) {
+                float sum = x[round][0][k];
+                for (size_t r = 1; r < ranks; ++r) sum += x[round][r][k];
+                ASSERT_EQ(y[round][0][k], sum * (1.0f / float(ranks))) << k;
+            }
+            continue;
+        }
+        for (int64_t d = 0; d < nodes; ++d) {
+            const Expected e = expected(at, x[round], owed[round], d);
+            for (size_t k = 0; k < all; ++k) {
+                unclear += e.unclear[k];
+                const double got = y[round][0][k], wanted = e.y[k];
+                const double off = e.unclear[k] ? std::fabs(got) - std::fabs(wanted) : got - wanted;
+                ASSERT_LE(std::fabs(off), e.bound[k]) << "place " << k;
+                const auto l = int64_t(k) / at.slice();
+                const double error = owed[round + 1][size_t(d * per_node + l)].worker[k - size_t(l * at.slice())];
+                ASSERT_LE(std::fabs(error - e.worker[k]), kUlp * e.magnitude[k]) << "node " << d << ", place " << k;
+                const int64_t in_chunk = int64_t(k) - l * at.slice() - d * at.chunk;
+                if (e.unclear[k] || in_chunk < 0 || in_chunk >= at.chunk) continue;
+                const double debt = owed[round + 1][size_t(d * per_node + l)].server[size_t(in_chunk)];
+                ASSERT_LE(std::fabs(debt - e.server[k]), 2 * e.bound[k]) << "node " << d << ", place " << k;
+            }
+        }
+    }
+    EXPECT_LE(unclear, 0.01 * double(rounds * all * size_t(nodes)) + 2) << "else comparing signs says little";
+}
+
+// --------------------------------------------------------------------------------------------------------- same bits
+struct Bits {
+    Values y;
+    std::vector<float> worker, server;
+};
+const std::vector<int64_t> kSizes = {70001, 0, 1, 33, 4097, 200000, 12345};
+Bits three_calls(const Comm &data, dsopt_comm *node, int rank) {
+    Mean side(data, kSizes, DSOPT_COMPAT_NONE, node);
+    Random random(uint64_t(20 + rank));
+    for (int round = 0; round < 3; ++round) {
+        Values x;
+        for (const int64_t n : kSizes) x.push_back(random.floats(size_t(n), -1, 1.2));
+        must(side.call(x));
+    }
+    return {side.values, side.worker, side.server};
+}
+void expect_same(const Bits &a, const Bits &b, const char *what) {
+    for (size_t t = 0; t < a.y.size(); ++t) EXPECT_TRUE(same_bits(a.y[t], b.y[t])) << what << ", tensor " << t;
+    EXPECT_TRUE(same_bits(a.worker, b.worker)) << what;
+    EXPECT_TRUE(same_bits(a.server, b.server)) << what;
+}
+
+TEST(TwoLevelBits, NodesOfOneRankAreTheFlatExchange) {
+    with_nodes(1, 3, [&](const Seat &seat) {
+        const Bits flat = three_calls(seat.data, nullptr, seat.d);
+        expect_same(three_calls(seat.data, seat.node.get(), seat.d), flat, "one rank a node");
+        const Comm self = self_comm(seat.ctx);
+        expect_same(three_calls(seat.data, self.get(), seat.d), flat, "the comm of one rank");
+    });
+}
+
+TEST(TwoLevelBits, AreTheSameForAnyThreadsChunksAndInstructionSet) {
+    struct Way {
+        int threads;
+        int64_t chunk;
+        const char *isa;
+    };
+    const auto run = [&](const Way &way) {
+        std::array<Bits, 4> all;
+        std::array<Context, 4> contexts;
+        for (Context &ctx : contexts) {
+            if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
+            DSOPT_NEW(dsopt_context_desc, desc);
+            desc.threads = way.threads;
+            desc.chunk = way.chunk;
+            dsopt_context *made = nullptr;
+            must(dsopt_context_create(&desc, &made));
+            ctx = Context(made);
+            if (way.isa != nullptr) unsetenv("DSOPT_ISA");
+        }
+        with_nodes(
+            2, 2,
+            [&](const Seat &seat) {
+                const int rank = seat.d * 2 + seat.l;
+                all[size_t(rank)] = three_calls(seat.data, seat.node.get(), rank);
+            },
+            [&](int rank) { return std::move(contexts[size_t(rank)]); });
+        return all;
+    };
+    const auto wanted = run({1, 0, nullptr});
+    for (const Way way : {Way{3, 0, nullptr}, Way{4, 8192, nullptr}, Way{1, 0, "generic"}, Way{2, 0, "avx2"}}) {
+        const auto got = run(way);
+        for (size_t r = 0; r < 4; ++r)
+            expect_same(got[r], wanted[r], (std::to_string(way.threads) + " threads").c_str());
+    }
+}
+
+TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
+    constexpr int per_node = 4, nodes = 3, ranks = per_node * nodes;
+    std::atomic<int64_t> flat{0}, two{0};
+    const CommId id = new_id();
+    run_ranks(ranks, [&](int rank) {
+        const Context ctx = make_context(1);
+        const Comm comm = local_comm(ctx, id, rank, ranks);
+        (void)three_calls(comm, nullptr, rank);
+        const int64_t row = info_of(comm).bytes_sent / (ranks - 1);
+        flat += row * (ranks - per_node); // to ranks of other nodes
+    });
+    with_nodes(per_node, nodes, [&](const Seat &seat) {
+        (void)three_calls(seat.data, seat.node.get(), seat.d * per_node + seat.l);
+        two += info_of(seat.data).bytes_sent;
+    });
+    EXPECT_GT(two, 0);
+    EXPECT_EQ(flat, per_node * two);
+}
+
+// -------------------------------------------------------------------------------------------------------- properties
+TEST(TwoLevelErrors, MakeTheMeanOverManyCallsTheTrueMean) {
+    constexpr size_t numel = 500;
+    constexpr int calls = 2000;
+    for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
+        const int ranks = per_node * nodes;
+        Values x;
+        for (int r = 0; r < ranks; ++r) x.push_back(Random(uint64_t(30 + r)).floats(numel, -1, 1.5));
+        with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
+            Mean side(seat.data, {int64_t(numel)}, DSOPT_COMPAT_NONE, seat.node.get());
+            std::vector<double> sum(numel);
+            const auto worst = [&](int after) {
+                double most = 0;
+                for (size_t i = 0; i < numel; ++i) {
+                    double mean = 0;
+                    for (const auto &other : x) mean += double(other[i]) / ranks;
+                    most = std::max(most, std::fabs(sum[i] / after - mean));
+                }
+                return most;
+            };
+            double early = 0;
+            for (int call = 1; call <= calls; ++call) {
+                ASSERT_OK(side.call({x[size_t(seat.d * per_node + seat.l)]}));
+                for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
+                if (call == 20) early = worst(call);
+            }
+            EXPECT_LE(worst(calls), 0.03);
+            EXPECT_LE(worst(calls), early / 5);
+        });
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- refusals
+class TwoLevelRefusal : public testing::Test {
+protected:
+    void expect(const Seat &seat, Mean &side, dsopt_status wanted, const char *text) {
+        for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
+        const Values values = side.values;
+        const auto worker = side.worker, server = side.server;
+        EXPECT_TRUE(refused(side.call({}), wanted, text));
+        int64_t a = -5, b = -5;
+        EXPECT_TRUE(refused(dsopt_compressed_sizes(seat.data.get(), &side.args, &a, &b, nullptr), wanted, text));
+        EXPECT_TRUE(refused(dsopt_compressed_errors(seat.data.get(), &side.args, nullptr, nullptr), wanted, text));
+        EXPECT_TRUE(a == -5 && b == -5);
+        EXPECT_EQ(side.values, values);
+        EXPECT_EQ(side.worker, worker);
+        EXPECT_EQ(side.server, server);
+        EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not lose a comm";
+        EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
+    }
+};
+
+TEST_F(TwoLevelRefusal, OfCompatMode) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+        side.args.compat = DSOPT_COMPAT_DEEPSPEED;
+        expect(seat, side, DSOPT_ERR_UNSUPPORTED, "compat");
+    });
+}
+TEST_F(TwoLevelRefusal, OfOneCommForBothLevels) {
+    with_nodes(1, 2, [&](const Seat &seat) {
+        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+        side.args.node = seat.data.get();
+        expect(seat, side, DSOPT_ERR_ARGUMENT, "one comm");
+    });
+}
+TEST_F(TwoLevelRefusal, OfAWorkspaceThatIsTooSmall) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+        side.args.workspace_bytes -= 256;
+        EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_WORKSPACE, "workspace"));
+    });
+}
+TEST(TwoLevelFailure, OfTheNodeIsItsStatus) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+        dsopt_comm_abort(seat.node.get());
+        EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_ABORTED));
+        EXPECT_EQ(info_of(seat.data).calls, 0);
+    });
+}
+TEST(TwoLevelFailure, OfARankThatLeavesReachesAllRanksOfAllNodes) {
+    with_nodes(2, 2, [&](const Seat &seat) {
+        if (seat.l == 1 && seat.d == 1) return;
+        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+        EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_COMM));
+    });
+}
+
+} // namespace

@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that runs out at any moment: the n-th allocation of a whole training fails, once or from then on, for every n.
+// Each call says DSOPT_ERR_NOMEM and has changed nothing, or succeeds; tried again, it leads to the bits of a run
+// without failure.
+#include "support/harness.h"
+
+#include "support/alloc.h"
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <unistd.h>
+
+using namespace test;
+namespace fs = std::filesystem;
+
+namespace {
+
+/// Where a checkpoint goes: callbacks run while allocations fail, so they must not need any.
+struct Tape {
+    static int write(void *user, const void *data, size_t bytes) {
+        auto *self = static_cast<Tape *>(user);
+        if (self->size + bytes > sizeof self->data) return 1;
+        std::memcpy(self->data + self->size, data, bytes);
+        self->size += bytes;
+        return 0;
+    }
+    static int read(void *user, uint64_t offset, void *data, size_t bytes) {
+        const auto *self = static_cast<const Tape *>(user);
+        if (offset > self->size || bytes > self->size - offset) return 2;
+        std::memcpy(data, self->data + offset, bytes);
+        return 0;
+    }
+    dsopt_io io() {
+        DSOPT_NEW(dsopt_io, io);
+        io.user = this;
+        io.write = write;
+        io.read = read;
+        io.total = size;
+        return io;
+    }
+    size_t size = 0;
+    char data[256 * 1024];
+};
+
+/// One training from the context on, with a failure planted.
+class Training {
+public:
+    Training(Failure news, Failure hooks) :
+        model_({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}, {30, DSOPT_DTYPE_F16}, {9}}),
+        lasting_(news.lasting || hooks.lasting) {
+        hook_.failure = hooks;
+        NewWatch::calls = 0;
+        NewWatch::failure = news;
+    }
+    ~Training() {
+        // Letting go needs no memory.
+        NewWatch::failure = {0, true};
+        hook_.failure = {0, true};
+        const int64_t before = hook_.calls;
+        {
+            const Armed armed;
+            dsopt_context_destroy(context_);
+            dsopt_optimizer_destroy(opt_);
+        }
+        NewWatch::failure = {};
+        EXPECT_EQ(hook_.calls, before);
+        EXPECT_EQ(hook_.live, 0);
+        EXPECT_EQ(hook_.live_bytes, 0);
+        EXPECT_EQ(hook_.wrong, 0);
+        EXPECT_TRUE(model_.intact());
+    }
+    bool reached() const { return failure_reached_ || NewWatch::failure.at < NewWatch::calls; }
+    int64_t failed() const { return failed_; }
+    int64_t news() const { return news_; }
+    int64_t hooks() const { return hooks_; }
+
+    /// The result: parameters, state and checkpoint.
+    std::string train(Tape &tape) {
+        dsopt_context_desc desc = context_desc(2);
+        hook_.attach(desc);
+        desc.parallel_for = run_in_order;
+        const dsopt_optimizer_desc optimizer = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS);
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_LAMB),
+                          third = make_group(DSOPT_ALGORITHM_ADAM);
+        const auto list = model_.registered();
+        const auto grads = list_of(model_.grads);
+        std::vector<char> host(400);
+        dsopt_io io = tape.io();
+        uint64_t seed = 1;
+        const auto step = [&](int64_t count) {
+            model_.make_gradients(seed++);
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = grads.data();
+            step.count = count;
+            call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
+        };
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &first, list.data(), 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &second, list.data() + 2, 2); });
+        for (int i = 0; i < 3; ++i) step(4);
+        for (int64_t i = 0; i < state_count(opt_); ++i) {
+            const dsopt_tensor tensor = state_info(opt_, i).tensor;
+            const size_t bytes = size_t(tensor.numel) * size_of(tensor.dtype);
+            call("optimizer_export", [&] { return dsopt_optimizer_export(opt_, i, host.data(), bytes); });
+            call("optimizer_import", [&] { return dsopt_optimizer_import(opt_, i, host.data(), bytes); });
+        }
+        call("optimizer_set", [&] { return dsopt_optimizer_set(opt_, 0, DSOPT_KEY_LR, 0.125); });
+        io.flags = DSOPT_IO_PARAMS;
+        call("optimizer_save", [&] {
+            tape.size = 0;
+            return dsopt_optimizer_save(opt_, nullptr, &io);
+        });
+        step(4);
+        io.total = tape.size;
+        call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        io.flags = DSOPT_IO_PARAMS | DSOPT_IO_NO_MASTERS;
+        call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        io.flags = DSOPT_IO_NO_STATE | DSOPT_IO_NO_HYPER;
+        call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &third, list.data() + 4, 2); });
+        step(6);
+        call("optimizer_bind", [&] { return dsopt_optimizer_bind(opt_, DSOPT_BIND_PARAMS, params().data(), 6); });
+        call("optimizer_reset", [&] { return dsopt_optimizer_reset(opt_, DSOPT_RESET_MASTERS, nullptr); });
+        step(6);
+        call("optimizer_report", [&] {
+            DSOPT_NEW(dsopt_report, report);
+            return dsopt_optimizer_report(opt_, &report);
+        });
+        news_ = NewWatch::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_) + std::string(tape.data, tape.size);
+    }
+
+    /// A new optimizer that takes over a checkpoint before its first step.
+    std::string resume(Tape &tape) {
+        dsopt_context_desc desc = context_desc(1);
+        hook_.attach(desc);
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_LAMB);
+        const auto list = model_.registered();
+        const dsopt_io io = tape.io();
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, nullptr, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &first, list.data(), 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &second, list.data() + 2, 2); });
+        call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        news_ = NewWatch::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_);
+    }
+
+    /// The original's wrapper, which takes a step on zero gradients when its state comes to life.
+    std::string wrap(Tape &) {
+        dsopt_context_desc desc = context_desc(1);
+        hook_.attach(desc);
+        dsopt_optimizer_desc wrapper = optimizer_desc(0.5);
+        wrapper.compat = DSOPT_COMPAT_DEEPSPEED;
+        wrapper.masters = DSOPT_MASTERS_FLAT;
+        return train_briefly(desc, wrapper, {});
+    }
+    /// Gradients by way of the accumulators.
+    std::string accumulate(Tape &) {
+        dsopt_context_desc desc = context_desc(1);
+        hook_.attach(desc);
+        return train_briefly(desc, optimizer_desc(0.5, DSOPT_OPTIMIZER_ACCUMULATE), [&] {
+            const auto grads = list_of(model_.grads);
+            for (int i = 0; i < 2; ++i)
+                call("optimizer_accumulate",
+                     [&] { return dsopt_optimizer_accumulate(opt_, grads.data(), 4, nullptr); });
+        });
+    }
+
+private:
+    std::string train_briefly(const dsopt_context_desc &desc, const dsopt_optimizer_desc &optimizer,
+                              const std::function<void()> &accumulate) {
+        const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_ADAMW);
+        const auto list = model_.registered();
+        const auto grads = list_of(model_.grads);
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &first, list.data(), 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &second, list.data() + 2, 2); });
+        for (uint64_t t = 1; t <= 3; ++t) {
+            model_.make_gradients(t);
+            DSOPT_NEW(dsopt_step, step);
+            step.count = 4;
+            if (accumulate) {
+                accumulate();
+                step.flags = DSOPT_STEP_ACCUMULATED;
+            } else {
+                step.grads = grads.data();
+            }
+            call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
+        }
+        news_ = NewWatch::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_);
+    }
+    const std::vector<dsopt_tensor> &params() {
+        if (params_.empty()) params_ = list_of(model_.params);
+        return params_;
+    }
+    std::vector<dsopt_tensor> places() const {
+        std::vector<dsopt_tensor> list;
+        for (int64_t i = 0; opt_ != nullptr && i < state_count(opt_); ++i) list.push_back(state_info(opt_, i).tensor);
+        return list;
+    }
+    /// Parameters, hyper-parameters, and what the state holds as far as it had memory at `known`.
+    std::string fingerprint(const std::vector<dsopt_tensor> &known) const {
+        std::string all = model_.text() + (context_ != nullptr ? "c" : "-");
+        if (opt_ == nullptr) return all;
+        const std::vector<dsopt_tensor> now = places();
+        for (size_t i = 0; i < now.size() && i < known.size(); ++i) {
+            if (known[i].data == nullptr) continue;
+            all.append(reinterpret_cast<const char *>(&now[i]), sizeof now[i]);
+            all.append(static_cast<const char *>(now[i].data), size_t(now[i].numel) * size_of(now[i].dtype));
+        }
+        return all + hyper_text(opt_) + std::to_string(now.size()) + "/" + std::to_string(report_of(opt_).calls);
+    }
+    void call(const char *what, const std::function<dsopt_status()> &f) {
+        params();
+        const std::vector<dsopt_tensor> known = places();
+        const std::string before = fingerprint(known);
+        const auto run = [&] {
+            const Armed armed;
+            return f();
+        };
+        dsopt_status status = run();
+        if (status == DSOPT_ERR_NOMEM) {
+            ++failed_;
+            EXPECT_TRUE(same(fingerprint(known), before)) << what << " has failed and changed something";
+            if (lasting_) {
+                EXPECT_EQ(run(), DSOPT_ERR_NOMEM) << what;
+                EXPECT_TRUE(same(fingerprint(known), before)) << what;
+            }
+            failure_reached_ = true;
+            NewWatch::failure = hook_.failure = {};
+            status = run();
+        }
+        if (status != DSOPT_OK)
+            throw std::runtime_error(std::string(what) + ": " + dsopt_status_name(status) + ": " + dsopt_last_error());
+    }
+    Model model_;
+    std::vector<dsopt_tensor> params_;
+    HookWatch hook_;
+    dsopt_context *context_ = nullptr;
+    dsopt_optimizer *opt_ = nullptr;
+    bool lasting_, failure_reached_ = false;
+    int64_t failed_ = 0, news_ = 0, hooks_ = 0;
+};
+
+using Scenario = std::string (Training::*)(Tape &);
+
+struct Plan {
+    const char *name;
+    Scenario scenario;
+    bool hooks, lasting;
+    friend void PrintTo(const Plan &plan, std::ostream *out) { *out << plan.name; }
+};
+class OutOfMemory : public testing::TestWithParam<Plan> {};
+
+TEST_P(OutOfMemory, AtAnyAllocationEndsInTheSameBits) {
+    const auto [name, scenario, hooks, lasting] = GetParam();
+    const auto tape = std::make_unique<Tape>(), saved = std::make_unique<Tape>();
+    { // what `resume` reads, with the two groups that it has
+        Trainer two({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}}, optimizer_desc());
+        two.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
+        two.add(make_group(DSOPT_ALGORITHM_LAMB), 2);
+        two.train(5, 6);
+        saved->size = 0;
+        const dsopt_io io = saved->io();
+        ASSERT_OK(dsopt_optimizer_save(two.opt(), nullptr, &io));
+    }
+    const auto run_with = [&](Failure failure, int64_t &news, int64_t &hook_calls, int64_t &failed) {
+        *tape = *saved;
+        Training run(hooks ? Failure{} : failure, hooks ? failure : Failure{});
+        std::string result = (run.*scenario)(*tape);
+        news = run.news();
+        hook_calls = run.hooks();
+        failed = run.failed();
+        return result;
+    };
+    int64_t news = 0, hook_calls = 0, failed = 0;
+    const std::string wanted = run_with({}, news, hook_calls, failed);
+    ASSERT_EQ(failed, 0);
+    const int64_t total = hooks ? hook_calls : news;
+    ASSERT_GT(total, hooks ? 0 : 30);
+    const int64_t live = NewWatch::live;
+    int64_t seen = 0;
+    for (int64_t n = 0; n < total; ++n) {
+        int64_t ignored = 0;
+        const std::string result = run_with({n, lasting}, ignored, ignored, failed);
+        ASSERT_TRUE(same(result, wanted)) << "allocation " << n << " of " << total;
+        seen += failed;
+        if (HasFailure()) break;
+    }
+    if (!HasFailure()) { // a failure keeps its own text
+        EXPECT_EQ(NewWatch::live, live) << "leaked";
+    }
+    // Some allocations are optional (a buffer to sort faster), but not many.
+    EXPECT_GT(seen, total * 9 / 10);
+    RecordProperty("allocations", std::to_string(total));
+}
+
+std::vector<Plan> plans() {
+    std::vector<Plan> list;
+    const auto add = [&](const char *name, Scenario scenario) {
+        for (const bool hooks : {false, true})
+            for (const bool lasting : {false, true}) list.push_back({name, scenario, hooks, lasting});
+    };
+    add("Train", &Training::train);
+    add("Resume", &Training::resume);
+    add("Wrap", &Training::wrap);
+    add("Accumulate", &Training::accumulate);
+    return list;
+}
+std::string plan_name(const testing::TestParamInfo<Plan> &info) {
+    return std::string(info.param.name) + (info.param.hooks ? "Hook" : "New") +
+           (info.param.lasting ? "Lasting" : "Once");
+}
+INSTANTIATE_TEST_SUITE_P(Failures, OutOfMemory, testing::ValuesIn(plans()), plan_name);
+
+// Masters are copies of the parameters of the first step that works, not of one that failed: weights may be loaded in
+// between.
+TEST(OutOfMemoryMasters, StartFromTheParametersOfTheStepThatWorks) {
+    const std::vector<Shape> shapes = shapes_of({300, 40}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const auto load_weights = [](const Trainer &trainer) {
+        for (size_t i = 0; i < 2; ++i) trainer.model.params[i].fill(77 + i);
+    };
+    const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
+    load_weights(plain);
+    plain.train(1);
+    const std::string wanted = plain.text();
+    for (int64_t n = 0;; ++n) {
+        const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
+        trainer.model.make_gradients(1);
+        const dsopt_step step = trainer.arguments();
+        NewWatch::calls = 0;
+        NewWatch::failure = {n, false};
+        dsopt_status status;
+        {
+            const Armed armed;
+            status = trainer.step(step);
+        }
+        NewWatch::failure = {};
+        if (status == DSOPT_OK) break;
+        EXPECT_EQ(status, DSOPT_ERR_NOMEM);
+        load_weights(trainer);
+        trainer.train(1);
+        EXPECT_TRUE(same(trainer.text(), wanted)) << "allocation " << n;
+    }
+}
+
+// A failed save keeps the old file and leaves nothing beside it.
+TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
+    const fs::path folder = fs::path(testing::TempDir()) / ("dsopt_oom_" + std::to_string(::getpid()));
+    const std::shared_ptr<void> cleanup(nullptr, [&](void *) { fs::remove_all(folder); });
+    fs::create_directories(folder);
+    const std::string path = (folder / "state").string();
+    const auto slurp = [&] {
+        std::ifstream file(path, std::ios::binary);
+        return std::string(std::istreambuf_iterator<char>(file), {});
+    };
+    {
+        const Trainer trainer(shapes_of({20, 3}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB));
+        trainer.train(1);
+        must(dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr));
+        const std::string old = slurp();
+        trainer.train(2);
+        int64_t left_behind = 0;
+        for (const bool lasting : {false, true})
+            for (int64_t n = 0;; ++n) {
+                NewWatch::calls = 0;
+                NewWatch::failure = {n, lasting};
+                dsopt_status status;
+                {
+                    const Armed armed;
+                    status = dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr);
+                }
+                NewWatch::failure = {};
+                left_behind += std::distance(fs::directory_iterator(folder), fs::directory_iterator()) - 1;
+                if (status == DSOPT_OK) {
+                    ASSERT_NE(slurp(), old);
+                    std::ofstream(path, std::ios::binary) << old;
+                    if (NewWatch::calls <= n) break;
+                } else {
+                    ASSERT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
+                    ASSERT_EQ(slurp(), old);
+                }
+            }
+        EXPECT_EQ(left_behind, 0) << "temporary files";
+        for (const bool lasting : {false, true}) {
+            trainer.train(3); // away from what the file holds
+            const std::string state = trainer.text();
+            for (int64_t n = 0;; ++n) {
+                NewWatch::calls = 0;
+                NewWatch::failure = {n, lasting};
+                dsopt_status status;
+                {
+                    const Armed armed;
+                    status = dsopt_optimizer_load(trainer.opt(), path.c_str(), nullptr);
+                }
+                NewWatch::failure = {};
+                if (status == DSOPT_OK) break;
+                ASSERT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
+                ASSERT_TRUE(same(trainer.text(), state)) << n;
+            }
+        }
+    }
+}
+
+TEST(OutOfMemoryInfo, BuildInfoNeverFails) {
+    NewWatch::calls = 0;
+    NewWatch::failure = {0, true};
+    const char *text = nullptr;
+    {
+        const Armed armed;
+        text = dsopt_build_info();
+    }
+    NewWatch::failure = {};
+    ASSERT_NE(text, nullptr);
+    EXPECT_EQ(text[0], '{');
+    EXPECT_NE(std::strstr(dsopt_build_info(), "\"version\""), nullptr);
+}
+
+} // namespace

@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters of alternating groups: the bits of the order in which groups follow one another, whatever an optimizer
+// does with its groups; lists of any length; and what compat mode has to refuse.
+#include "support/onebit.h"
+
+using namespace test;
+
+namespace {
+
+constexpr int kSteps = 5;
+
+/// A model whose parameters belong to two groups by turns.
+struct Layer {
+    size_t numel;
+    int32_t group;
+    int32_t dtype = DSOPT_DTYPE_F32;
+    std::string name() const { return "n" + std::to_string(numel); }
+};
+const std::vector<Layer> kModel{{4097, 0}, {33, 1}, {700, 0}, {0, 1}, {5, 1}, {8192, 0}, {1, 0}, {64, 1}};
+
+std::vector<Layer> with_dtype(int32_t dtype) {
+    std::vector<Layer> model = kModel;
+    for (Layer &layer : model) layer.dtype = dtype;
+    return model;
+}
+std::vector<Layer> in_order(std::vector<Layer> model) {
+    std::stable_sort(model.begin(), model.end(), [](const Layer &a, const Layer &b) { return a.group < b.group; });
+    return model;
+}
+
+struct Groups {
+    dsopt_group first, second;
+};
+
+/// An optimizer over the model in the order given.
+class Interleaved {
+public:
+    Interleaved(const Context &ctx, const dsopt_optimizer_desc &desc, const Groups &groups,
+                const std::vector<Layer> &model) :
+        trainer(ctx, desc),
+        layers(model) {
+        must(trainer.add_group(groups.first, {}));
+        must(trainer.add_group(groups.second, {}));
+        must(add(model));
+    }
+    dsopt_status add(const std::vector<Layer> &model) {
+        std::vector<dsopt_param> list;
+        std::vector<std::string> names;
+        for (const Layer &layer : model) names.push_back(layer.name());
+        std::vector<Array> &weights = trainer.weights();
+        for (size_t i = 0; i < model.size(); ++i) {
+            Random random{uint64_t(model[i].numel + 1)};
+            weights.emplace_back(model[i].dtype, random.floats(model[i].numel));
+            dsopt_param param{};
+            param.tensor = weights.back().tensor();
+            param.name = names[i].c_str();
+            param.group = model[i].group;
+            list.push_back(param);
+        }
+        return dsopt_optimizer_add_params(trainer.opt(), list.data(), int64_t(list.size()));
+    }
+    dsopt_status step(int call, const std::function<void(dsopt_step &)> &change = {}) {
+        grads_.clear();
+        for (const Layer &layer : layers) {
+            Random random{uint64_t(layer.numel * 100 + size_t(call))};
+            grads_.emplace_back(layer.dtype, random.floats(layer.numel, -3, 2));
+        }
+        if (call == 3) grads_[0] = Array::absent(layers[0].numel, layers[0].dtype); // of both orders the same
+        return trainer.step(grads_, change);
+    }
+    /// What each parameter has, by its name; and the counters of all.
+    std::map<std::string, std::string> by_name() {
+        std::map<std::string, std::string> all;
+        for (size_t i = 0; i < layers.size(); ++i) all[layers[i].name()] = trainer.weight(i).text();
+        const std::vector<dsopt_state_info> list = trainer.state();
+        for (size_t i = 0; i < list.size(); ++i) {
+            std::string bytes(size_t(list[i].tensor.numel) * 4, 0);
+            must(dsopt_optimizer_export(trainer.opt(), int64_t(i), bytes.data(), bytes.size()));
+            const std::string name = list[i].name;
+            if (list[i].param >= 0)
+                all[layers[size_t(list[i].param)].name() + "." + name] = bytes;
+            else if (name == "step" || name == "trust_ratio")
+                for (size_t p = 0; p < layers.size(); ++p) all[layers[p].name() + "." + name] = bytes.substr(p * 4, 4);
+        }
+        return all;
+    }
+    Trainer trainer;
+    std::vector<Layer> layers;
+
+private:
+    std::vector<Array> grads_;
+};
+
+testing::AssertionResult same(const std::map<std::string, std::string> &a,
+                              const std::map<std::string, std::string> &b) {
+    return test::same(Snapshot(a), Snapshot(b));
+}
+
+/// In both orders, with a step and a list of numbers between them. Norms add up tensors in the order of the list, so
+/// only where nothing clips by all of them are the bits the same.
+void expect_same_bits(const dsopt_optimizer_desc &desc, const Groups &groups, const std::vector<Layer> &model,
+                      const std::function<void(dsopt_step &)> &change = {}) {
+    const Context ctx = make_context(2);
+    Interleaved turns(ctx, desc, groups, model), order(ctx, desc, groups, in_order(model));
+    for (int call = 1; call <= kSteps; ++call) {
+        must(turns.step(call, change));
+        must(order.step(call, change));
+        ASSERT_TRUE(same(turns.by_name(), order.by_name())) << "step " << call;
+        EXPECT_EQ(turns.trainer.report().reasons, 0);
+    }
+}
+
+Groups groups_of(int32_t first, int32_t second) {
+    Groups groups{group_of(first, 1e-2, 0.1), group_of(second, 3e-3, 0)};
+    groups.second.beta1 = 0.8;
+    return groups;
+}
+
+TEST(AlternatingGroups, GiveTheBitsOfGroupsThatFollowOneAnother) {
+    for (const int32_t first :
+         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
+        for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
+            for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})
+                expect_same_bits(optimizer_desc(), groups_of(first, second), with_dtype(dtype));
+}
+
+TEST(AlternatingGroups, ClipByTheirOwnNorms) {
+    Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM);
+    groups.first.max_norm = 0.5;
+    groups.second.max_norm = 2;
+    expect_same_bits(optimizer_desc(), groups, kModel);
+}
+
+TEST(AlternatingGroups, HaveHyperParametersOfTheirOwn) {
+    const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
+    const float lr[] = {2e-3f, 5e-2f};
+    expect_same_bits(optimizer_desc(), groups, kModel, [&](dsopt_step &step) { step.lr = lr; });
+    std::vector<float> rows(2 * DSOPT_HYPER_FLOATS, kNaN);
+    rows[DSOPT_HYPER_WEIGHT_DECAY] = 0.5f;
+    rows[DSOPT_HYPER_FLOATS + DSOPT_HYPER_BETA1] = 0.5f;
+    expect_same_bits(optimizer_desc(), groups, kModel, [&](dsopt_step &step) { step.hyper = rows.data(); });
+    const Context ctx = make_context(1);
+    Interleaved turns(ctx, optimizer_desc(), groups, kModel), order(ctx, optimizer_desc(), groups, in_order(kModel));
+    for (Interleaved *one : {&turns, &order}) {
+        must(one->step(1));
+        must(dsopt_optimizer_set(one->trainer.opt(), 1, DSOPT_KEY_LR, 0));
+        must(one->step(2));
+        EXPECT_EQ(one->trainer.get(DSOPT_KEY_LR), 1e-2);
+    }
+    EXPECT_TRUE(same(turns.by_name(), order.by_name()));
+}
+
+TEST(AlternatingGroups, FlatMastersOfAGroupLieOneBehindTheOther) {
+    dsopt_optimizer_desc desc = optimizer_desc();
+    desc.masters = DSOPT_MASTERS_FLAT;
+    const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
+    expect_same_bits(desc, groups, with_dtype(DSOPT_DTYPE_F16));
+    const Context ctx = make_context(1);
+    Interleaved turns(ctx, desc, groups, with_dtype(DSOPT_DTYPE_BF16));
+    must(turns.step(1));
+    const char *next[2] = {};
+    for (const dsopt_state_info &info : turns.trainer.state()) {
+        if (std::strcmp(info.name, "master") != 0) continue;
+        const int32_t group = turns.layers[size_t(info.param)].group;
+        const auto *const data = static_cast<const char *>(info.tensor.data);
+        if (next[group] != nullptr) { EXPECT_EQ(data, next[group]) << turns.layers[size_t(info.param)].name(); }
+        next[group] = data + info.tensor.numel * 4;
+    }
+}
+
+TEST(AlternatingGroups, OfTheOneBitFamilyExchangeTheirOwnPart) {
+    // 1-bit Adam beside a group that is never compressed. Bits travel in the order of the list, so the orders have
+    // other scales' places but the same scales: one a tensor.
+    const CommId ids[2] = {new_id(), new_id()};
+    std::map<std::string, std::string> results[2][2];
+    for (const int order : {0, 1})
+        run_ranks(2, [&](int rank) {
+            const Context ctx = make_context(1);
+            const Comm comm = local_comm(ctx, ids[order], rank, 2);
+            Groups groups{group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2)};
+            groups.second.flags = DSOPT_GROUP_NON_FREEZE;
+            Interleaved one(ctx, desc_with(comm), groups, order == 0 ? kModel : in_order(kModel));
+            for (int call = 1; call <= kSteps + 2; ++call) must(one.step(call));
+            results[order][rank] = one.by_name();
+        });
+    for (const int order : {0, 1})
+        for (const auto &[name, bytes] : results[order][0])
+            if (name.find("error") == std::string::npos) {
+                EXPECT_EQ(bytes == results[order][1].at(name), true) << name << " differs between ranks";
+            }
+    const std::vector<std::string> whole{"n33", "n64", "n5", "n33.exp_avg", "n64.exp_avg_sq"};
+    for (const std::string &name : whole) // of the group that is not compressed: the very same bits
+        EXPECT_TRUE(results[0][0].at(name) == results[1][0].at(name)) << name;
+}
+
+TEST(AlternatingGroups, AreSavedAndLoadedAndResumeWithTheSameBits) {
+    const Context ctx = make_context(1);
+    for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
+        const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, second);
+        const std::vector<Layer> model = with_dtype(DSOPT_DTYPE_F16);
+        Interleaved straight(ctx, optimizer_desc(), groups, model);
+        Tape file;
+        for (int call = 1; call <= 2; ++call) must(straight.step(call));
+        ASSERT_OK(file.save(straight.trainer, DSOPT_IO_PARAMS));
+        for (int call = 3; call <= kSteps; ++call) must(straight.step(call));
+        // Names carry what belongs to a parameter, so the other order reads the file too.
+        for (const std::vector<Layer> &layers : {model, in_order(model)}) {
+            Interleaved resumed(ctx, optimizer_desc(), groups, layers);
+            ASSERT_OK(file.load(resumed.trainer, DSOPT_IO_PARAMS));
+            for (int call = 3; call <= kSteps; ++call) {
+                if (call == 3 && layers[1].group == 0) continue; // its absent gradient is of the first in the list
+                must(resumed.step(call));
+            }
+            if (layers[1].group != 0) { EXPECT_TRUE(same(straight.by_name(), resumed.by_name())); }
+        }
+        Interleaved order(ctx, optimizer_desc(), groups, in_order(model));
+        must(order.step(1));
+        Tape other;
+        ASSERT_OK(other.save(order.trainer, DSOPT_IO_PARAMS));
+        Interleaved turns(ctx, optimizer_desc(), groups, model);
+        ASSERT_OK(other.load(turns.trainer, DSOPT_IO_PARAMS));
+        EXPECT_TRUE(same(order.by_name(), turns.by_name()));
+    }
+}
+
+TEST(AlternatingGroups, ACheckpointOfOtherGroupsIsRefused) {
+    const Context ctx = make_context(1);
+    const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAMW);
+    Interleaved saved(ctx, optimizer_desc(), groups, kModel);
+    must(saved.step(1));
+    Tape file;
+    ASSERT_OK(file.save(saved.trainer));
+    std::vector<Layer> other = kModel;
+    std::swap(other[0].group, other[1].group); // as many in each
+    Interleaved loads(ctx, optimizer_desc(), groups, other);
+    must(loads.step(1));
+    const auto before = loads.by_name();
+    EXPECT_TRUE(refused(file.load(loads.trainer), DSOPT_ERR_MISMATCH, "n4097"));
+    // Damaged in the list of groups: same length, so that offsets hold.
+    const size_t at = file.data.find("0,1,0,1,1,0,0,1,");
+    ASSERT_NE(at, std::string::npos);
+    for (const char *bad : {"0,1,0,1,1,0,0,0,", "0,1,0,1,1,0,0,2,", "0,1,0,1,1,0,0,1;", "0,1,0,1,1,0,0,,,",
+                            "0,1,0,1,1,0,   ,", "0,1,0,1,1,0,-1,1", "1,0,0,1,1,0,0,1,"}) {
+        Tape spoilt = file;
+        spoilt.data.replace(at, std::strlen(bad), bad);
+        const dsopt_status status = spoilt.load(loads.trainer);
+        EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH) << bad << dsopt_status_name(status);
+        EXPECT_TRUE(same(before, loads.by_name()));
+    }
+}
+
+TEST(AddingMore, BetweenStepsKeepsWhatIsThere) {
+    const Context ctx = make_context(1);
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
+        const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
+        const std::vector<Layer> model = with_dtype(dtype), begin(model.begin(), model.begin() + 4),
+                                 end(model.begin() + 4, model.end());
+        Interleaved grows(ctx, optimizer_desc(), groups, begin), ends(ctx, optimizer_desc(), groups, end);
+        for (int call = 1; call <= 2; ++call) must(grows.step(call));
+        const auto before = grows.by_name();
+        ASSERT_OK(grows.add(end));
+        grows.layers = model;
+        const auto after = grows.by_name();
+        for (const auto &[name, bytes] : before) EXPECT_TRUE(after.at(name) == bytes) << name;
+        // The late ones begin where they would begin alone, the early ones go on.
+        Interleaved alone(ctx, optimizer_desc(), groups, begin);
+        for (int call = 1; call <= kSteps; ++call) must(alone.step(call));
+        for (int call = 3; call <= kSteps; ++call) {
+            must(grows.step(call));
+            if (call == 3) // ends' own first tensor has an absent gradient there
+                must(ends.trainer.step([&] {
+                    std::vector<Array> grads;
+                    for (const Layer &layer : end) {
+                        Random random{uint64_t(layer.numel * 100 + 3)};
+                        grads.emplace_back(layer.dtype, random.floats(layer.numel, -3, 2));
+                    }
+                    return grads;
+                }()));
+            else
+                must(ends.step(call));
+        }
+        const auto all = grows.by_name();
+        for (Interleaved *part : {&alone, &ends})
+            for (const auto &[name, bytes] : part->by_name()) EXPECT_TRUE(all.at(name) == bytes) << name;
+    }
+}
+
+TEST(AddingMore, TwentyThousandInOneCall) {
+    const Context ctx = make_context(1);
+    Interleaved one(ctx, optimizer_desc(), groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM), {});
+    constexpr int64_t count = 20000;
+    std::vector<float> memory(count), gradients(count, 1.0f);
+    std::vector<dsopt_param> params(count);
+    std::vector<dsopt_tensor> grads(count);
+    for (int64_t i = 0; i < count; ++i) {
+        params[size_t(i)].tensor = {&memory[size_t(i)], 1, DSOPT_DTYPE_F32, 0};
+        params[size_t(i)].group = int32_t(i % 2);
+        grads[size_t(i)] = {&gradients[size_t(i)], 1, DSOPT_DTYPE_F32, 0};
+    }
+    ASSERT_OK(dsopt_optimizer_add_params(one.trainer.opt(), params.data(), count));
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = grads.data();
+    step.count = count;
+    ASSERT_OK(dsopt_optimizer_step(one.trainer.opt(), &step));
+    EXPECT_NE(memory.front(), 0);
+    EXPECT_EQ(memory.back(), memory[1]);
+    EXPECT_NE(memory.back(), memory.front());
+}
+
+// ---------------------------------------------------------------------------------------------------------- compat mode
+TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
+    const Context ctx = make_context(1);
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
+        dsopt_optimizer_desc desc = optimizer_desc();
+        desc.compat = DSOPT_COMPAT_DEEPSPEED;
+        const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAMW);
+        const std::vector<Layer> model = with_dtype(dtype);
+        Interleaved empty(ctx, desc, groups, {});
+        EXPECT_TRUE(refused(empty.add(model), DSOPT_ERR_UNSUPPORTED, "'n700'"));
+        empty.trainer.weights().clear();
+        int64_t count = 7;
+        must(dsopt_optimizer_count(empty.trainer.opt(), nullptr, &count));
+        EXPECT_EQ(count, 0);
+        const std::vector<Layer> order = in_order(model);
+        const std::vector<Layer> begin(order.begin(), order.begin() + 2), middle(order.begin() + 2, order.end());
+        ASSERT_OK(empty.add(begin)); // group 0 goes on in the next call
+        ASSERT_OK(empty.add(middle));
+        empty.layers = order;
+        EXPECT_TRUE(refused(empty.add({{2, 0, dtype}}), DSOPT_ERR_UNSUPPORTED, "'n2'"));
+        empty.trainer.weights().pop_back();
+        // As groups that were added with their parameters.
+        Trainer usual(ctx, desc);
+        for (const int32_t group : {0, 1}) {
+            std::vector<Param> params;
+            for (const Layer &layer : order)
+                if (layer.group == group) {
+                    Random random{uint64_t(layer.numel + 1)};
+                    params.push_back({Array(dtype, random.floats(layer.numel)), layer.name()});
+                }
+            must(usual.add_group(group == 0 ? groups.first : groups.second, std::move(params)));
+        }
+        for (int call = 1; call <= kSteps; ++call) {
+            std::vector<Array> grads;
+            for (const Layer &layer : order) {
+                Random random{uint64_t(layer.numel * 100 + size_t(call))};
+                grads.emplace_back(dtype, random.floats(layer.numel, -3, 2));
+            }
+            must(usual.step(grads));
+            must(empty.trainer.step(grads));
+        }
+        EXPECT_TRUE(test::same(usual.snapshot(), empty.trainer.snapshot()));
+    }
+}
+
+} // namespace

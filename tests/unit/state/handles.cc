@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several handles of one optimizer, scalers that let go of their optimizers, and what the 1-bit family says of bias
+// correction and of freeze_step.
+#include "support/onebit.h"
+#include <condition_variable>
+#include <mutex>
+
+using namespace test;
+
+namespace {
+
+Optimizer retained(dsopt_optimizer *opt) {
+    dsopt_optimizer *other = nullptr;
+    must(dsopt_optimizer_retain(opt, &other));
+    return Optimizer(other);
+}
+Optimizer new_optimizer(const Context &ctx, const dsopt_optimizer_desc &desc) {
+    dsopt_optimizer *opt = nullptr;
+    must(dsopt_optimizer_create(ctx.get(), &desc, &opt));
+    return Optimizer(opt);
+}
+dsopt_status step_with(dsopt_optimizer *opt, const std::vector<Array> &grads) {
+    const std::vector<dsopt_tensor> list = list_of(grads);
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = list.data();
+    step.count = int64_t(list.size());
+    return dsopt_optimizer_step(opt, &step);
+}
+
+// -------------------------------------------------------------------------------------------------------------- handles
+/// An allocator that knows what is out.
+struct Pool {
+    std::atomic<int> live{0};
+    Context context() {
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.user = this;
+        desc.threads = 1;
+        desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) {
+            ++static_cast<Pool *>(user)->live;
+            return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+        };
+        desc.release = [](void *user, void *memory, size_t, void *) {
+            --static_cast<Pool *>(user)->live;
+            std::free(memory);
+        };
+        dsopt_context *ctx = nullptr;
+        must(dsopt_context_create(&desc, &ctx));
+        return Context(ctx);
+    }
+};
+
+TEST(Retain, TheOptimizerLivesUntilTheLastHandleIsGone) {
+    Pool pool;
+    for (const int last : {0, 1, 2}) {
+        const Context ctx = pool.context();
+        Optimizer handles[3];
+        handles[0] = new_optimizer(ctx, optimizer_desc());
+        const Array weight(DSOPT_DTYPE_F32, 5, 1);
+        dsopt_param param{};
+        param.tensor = weight.tensor();
+        const dsopt_group group = group_of(DSOPT_ALGORITHM_ADAMW);
+        must(dsopt_optimizer_add_group(handles[0].get(), &group, &param, 1));
+        handles[1] = retained(handles[0].get());
+        handles[2] = retained(handles[1].get()); // of a handle that was retained itself
+        const std::vector<Array> grads{Array(DSOPT_DTYPE_F32, 5, 1)};
+        must(step_with(handles[0].get(), grads));
+        const int live = pool.live;
+        EXPECT_GT(live, 0);
+        for (const int other : {0, 1, 2})
+            if (other != last) handles[other].reset();
+        EXPECT_EQ(pool.live, live);
+        EXPECT_OK(step_with(handles[last].get(), grads));
+        handles[last].reset();
+        EXPECT_EQ(pool.live, 0);
+    }
+}
+
+TEST(Retain, EveryHandleActsOnTheSameOptimizer) {
+    const Context ctx = make_context(1);
+    Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 5, 1)});
+    const Optimizer other = retained(trainer.opt());
+    must(dsopt_optimizer_set(other.get(), 0, DSOPT_KEY_LR, 0.5));
+    EXPECT_EQ(trainer.get(DSOPT_KEY_LR), 0.5);
+    must(step_with(other.get(), {Array(DSOPT_DTYPE_F32, 5, 1)}));
+    must(trainer.step({Array(DSOPT_DTYPE_F32, 5, 1)}));
+    DSOPT_NEW(dsopt_report, report);
+    must(dsopt_optimizer_report(other.get(), &report));
+    EXPECT_EQ(report.calls, 2);
+    EXPECT_EQ(trainer.report().calls, 2);
+    EXPECT_EQ(trainer.state("step")[0], 2);
+    const Array late(DSOPT_DTYPE_F32, 3, 1);
+    dsopt_param param{};
+    param.tensor = late.tensor();
+    must(dsopt_optimizer_add_params(other.get(), &param, 1));
+    int64_t params = 0;
+    must(dsopt_optimizer_count(trainer.opt(), nullptr, &params));
+    EXPECT_EQ(params, 2);
+}
+
+TEST(Retain, BusyWorksAcrossHandles) {
+    struct Gate {
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool inside = false, open = false;
+        static void run(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
+            auto &gate = *static_cast<Gate *>(user);
+            {
+                std::unique_lock lock(gate.mutex);
+                gate.inside = true;
+                gate.changed.notify_all();
+                gate.changed.wait(lock, [&] { return gate.open; });
+            }
+            for (int64_t i = 0; i < n; ++i) body(arg, i);
+        }
+    } gate;
+    DSOPT_NEW(dsopt_context_desc, desc);
+    desc.parallel_for = Gate::run;
+    desc.user = &gate;
+    desc.threads = 2;
+    dsopt_context *made = nullptr;
+    must(dsopt_context_create(&desc, &made));
+    const Context ctx(made);
+    Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 1 << 18, 1)});
+    const Optimizer other = retained(trainer.opt());
+    std::thread steps([&] { EXPECT_OK(trainer.step({Array(DSOPT_DTYPE_F32, 1 << 18, 1)})); });
+    {
+        std::unique_lock lock(gate.mutex);
+        EXPECT_TRUE(gate.changed.wait_for(lock, std::chrono::seconds(60), [&] { return gate.inside; }));
+    }
+    double value = 0;
+    EXPECT_TRUE(refused(dsopt_optimizer_set(other.get(), 0, DSOPT_KEY_LR, 0.5), DSOPT_ERR_BUSY));
+    EXPECT_TRUE(refused(dsopt_optimizer_get(other.get(), 0, DSOPT_KEY_LR, &value), DSOPT_ERR_BUSY));
+    EXPECT_TRUE(refused(step_with(other.get(), {Array(DSOPT_DTYPE_F32, 1 << 18, 1)}), DSOPT_ERR_BUSY));
+    const Optimizer third = retained(other.get()); // beside every other call
+    {
+        const std::lock_guard lock(gate.mutex);
+        gate.open = true;
+        gate.changed.notify_all();
+    }
+    steps.join();
+    EXPECT_OK(dsopt_optimizer_set(third.get(), 0, DSOPT_KEY_LR, 0.5));
+}
+
+TEST(Retain, HandlesAreMadeAndReleasedByAnyThread) {
+    const Context ctx = make_context(1);
+    Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 5, 1)});
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t)
+        threads.emplace_back([&] {
+            for (int i = 0; i < 200; ++i) {
+                Optimizer own = retained(trainer.opt());
+                double value = 0;
+                EXPECT_OK(dsopt_optimizer_get(own.get(), 0, DSOPT_KEY_LR, &value));
+                own = retained(own.get());
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+}
+
+// -------------------------------------------------------------------------------------------------------------- scalers
+class Detach : public testing::Test {
+protected:
+    dsopt_optimizer_desc with(const Scaler &scaler) const {
+        dsopt_optimizer_desc desc = optimizer_desc();
+        desc.scaler = scaler.get();
+        return desc;
+    }
+    std::unique_ptr<Trainer> trainer_of(const Scaler &scaler) const {
+        return std::make_unique<Trainer>(ctx, with(scaler), group_of(DSOPT_ALGORITHM_ADAMW),
+                                         std::vector<Array>{Array(DSOPT_DTYPE_F16, 5, 1)});
+    }
+    dsopt_status second(const Scaler &scaler) const {
+        const dsopt_optimizer_desc desc = with(scaler);
+        dsopt_optimizer *opt = nullptr;
+        const dsopt_status status = dsopt_optimizer_create(ctx.get(), &desc, &opt);
+        dsopt_optimizer_destroy(opt);
+        return status;
+    }
+    const Context ctx = make_context(1);
+    const std::vector<Array> grads{Array(DSOPT_DTYPE_F16, 5, 1)};
+    const std::vector<Array> bad{Array(DSOPT_DTYPE_F16, 5, kInf)};
+};
+
+TEST_F(Detach, LetsAnotherOptimizerHaveTheScalerAndStopsTheOldOne) {
+    const Scaler scaler = make_scaler(ctx, 64);
+    auto old = trainer_of(scaler);
+    must(old->step(grads));
+    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE, "dsopt_scaler_detach"));
+    ASSERT_OK(dsopt_scaler_detach(scaler.get()));
+    const auto young = trainer_of(scaler);
+    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE)) << "it has the new one";
+
+    const Snapshot before = old->snapshot();
+    EXPECT_TRUE(refused(old->step(bad), DSOPT_ERR_STATE, "detached"));
+    EXPECT_EQ(info_of(scaler).scale, 64);
+    const std::vector<dsopt_tensor> params = list_of(old->weights()), list = list_of(grads);
+    std::vector<dsopt_tensor> state;
+    for (const dsopt_state_info &info : old->state()) state.push_back(info.tensor);
+    size_t bytes = 0;
+    must(dsopt_optimizer_workspace(old->opt(), &bytes));
+    std::vector<char> workspace(bytes);
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = list.data();
+    step.params = params.data();
+    step.count = 1;
+    step.state = state.data();
+    step.state_count = int64_t(state.size());
+    step.workspace = workspace.data();
+    step.workspace_bytes = bytes;
+    EXPECT_TRUE(refused(dsopt_optimizer_apply(old->opt(), &step), DSOPT_ERR_STATE, "detached"));
+    EXPECT_TRUE(same(before, old->snapshot()));
+
+    must(young->step(bad));
+    EXPECT_EQ(info_of(scaler).scale, 32);
+    old.reset(); // does not take the scaler from the new one
+    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE));
+    EXPECT_OK(young->step(grads));
+    EXPECT_EQ(info_of(scaler).updates, 3);
+}
+
+TEST_F(Detach, AScalerWithoutOptimizersStaysFree) {
+    const Scaler scaler = make_scaler(ctx, 64);
+    for (int i = 0; i < 2; ++i) ASSERT_OK(dsopt_scaler_detach(scaler.get()));
+    EXPECT_OK(second(scaler));
+    EXPECT_OK(second(scaler)) << "the first one is destroyed";
+}
+
+TEST_F(Detach, SharedScalersLetGoOfAll) {
+    const Scaler scaler = make_scaler(ctx, 64, 1000, DSOPT_SCALER_SHARED);
+    auto a = trainer_of(scaler), b = trainer_of(scaler);
+    must(a->step(grads));
+    ASSERT_OK(dsopt_scaler_detach(scaler.get()));
+    const auto c = trainer_of(scaler);
+    EXPECT_TRUE(refused(a->step(bad), DSOPT_ERR_STATE));
+    EXPECT_TRUE(refused(b->step(bad), DSOPT_ERR_STATE));
+    must(dsopt_scaler_update(scaler.get(), nullptr, nullptr));
+    EXPECT_EQ(info_of(scaler).scale, 64) << "nothing of theirs was recorded";
+    a.reset();
+    b.reset();
+    EXPECT_OK(c->step(grads));
+    EXPECT_OK(second(scaler)) << "it is shared";
+}
+
+TEST_F(Detach, TheScalerOfADestroyedHandleLivesOn) {
+    Scaler scaler = make_scaler(ctx, 64);
+    const auto trainer = trainer_of(scaler);
+    const float *const scale = dsopt_scaler_device_scale(scaler.get());
+    scaler.reset();
+    must(trainer->step(bad));
+    EXPECT_EQ(*scale, 32);
+}
+
+// ------------------------------------------------------------------------------------------------------- 1-bit family
+TEST(OneBitBias, CorrectionIsOffWithAndWithoutTheFlag) {
+    for (const int32_t algorithm : kFamily) {
+        const dsopt_group plain = group_for(algorithm, 2);
+        EXPECT_EQ(plain.flags, 0);
+        dsopt_group flagged = plain;
+        flagged.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+        with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+            const Problem problem = problem_of(2);
+            Trainer a = trainer_of(ctx, comm, plain, problem.weights()),
+                    b = trainer_of(ctx, comm, flagged, problem.weights());
+            for (int64_t call = 1; call <= 5; ++call) {
+                const std::vector<Array> grads = problem.wanted(reduction(a, call), rank, call);
+                must(a.step(grads));
+                must(b.step(grads));
+                ASSERT_TRUE(same(a.snapshot(), b.snapshot())) << name_of(algorithm) << " call " << call;
+            }
+            EXPECT_EQ(a.get(DSOPT_KEY_BIAS_CORRECTION), 0);
+            EXPECT_EQ(b.get(DSOPT_KEY_BIAS_CORRECTION), 0);
+        });
+        const Context ctx = make_context(1);
+        for (const dsopt_group &group : {plain, flagged}) {
+            Trainer trainer(ctx, optimizer_desc(), group, std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
+            for (const int32_t index : {0, int32_t(DSOPT_ALL_GROUPS)}) {
+                EXPECT_TRUE(refused(dsopt_optimizer_set(trainer.opt(), index, DSOPT_KEY_BIAS_CORRECTION, 1),
+                                    DSOPT_ERR_UNSUPPORTED, "bias correction"));
+                EXPECT_OK(dsopt_optimizer_set(trainer.opt(), index, DSOPT_KEY_BIAS_CORRECTION, 0));
+            }
+            EXPECT_EQ(trainer.get(DSOPT_KEY_BIAS_CORRECTION), 0);
+        }
+    }
+}
+
+TEST(FreezeStep, SaysThatAGroupHasNone) {
+    const Context ctx = make_context(1);
+    Trainer plain(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
+                  std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
+    for (const int32_t index : {0, int32_t(DSOPT_ALL_GROUPS)})
+        EXPECT_TRUE(refused(dsopt_optimizer_set(plain.opt(), index, DSOPT_KEY_FREEZE_STEP, 5), DSOPT_ERR_UNSUPPORTED,
+                            "1-bit family only"));
+    must(plain.add_group(group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 7), {{Array(DSOPT_DTYPE_F32, 4, 1), "b"}}));
+    EXPECT_TRUE(refused(dsopt_optimizer_set(plain.opt(), 0, DSOPT_KEY_FREEZE_STEP, 5), DSOPT_ERR_UNSUPPORTED,
+                        "1-bit family only"));
+    EXPECT_TRUE(
+        refused(dsopt_optimizer_set(plain.opt(), 1, DSOPT_KEY_FREEZE_STEP, 5), DSOPT_ERR_ARGUMENT, "DSOPT_ALL_GROUPS"));
+    EXPECT_OK(dsopt_optimizer_set(plain.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, 5));
+    double value = 0;
+    must(dsopt_optimizer_get(plain.opt(), 1, DSOPT_KEY_FREEZE_STEP, &value));
+    EXPECT_EQ(value, 5);
+    EXPECT_TRUE(refused(dsopt_optimizer_get(plain.opt(), 0, DSOPT_KEY_FREEZE_STEP, &value), DSOPT_ERR_UNSUPPORTED));
+    EXPECT_EQ(value, 5);
+}
+
+} // namespace
