@@ -1,15 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions on lists without an optimizer: norm and finite check, a x + b y, clamping.
-<<<<<<< HEAD:tests/test_norms.cc
-#include "test_lanes.h"
-#include "test_mixed_util.h"
-=======
 #include "support/harness.h"
 #include "support/lanes.h"
-    >>>>>>> h - tests : tests / unit / clip /
-                        norms.cc
 
-                        using namespace test;
+using namespace test;
 
 namespace {
 
