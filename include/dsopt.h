@@ -661,7 +661,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *   lr_sum                I32  2 per group: a double          0/1 Adam
  *   trust_average         F32  1 per parameter                1-bit LAMB
  *   trust_factor          F32  1 per parameter                1-bit LAMB
- *   trust_scaling         F32  1 per parameter                1-bit LAMB
+ *   trust_scaling         F32  1 per parameter                1-bit LAMB, compat mode
+ *   trust_weight          F32  1 per parameter                1-bit LAMB, standard mode
  *   exp_avg_pad           F32  momentum of the padding        1-bit LAMB with several ranks, compat mode
  *   loss_scale            F32  1                              with a scaler
  *   scaler                I32  12: dsopt_scaler_decode        with a scaler
@@ -900,7 +901,8 @@ typedef struct dsopt_step {
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
  * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same. In standard mode the
- * schedule of the 1-bit family counts it, and freezes the variance if its turn has come.
+ * schedule of the 1-bit family counts it, and freezes the variance if its turn has come; ranks exchange as much as in a
+ * step that is taken, and drop the result. In compat mode nothing is exchanged after the decision to skip.
  *
  * The host waits for the device in three cases only:
  *  - a comm of several ranks without DSOPT_COMM_FLAG_ENQUEUE;
@@ -912,10 +914,11 @@ typedef struct dsopt_step {
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters and state are unchanged,
- * with three exceptions, after which a checkpoint must be loaded: an exchange of the 1-bit family fails half-way
- * (docs/onebit.md); the model comm fails between LAMB's two sweeps, when LAMB's moments, other groups and the scaler
- * have moved already; or a comm was made with ENQUEUE.
+ * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters, moments and counters of all
+ * groups are unchanged, on every backend, with three exceptions: what 0/1 Adam moves by itself before a synchronisation;
+ * the model comm fails between LAMB's two sweeps, when LAMB's moments and other groups have moved; or a comm was made
+ * with ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose errors hold sums that were to be
+ * sent, load a checkpoint (docs/onebit.md).
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);

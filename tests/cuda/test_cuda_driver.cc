@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// One driver for both backends: what goes over the wire, also in skipped steps, and what a failed exchange leaves.
+#include "side.h"
+#include <memory>
+#include <tuple>
+
+using namespace cuda_test;
+
+namespace {
+
+constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
+constexpr int64_t kFreeze = 3;
+
+Setting setting_of(int32_t algorithm, int32_t compat) {
+    Setting s;
+    s.algorithm = algorithm;
+    s.sizes = {7, 4097, 33, 9000};
+    s.desc.compat = compat;
+    s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
+    s.change = [](dsopt_group &g, int) {
+        if (g.algorithm == DSOPT_ALGORITHM_LAMB || g.algorithm == DSOPT_ALGORITHM_ADAMW) return;
+        g.flags = 0;
+        g.freeze_step = kFreeze;
+        if (g.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) return;
+        g.var_interval_steps = 2;
+        g.local_interval_steps = 2;
+        g.max_local_interval = 4;
+    };
+    return s;
+}
+
+using Counts = std::tuple<int64_t, int64_t, int64_t>;
+Counts counts_of(const dsopt_comm *comm) {
+    DSOPT_NEW(dsopt_comm_info, info);
+    Side::good(dsopt_comm_query(comm, &info));
+    return {info.calls, info.bytes_sent, info.bytes_received};
+}
+
+class CudaDriver : public Cuda {
+protected:
+    /// Of every step, on rank 0. Every third one is skipped.
+    static std::vector<Counts> wire(bool device, const Setting &setting, bool model) {
+        const Ranks ranks(2);
+        std::vector<Counts> all;
+        ranks.run([&](int rank) {
+            Setting own = setting;
+            if (model) {
+                own.model = &ranks;
+                own.model_rank = rank;
+            }
+            Side side(device, own, model ? nullptr : &ranks, rank);
+            for (int t = 0; t < 12; ++t) {
+                const bool skipped = t % 3 == 1;
+                side.fill_gradients(t, skipped && rank == 1 ? 1 : -1);
+                const dsopt_comm *comm = model ? side.model : side.comm;
+                const Counts before = counts_of(comm);
+                OK(side.step());
+                const Counts after = counts_of(comm);
+                DSOPT_NEW(dsopt_report, report);
+                OK(dsopt_optimizer_report(side.optimizer, &report));
+                EXPECT_EQ(report.last_skipped, skipped) << t;
+                if (rank == 0)
+                    all.emplace_back(std::get<0>(after) - std::get<0>(before), std::get<1>(after) - std::get<1>(before),
+                                     std::get<2>(after) - std::get<2>(before));
+            }
+        });
+        return all;
+    }
+};
+
+TEST_F(CudaDriver, SendsAsMuchAsTheCpuAlsoInSkippedSteps) {
+    for (const int32_t algorithm : kFamily)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+            const std::vector<Counts> host = wire(false, setting_of(algorithm, compat), false);
+            EXPECT_EQ(wire(true, setting_of(algorithm, compat), false), host) << algorithm << ", " << compat;
+            // In standard mode nobody waits to find out that a step is skipped; in compat mode nothing is sent for one.
+            if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) continue; // its steps differ by themselves
+            const size_t skipped = 7, taken = 8;
+            if (compat == DSOPT_COMPAT_NONE)
+                EXPECT_EQ(host[skipped], host[taken]);
+            else
+                EXPECT_LT(std::get<1>(host[skipped]), std::get<1>(host[taken]));
+        }
+}
+
+TEST_F(CudaDriver, SendsAsMuchAsTheCpuForTensorsThatAreSharded) {
+    Setting s = setting_of(DSOPT_ALGORITHM_LAMB, DSOPT_COMPAT_NONE);
+    s.param_flags = DSOPT_PARAM_MODEL_PARALLEL;
+    EXPECT_EQ(wire(true, s, true), wire(false, s, true));
+}
+
+/// Collectives with another rank that sends what this one does, until they fail.
+struct Failing {
+    int left = INT32_MAX; // calls until one fails
+    int call() { return --left < 0 ? 7 : 0; }
+    static int all_reduce(void *self, const void *, void *, int64_t, int32_t, int32_t, void *) {
+        return static_cast<Failing *>(self)->call();
+    }
+    static int rows(void *self, const void *send, void *recv, int64_t bytes, void *) {
+        for (int row = 0; row < 2; ++row) std::memcpy(static_cast<char *>(recv) + row * bytes, send, size_t(bytes));
+        return static_cast<Failing *>(self)->call();
+    }
+};
+
+/// With a group of 1-bit Adam or LAMB and one of AdamW, whose gradients the engine averages.
+class FailingSide {
+public:
+    FailingSide(bool device, int32_t algorithm) {
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.self = &failing;
+        table.ranks = 2;
+        table.all_reduce = Failing::all_reduce;
+        table.all_to_all = Failing::rows;
+        table.all_gather = Failing::rows;
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+        Side::good(dsopt_context_create(&where, &context_));
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_TABLE;
+        desc.table = &table;
+        Side::good(dsopt_comm_create(context_, &desc, &comm));
+        Setting s = setting_of(algorithm, DSOPT_COMPAT_NONE);
+        s.context = context_;
+        s.desc.data = comm;
+        s.change = [](dsopt_group &g, int index) {
+            Side::good(dsopt_group_init(&g, sizeof g, index == 0 ? g.algorithm : int32_t(DSOPT_ALGORITHM_ADAMW)));
+            if (index == 0) g.freeze_step = kFreeze;
+        };
+        side = std::make_unique<Side>(device, s);
+    }
+    ~FailingSide() {
+        side.reset();
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context_);
+    }
+    /// Parameters and state, without errors, which hold sums that were to be sent.
+    std::vector<std::vector<char>> state() const {
+        std::vector<std::vector<char>> all;
+        int64_t count = 0;
+        Side::good(dsopt_optimizer_state_count(side->optimizer, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            Side::good(dsopt_optimizer_state(side->optimizer, i, &info));
+            if (info.param < 0 && (info.flags & DSOPT_STATE_RANK_LOCAL)) continue;
+            all.emplace_back(size_t(info.tensor.numel) * 4);
+            Side::good(dsopt_optimizer_export(side->optimizer, i, all.back().data(), all.back().size()));
+        }
+        for (const Bytes &bytes : side->params) all.push_back(bytes.get());
+        return all;
+    }
+    Failing failing;
+    dsopt_comm *comm = nullptr;
+    std::unique_ptr<Side> side;
+
+private:
+    dsopt_context *context_ = nullptr;
+};
+
+TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAllGroupsOnBothBackends) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        for (const bool device : {false, true}) {
+            constexpr int collectives = 4; // gradients that are averaged, norms, rows to servers, rows of results
+            for (int good = 0; good <= collectives; ++good) {
+                FailingSide it(device, algorithm);
+                for (int t = 0; t < kFreeze + 2; ++t) {
+                    it.side->fill_gradients(t);
+                    OK(it.side->step());
+                }
+                it.side->fill_gradients(10);
+                const auto before = it.state();
+                it.failing.left = good;
+                const std::string what = std::to_string(algorithm) + (device ? ", device, " : ", host, ") +
+                                         std::to_string(good) + " collectives";
+                if (good == collectives) {
+                    OK(it.side->step());
+                    EXPECT_FALSE(same(it.state(), before)) << what;
+                    continue;
+                }
+                EXPECT_EQ(it.side->step(), DSOPT_ERR_COMM) << what << dsopt_last_error();
+                EXPECT_TRUE(same(it.state(), before)) << what;
+            }
+        }
+}
+
+} // namespace
