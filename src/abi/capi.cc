@@ -3,7 +3,7 @@
 #include "abi/fence.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
-#include "checkpoint/state_io.h"
+#include "checkpoint/checkpoint.h"
 #include "comm/provider.h"
 #include "exchange/exchange.h"
 #include "optimizer/onebit.h"

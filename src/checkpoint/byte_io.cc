@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/byte_io.h"
+#include "base/sizes.h"
 #include "base/text.h"
 #include <atomic>
 #include <cerrno>
@@ -251,5 +252,28 @@ std::unique_ptr<Sink> file_sink(const char *path) { return std::make_unique<File
 std::unique_ptr<Source> file_source(const char *path) { return std::make_unique<FileSource>(path); }
 std::unique_ptr<Sink> callback_sink(const dsopt_io &io) { return std::make_unique<CallbackSink>(io); }
 std::unique_ptr<Source> callback_source(const dsopt_io &io) { return std::make_unique<CallbackSource>(io); }
+
+void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known) {
+    if (io.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
+    if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
+    if (io.files < 0 || io.files > kMostRanks)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.files is %d, not in [0, %d]", io.files, kMostRanks);
+    if (io.reserved2 != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved2 is %d, must be 0", io.reserved2);
+    if (io.files == 0) {
+        if (io.paths != nullptr || io.users != nullptr || io.totals != nullptr)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.paths, users or totals without dsopt_io.files");
+        if ((path == nullptr) != callback)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        callback ? "a path and a callback: which one?" : "neither a path nor a callback");
+        return;
+    }
+    if (path != nullptr) throw Error(DSOPT_ERR_ARGUMENT, "a path and dsopt_io.files: which one?");
+    if ((io.paths == nullptr) != callback || (io.users != nullptr) != callback || (io.totals != nullptr) != callback)
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.files needs either paths, or read with users and totals");
+    for (int32_t i = 0; i < io.files; ++i)
+        if (io.paths != nullptr && io.paths[i] == nullptr)
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.paths[%d] is NULL", i);
+}
 
 } // namespace dsopt

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/rank_files.h"
+#include "base/sizes.h"
 #include <algorithm>
 #include <cstring>
 
@@ -37,6 +38,17 @@ private:
 
 bool is_active(const std::vector<int32_t> &active, int64_t element) { return takes_part(active.data(), element); }
 
+/// Who saved a file.
+struct Origin {
+    int32_t rank, ranks, node_ranks;
+    explicit Origin(const SafetensorsReader &file) {
+        const Fields fields(file);
+        ranks = fields.number<int32_t>("ranks");
+        node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // only there with two levels
+        rank = fields.number<int32_t>("rank");
+    }
+};
+
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
     const size_t index = file.find(name);
     if (index == SafetensorsReader::npos) return true;
@@ -47,37 +59,32 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 
 } // namespace
 
-std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
-    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
-    return owner + "." + entry.name();
-}
-
-size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
-                   const std::vector<int64_t> &dims) {
-    const size_t index = file.find(name);
-    if (index == SafetensorsReader::npos)
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
-    const TensorEntry &tensor = file.tensors()[index];
-    if (tensor.dtype != dtype)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
-                    tensor.dtype, dtype);
-    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
-                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
-                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
-    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
-                    name.c_str());
-    return index;
-}
-
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
     list_(io.files != 0),
     rank_(optimizer.rank()),
     ranks_(optimizer.ranks()),
     node_ranks_(optimizer.node_ranks()) {
-    const auto open = [](std::unique_ptr<Source> source) {
-        return std::make_unique<SafetensorsReader>(std::move(source));
+    open(path, io);
+    for (const auto &file : files_)
+        if (Fields(*file).text("format") != "dsopt")
+            throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
+    const Origin origin(*files_[0]);
+    saved_ = origin.ranks;
+    saved_node_ = origin.node_ranks;
+    saved_rank_ = origin.rank;
+    if (saved_ < 1 || saved_ > kMostRanks || saved_rank_ < 0 || saved_rank_ >= saved_)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
+    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
+    if (!list_) return;
+    sort_by_rank();
+    check_one_save();
+    main_ = resharded() ? 0 : rank_;
+}
+
+void RankFiles::open(const char *path, const dsopt_io &io) {
+    const auto add = [&](std::unique_ptr<Source> source) {
+        files_.push_back(std::make_unique<SafetensorsReader>(std::move(source)));
     };
     for (int32_t i = 0; i < io.files; ++i) {
         dsopt_io part = io;
@@ -85,38 +92,24 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
             part.user = io.users[i];
             part.total = io.totals[i];
         }
-        files_.push_back(open(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(part)));
+        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(part));
     }
-    if (!list_) files_.push_back(open(path != nullptr ? file_source(path) : callback_source(io)));
-    for (const auto &file : files_)
-        if (Fields(*file).text("format") != "dsopt")
-            throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
+    if (!list_) add(path != nullptr ? file_source(path) : callback_source(io));
+}
 
-    const auto rank_of = [](const SafetensorsReader &file) { return Fields(file).number<int32_t>("rank"); };
-    const auto node_of = [](const SafetensorsReader &file) { // only there with two levels
-        return file.metadata().count("node_ranks") != 0 ? Fields(file).number<int32_t>("node_ranks") : 1;
-    };
-    saved_ = Fields(*files_[0]).number<int32_t>("ranks");
-    saved_node_ = node_of(*files_[0]);
-    saved_rank_ = rank_of(*files_[0]);
-    if (saved_ < 1 || saved_ > 65536 || saved_rank_ < 0 || saved_rank_ >= saved_)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
-    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
-    if (!list_) return;
-
+void RankFiles::sort_by_rank() {
     std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_)};
     for (size_t i = 0; i < files_.size(); ++i) {
-        const Fields fields(*files_[i]);
-        const int32_t rank = rank_of(*files_[i]), ranks = fields.number<int32_t>("ranks");
-        if (ranks != saved_ || rank < 0 || rank >= ranks)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, rank, ranks,
-                        saved_rank_, saved_);
-        if (node_of(*files_[i]) != saved_node_)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, node_of(*files_[i]),
+        const Origin origin(*files_[i]);
+        if (origin.ranks != saved_ || origin.rank < 0 || origin.rank >= origin.ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
+                        origin.ranks, saved_rank_, saved_);
+        if (origin.node_ranks != saved_node_)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
                         saved_node_);
-        auto &place = sorted[size_t(rank)];
-        if (place) throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, rank);
+        auto &place = sorted[size_t(origin.rank)];
+        if (place)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
         place = std::move(files_[i]);
     }
     for (size_t rank = 0; rank < sorted.size(); ++rank)
@@ -124,6 +117,9 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
                         saved_, rank);
     files_ = std::move(sorted);
+}
+
+void RankFiles::check_one_save() const {
     const auto &first = files_[0]->metadata();
     for (size_t rank = 1; rank < files_.size(); ++rank) {
         const auto &other = files_[rank]->metadata();
@@ -136,7 +132,6 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
                             key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
         }
     }
-    main_ = resharded() ? 0 : rank_;
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {

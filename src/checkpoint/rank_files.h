@@ -2,41 +2,9 @@
 // The files that one load reads, of one rank or of all ranks that saved together, and what another number of ranks
 // makes of them: whatever ranks have alike is taken from one, error feedback is joined and cut anew.
 #pragma once
-#include "checkpoint/safetensors.h"
-#include "optimizer/optimizer.h"
-#include <charconv>
+#include "checkpoint/metadata.h"
 
 namespace dsopt {
-
-/// Reads metadata; everything missing or malformed is a FORMAT error that names the key.
-class Fields {
-public:
-    explicit Fields(const SafetensorsReader &file) : file_(file) {}
-    bool has(const std::string &key) const { return file_.metadata().count(key) != 0; }
-    const std::string &text(const std::string &key) const {
-        const auto found = file_.metadata().find(key);
-        if (found == file_.metadata().end())
-            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
-        return found->second;
-    }
-    template <class T> T number(const std::string &key) const {
-        const std::string &value = text(key);
-        T number{};
-        const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-        if (error != std::errc() || end != value.data() + value.size())
-            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(),
-                        value.c_str());
-        return number;
-    }
-
-private:
-    const SafetensorsReader &file_;
-};
-
-std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry);
-/// Index of a tensor that fits, or MISMATCH naming it.
-size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
-                   const std::vector<int64_t> &dims);
 
 class RankFiles {
 public:
@@ -64,6 +32,11 @@ public:
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
+    void open(const char *path, const dsopt_io &io);
+    /// Of a list: every rank once.
+    void sort_by_rank();
+    /// Of a list: the same metadata.
+    void check_one_save() const;
     std::vector<float> worker_errors(const Optimizer &optimizer) const;
     std::vector<float> server_errors(const Optimizer &optimizer) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;

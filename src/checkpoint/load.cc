@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/parallel.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/rank_files.h"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+namespace dsopt {
+namespace {
+
+/// What a load brings, by its flags and what the optimizer has.
+struct Wanted {
+    bool state, masters, hyper, params;
+    bool errors;    // of the 1-bit family
+    Scaler *scaler; // NULL: left alone
+};
+
+/// The original forgets errors when it loads, Optimizer::forget_like_original(); so their sizes do not matter.
+bool forgets_errors(const Optimizer &optimizer) {
+    return optimizer.onebit() != nullptr && optimizer.onebit()->setup().rules.compat;
+}
+
+Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
+    const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
+    const bool owes = onebit != nullptr && onebit->compresses && !onebit->layout.is_exact();
+    const bool state = !(flags & DSOPT_IO_NO_STATE);
+    return {.state = state,
+            .masters = !(flags & DSOPT_IO_NO_MASTERS),
+            .hyper = !(flags & DSOPT_IO_NO_HYPER),
+            .params = (flags & DSOPT_IO_PARAMS) != 0,
+            .errors = owes && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
+            .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler()};
+}
+
+/// A tensor between file and memory.
+struct Transfer {
+    size_t index;  // in the file
+    int64_t entry; // in the state list, -1: the parameter at `memory`
+    void *memory;
+    size_t bytes;
+    bool per_param;           // one element a parameter, in the file's order of parameters
+    std::vector<char> made{}; // what is in no file as it is wanted; then `index` means nothing
+    bool from_file() const { return made.empty(); }
+};
+
+std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFiles &files, const Wanted &wanted) {
+    std::vector<Transfer> transfers;
+    for (size_t i = 0; i < optimizer.state().size(); ++i) {
+        const StateEntry &entry = optimizer.state()[i];
+        if (!entry.saved() || (entry.is_error() && !wanted.errors)) continue;
+        if (forgets_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
+        const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
+        if (!(entry.of_scaler() ? wanted.scaler != nullptr : master ? wanted.masters : wanted.state)) continue;
+        if (files.makes(entry)) {
+            if (entry.numel != 0)
+                transfers.push_back({0, int64_t(i), nullptr, entry.bytes(), false, files.make(optimizer, entry)});
+            continue;
+        }
+        const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
+        transfers.push_back({find_tensor(files.file(), tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
+                             int64_t(i), nullptr, entry.bytes(), entry.per_param()});
+    }
+    return transfers;
+}
+
+/// The parameters, or what their masters are made from.
+void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const Wanted &wanted,
+                std::vector<Transfer> &transfers) {
+    for (const Param &param : optimizer.params()) {
+        const bool missing = param.data == nullptr && param.numel != 0;
+        if (wanted.params) {
+            const size_t index = find_tensor(file, param_tensor_name(param), param.dtype, param.numel, param.dims);
+            if (missing) throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
+            transfers.push_back({index, -1, param.data, size_t(param.numel) * dtype_size(param.dtype), false});
+        } else if (!wanted.masters && param.has_master && missing) {
+            throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
+        }
+    }
+}
+
+/// The saved machine itself must be one that could have been saved.
+void check_scaler_state(const SafetensorsReader &file, size_t index, const ScalerRules &rules) {
+    ScalerState s;
+    file.verify(index, &s);
+    const auto positive = [](double value) { return std::isfinite(float(value)) && value > 0; };
+    if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
+        s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
+        throw Error(DSOPT_ERR_FORMAT,
+                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates",
+                    double(s.dynamic), s.updates);
+}
+
+/// What ranks must have alike they have alike, and the loss scale is one.
+void check_contents(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
+                    const ScalerRules &rules) {
+    for (const Transfer &transfer : transfers) {
+        const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
+        // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
+        const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
+                               optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+        if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
+        if (entry != nullptr && entry->kind == StateKind::scaler)
+            check_scaler_state(files.file(), transfer.index, rules);
+    }
+}
+
+/// Checksums of the tensors that nobody asked for.
+void verify_others(const RankFiles &files, const std::vector<Transfer> &transfers) {
+    const SafetensorsReader &file = files.file();
+    std::vector<bool> wanted(file.tensors().size());
+    for (const Transfer &transfer : transfers)
+        if (transfer.from_file()) wanted[transfer.index] = true;
+    for (size_t i = 0; i < wanted.size(); ++i)
+        if (!wanted[i]) file.verify(i);
+    files.verify_others();
+}
+
+/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
+void reorder(char *words, const std::vector<int64_t> &order) {
+    const std::vector<char> saved(words, words + order.size() * 4);
+    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
+}
+
+/// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it
+/// to fill, and a load that fails must not leave such ones behind.
+void find_memory(Optimizer &optimizer, std::vector<Transfer> &transfers, bool no_masters) {
+    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
+    for (Transfer &transfer : transfers)
+        if (transfer.entry >= 0) transfer.memory = optimizer.state()[size_t(transfer.entry)].data;
+}
+
+/// Everything is read and its checksum compared before the first byte of the optimizer changes.
+void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool no_masters) {
+    size_t total = 0;
+    for (const Transfer &transfer : transfers) total += transfer.bytes;
+    const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
+    size_t at = 0;
+    for (const Transfer &transfer : transfers) {
+        if (transfer.from_file())
+            file.verify(transfer.index, staging.get() + at);
+        else
+            std::memcpy(staging.get() + at, transfer.made.data(), transfer.bytes);
+        if (transfer.per_param) reorder(staging.get() + at, order);
+        at += transfer.bytes;
+    }
+    find_memory(optimizer, transfers, no_masters);
+    at = 0;
+    for (const Transfer &transfer : transfers) {
+        if (transfer.bytes != 0) std::memcpy(transfer.memory, staging.get() + at, transfer.bytes);
+        at += transfer.bytes;
+    }
+}
+
+/// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two
+/// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
+void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool no_masters) {
+    const Backend &backend = optimizer.context().backend();
+    std::vector<char> words(order.size() * 4);
+    for (const Transfer &transfer : transfers)
+        if (transfer.from_file()) file.verify(transfer.index);
+    find_memory(optimizer, transfers, no_masters);
+    backend.synchronize(nullptr);
+    const std::unique_ptr<HostWriter> writer = backend.writer();
+    try {
+        for (const Transfer &transfer : transfers) {
+            if (!transfer.from_file()) {
+                backend.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
+                continue;
+            }
+            if (transfer.per_param) {
+                file.verify(transfer.index, words.data());
+                reorder(words.data(), order);
+                backend.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
+                continue;
+            }
+            for (size_t at = 0; at < transfer.bytes; at += kPiece) {
+                const size_t bytes = std::min(kPiece, transfer.bytes - at);
+                file.read(transfer.index, at, writer->room(), bytes);
+                writer->write(static_cast<char *>(transfer.memory) + at, bytes);
+            }
+        }
+        writer->finish();
+    } catch (const Error &e) { throw Error(e.status(), "%s; the state is half loaded: load it again", e.what()); }
+}
+
+void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
+    if (!files.resharded() || optimizer.onebit() == nullptr) return;
+    optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
+                            files.saved_ranks(), optimizer.rank(), optimizer.ranks(),
+                            !with_errors               ? "error feedback is dropped"
+                            : files.saved_nodes() == 1 ? "nothing was owed, error feedback begins with zeros"
+                                                       : "the mean of the worker errors and this rank's part of the "
+                                                         "joined server errors");
+}
+
+} // namespace
+
+void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const DefaultFloatEnvironment environment; // numbers as text are rounded too
+    constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
+                               DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
+    check_io(path, io, io.read != nullptr, known);
+    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const Wanted wanted = wanted_of(optimizer, io.flags);
+    if (wanted.scaler != nullptr) optimizer.check_scaler();
+
+    const RankFiles files(optimizer, path, io);
+    const Fields fields(files.file());
+    SavedOptimizer saved = read_optimizer(optimizer, fields);
+    files.check(optimizer, wanted.errors);
+    std::vector<Transfer> transfers = state_transfers(optimizer, files, wanted);
+    add_params(optimizer, files.file(), wanted, transfers);
+    // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
+    const ScalerRules rules =
+        wanted.scaler != nullptr ? read_scaler_rules(fields, wanted.scaler->rules()) : ScalerRules{};
+    if (optimizer.desc().compat != DSOPT_COMPAT_NONE && rules.hysteresis > 1 && wanted.hyper)
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
+                    rules.hysteresis);
+    check_contents(optimizer, files, transfers, rules);
+    const bool accumulates = (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && wanted.state;
+    const std::string accumulated = accumulates ? read_accumulated(fields, saved.order) : "";
+    verify_others(files, transfers);
+
+    // Made before anything changes: what follows the tensors must not fail.
+    std::vector<dsopt_group> groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups();
+    if (optimizer.context().backend().is_host())
+        load_in_host_memory(optimizer, files.file(), transfers, saved.order, !wanted.masters);
+    else
+        load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);
+    if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
+    if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
+    if (wanted.state) optimizer.set_accumulated(accumulated);
+    optimizer.restore(std::move(groups), wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
+                      wanted.hyper ? saved.max_value : optimizer.desc().max_value,
+                      wanted.state ? saved.calls : optimizer.calls());
+    if (wanted.state) optimizer.forget_like_original();
+    if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
+    optimizer.note_loaded(files.resharded() ? files.saved_ranks() : 0);
+    log_resharding(optimizer, files, wanted.errors);
+}
+
+} // namespace dsopt

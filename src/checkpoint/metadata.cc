@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/metadata.h"
+#include "rules/group.h"
+#include <algorithm>
+#include <cmath>
+#include <unordered_map>
+
+namespace dsopt {
+namespace {
+
+constexpr char kFormatVersion[] = "1";
+
+/// What is called what in the metadata beside kGroupFields, for both directions.
+struct NamedField {
+    const char *name;
+    double dsopt_group::*value;
+};
+// The 1-bit family's: only there.
+constexpr NamedField kTrustFields[] = {{"trust_beta", &dsopt_group::trust_beta},
+                                       {"trust_threshold", &dsopt_group::trust_threshold},
+                                       {"trust_min_change", &dsopt_group::trust_min_change},
+                                       {"trust_max_change", &dsopt_group::trust_max_change}};
+struct Count {
+    const char *name;
+    int64_t dsopt_group::*value;
+};
+constexpr Count kCounts[] = {{"freeze_step", &dsopt_group::freeze_step},
+                             {"var_interval_steps", &dsopt_group::var_interval_steps},
+                             {"local_interval_steps", &dsopt_group::local_interval_steps},
+                             {"max_local_interval", &dsopt_group::max_local_interval}};
+
+/// Whether a file has a hyper-parameter of a group.
+bool is_saved(const GroupField &field, const RuleInfo &info) {
+    return field.always_saved || (info.fields & field.field);
+}
+
+/// The shortest text that reads back as the same number, whatever the locale.
+template <class T> std::string to_text(T value) {
+    char text[32];
+    return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+/// Parameter names in order, each behind its length: names may hold any character.
+std::string join_names(const std::vector<Param> &params) {
+    std::string text;
+    for (const Param &param : params) text += to_text(param.name.size()) + ":" + param.name;
+    return text;
+}
+std::vector<std::string> split_names(const std::string &text) {
+    std::vector<std::string> names;
+    for (size_t at = 0; at < text.size();) {
+        size_t length = 0;
+        const auto [end, error] = std::from_chars(text.data() + at, text.data() + text.size(), length);
+        const size_t begin = size_t(end - text.data()) + 1;
+        if (error != std::errc() || begin > text.size() || *end != ':' || length > text.size() - begin)
+            throw Error(DSOPT_ERR_FORMAT, "field 'params' of the checkpoint is damaged at byte %zu", at);
+        names.emplace_back(text, begin, length);
+        at = begin + length;
+    }
+    return names;
+}
+
+/// The group of each parameter, where the parameters do not stand in the order of the groups; else "", and the file is
+/// as it was before they could.
+std::string join_groups(const std::vector<Param> &params) {
+    if (std::is_sorted(params.begin(), params.end(), [](const Param &a, const Param &b) { return a.group < b.group; }))
+        return "";
+    std::string text;
+    for (const Param &param : params) text += to_text(param.group) + ",";
+    return text;
+}
+/// Of as many parameters as the groups' sizes add up to.
+std::vector<size_t> split_groups(const Fields &fields, const std::vector<int64_t> &sizes, size_t count) {
+    constexpr char key[] = "param_groups";
+    std::vector<size_t> groups;
+    groups.reserve(count);
+    if (!fields.has(key)) {
+        for (size_t i = 0; i < sizes.size(); ++i) groups.insert(groups.end(), size_t(sizes[i]), i);
+    } else {
+        const std::string &text = fields.text(key);
+        std::vector<int64_t> left = sizes;
+        for (const char *at = text.data(), *const end = at + text.size(); at != end;) {
+            size_t group = 0;
+            const auto [next, error] = std::from_chars(at, end, group);
+            if (error != std::errc() || next == end || *next != ',' || group >= left.size() || left[group]-- == 0)
+                throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is damaged at byte %td", key,
+                            at - text.data());
+            groups.push_back(group);
+            at = next + 1;
+        }
+    }
+    if (groups.size() != count)
+        throw Error(DSOPT_ERR_FORMAT, "the groups of the checkpoint have %zu parameters, its list has %zu",
+                    groups.size(), count);
+    return groups;
+}
+
+/// Saved groups against live ones: the same number, algorithms and sizes. Returns them with the saved hyper-parameters.
+std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &fields, std::vector<int64_t> &sizes) {
+    const auto count = fields.number<int64_t>("groups");
+    if (count != int64_t(optimizer.groups().size()))
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has %lld groups, this optimizer has %zu", ll(count),
+                    optimizer.groups().size());
+    std::vector<dsopt_group> groups = optimizer.groups();
+    for (size_t i = 0; i < groups.size(); ++i) {
+        const std::string prefix = "group." + std::to_string(i) + ".";
+        const std::string &saved = fields.text(prefix + "algorithm");
+        const RuleInfo &info = info_of(groups[i].algorithm);
+        if (saved != info.name)
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
+                        info.name);
+        for (const GroupField &field : kGroupFields)
+            if (is_saved(field, info)) groups[i].*field.value = fields.number<double>(prefix + field.name);
+        if (is_onebit(groups[i].algorithm)) {
+            for (const NamedField &field : kTrustFields)
+                groups[i].*field.value = fields.number<double>(prefix + field.name);
+            for (const Count &count : kCounts) groups[i].*count.value = fields.number<int64_t>(prefix + count.name);
+        }
+        const auto flags = fields.number<uint32_t>(prefix + "flags");
+        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // it decided what is compressed
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
+                        i);
+        groups[i].flags = flags;
+        sizes.push_back(fields.number<int64_t>(prefix + "params"));
+        try {
+            check_group(groups[i], optimizer.desc().compat != DSOPT_COMPAT_NONE);
+        } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
+    }
+    return groups;
+}
+
+/// Where the parameter that the file has at a place is in this optimizer.
+std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fields, const std::vector<int64_t> &sizes) {
+    const std::vector<std::string> names = split_names(fields.text("params"));
+    const std::vector<Param> &params = optimizer.params();
+    std::unordered_map<std::string, int64_t> places;
+    for (size_t i = 0; i < params.size(); ++i) places.emplace(params[i].name, int64_t(i));
+    for (size_t i = 0; i < sizes.size(); ++i)
+        if (sizes[i] < 0 || sizes[i] > int64_t(names.size()))
+            throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i, ll(sizes[i]),
+                        names.size());
+    const std::vector<size_t> saved_groups = split_groups(fields, sizes, names.size());
+    std::vector<int64_t> order;
+    for (const std::string &name : names) {
+        const size_t group = saved_groups[order.size()];
+        const auto found = places.find(name);
+        if (found == places.end() || found->second < 0)
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
+        if (size_t(params[size_t(found->second)].group) != group)
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "parameter '%.200s' is in group %lld of the checkpoint and in group %d here", name.c_str(),
+                        ll(group), params[size_t(found->second)].group);
+        order.push_back(found->second);
+        found->second = -1; // a name counts once
+    }
+    for (const Param &param : params)
+        if (places[param.name] >= 0)
+            throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        const auto here =
+            std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
+        if (sizes[i] != here)
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint has %lld parameters, here it has %lld", i,
+                        ll(sizes[i]), ll(here));
+    }
+    return order;
+}
+
+} // namespace
+
+Metadata metadata_of(const Optimizer &optimizer) {
+    Metadata metadata{{"format", "dsopt"},
+                      {"format_version", kFormatVersion},
+                      {"rank", to_text(optimizer.rank())},
+                      {"ranks", to_text(optimizer.ranks())},
+                      {"calls", to_text(optimizer.calls())},
+                      {"max_norm", to_text(optimizer.desc().max_norm)},
+                      {"max_value", to_text(optimizer.desc().max_value)},
+                      {"groups", to_text(optimizer.groups().size())}};
+    if (optimizer.node_ranks() > 1) metadata.emplace_back("node_ranks", to_text(optimizer.node_ranks()));
+    for (size_t i = 0; i < optimizer.groups().size(); ++i) {
+        const dsopt_group &group = optimizer.groups()[i];
+        const std::string prefix = "group." + std::to_string(i) + ".";
+        const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
+        const RuleInfo &info = info_of(group.algorithm);
+        metadata.emplace_back(prefix + "algorithm", info.name);
+        for (const GroupField &field : kGroupFields)
+            if (is_saved(field, info)) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+        if (is_onebit(group.algorithm)) {
+            for (const NamedField &field : kTrustFields)
+                metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
+            for (const Count &count : kCounts) metadata.emplace_back(prefix + count.name, to_text(group.*count.value));
+        }
+        metadata.emplace_back(prefix + "flags", to_text(group.flags));
+        metadata.emplace_back(prefix + "params",
+                              to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
+    }
+    metadata.emplace_back("params", join_names(optimizer.params()));
+    if (std::string places = join_groups(optimizer.params()); !places.empty())
+        metadata.emplace_back("param_groups", std::move(places));
+    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE)
+        metadata.emplace_back("accumulated", optimizer.accumulated());
+    if (const Scaler *scaler = optimizer.scaler()) {
+        const ScalerRules &rules = scaler->rules();
+        metadata.emplace_back("scaler.factor", to_text(rules.factor));
+        metadata.emplace_back("scaler.min", to_text(rules.min));
+        metadata.emplace_back("scaler.max", to_text(rules.max));
+        metadata.emplace_back("scaler.window", to_text(rules.window));
+        metadata.emplace_back("scaler.hysteresis", to_text(rules.hysteresis));
+        metadata.emplace_back("scaler.flags", to_text(rules.flags));
+    }
+    return metadata;
+}
+
+SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) {
+    if (fields.text("format_version") != kFormatVersion)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %.20s, this library reads %s",
+                    fields.text("format_version").c_str(), kFormatVersion);
+    SavedOptimizer saved;
+    std::vector<int64_t> sizes;
+    saved.groups = read_groups(optimizer, fields, sizes);
+    saved.max_norm = fields.number<double>("max_norm");
+    saved.calls = fields.number<int64_t>("calls");
+    if (!std::isfinite(saved.max_norm) || saved.max_norm < 0)
+        throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", saved.max_norm);
+    saved.max_value = fields.number<double>("max_value");
+    if (!is_max_value(saved.max_value))
+        throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", saved.max_value);
+    if (saved.calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
+    saved.order = match_params(optimizer, fields, sizes);
+    if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
+                                        "keeps of the whole list follows it");
+    return saved;
+}
+
+ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
+    constexpr uint32_t kept = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
+    constexpr uint32_t known = kept | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
+    const auto flags = fields.number<uint32_t>("scaler.flags");
+    if (flags & ~known)
+        throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
+    const ScalerRules rules{fields.number<double>("scaler.factor"),      fields.number<double>("scaler.min"),
+                            fields.number<double>("scaler.max"),         fields.number<int32_t>("scaler.window"),
+                            fields.number<int32_t>("scaler.hysteresis"), (flags & ~kept) | (live.flags & kept)};
+    if ((flags ^ live.flags) & DSOPT_SCALER_STATIC)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
+                    flags & DSOPT_SCALER_STATIC ? "static" : "dynamic",
+                    live.flags & DSOPT_SCALER_STATIC ? "static" : "dynamic");
+    try {
+        Scaler::check(rules);
+    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "scaler of the checkpoint: %s", e.what()); }
+    return rules;
+}
+
+std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &order) {
+    const std::string &digits = fields.text("accumulated");
+    if (digits.size() != order.size())
+        throw Error(DSOPT_ERR_FORMAT, "field 'accumulated' of the checkpoint has a wrong length");
+    std::string accumulated(digits.size(), '0');
+    for (size_t i = 0; i < order.size(); ++i) accumulated[size_t(order[i])] = digits[i];
+    return accumulated;
+}
+
+std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
+    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
+    return owner + "." + entry.name();
+}
+
+std::string param_tensor_name(const Param &param) { return param.name + ".param"; }
+
+size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
+                   const std::vector<int64_t> &dims) {
+    const size_t index = file.find(name);
+    if (index == SafetensorsReader::npos)
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
+    const TensorEntry &tensor = file.tensors()[index];
+    if (tensor.dtype != dtype)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
+                    tensor.dtype, dtype);
+    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
+                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
+                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
+    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
+                    name.c_str());
+    return index;
+}
+} // namespace dsopt

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a checkpoint says of an optimizer beside its tensors, how the tensors are called, and reading both back.
+#pragma once
+#include "checkpoint/safetensors.h"
+#include "optimizer/optimizer.h"
+#include <charconv>
+
+namespace dsopt {
+
+/// Reads metadata; everything missing or malformed is a FORMAT error that names the key.
+class Fields {
+public:
+    explicit Fields(const SafetensorsReader &file) : file_(file) {}
+    bool has(const std::string &key) const { return file_.metadata().count(key) != 0; }
+    const std::string &text(const std::string &key) const {
+        const auto found = file_.metadata().find(key);
+        if (found == file_.metadata().end())
+            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
+        return found->second;
+    }
+    template <class T> T number(const std::string &key) const {
+        const std::string &value = text(key);
+        T number{};
+        const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+        if (error != std::errc() || end != value.data() + value.size())
+            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(),
+                        value.c_str());
+        return number;
+    }
+
+private:
+    const SafetensorsReader &file_;
+};
+
+Metadata metadata_of(const Optimizer &optimizer);
+
+/// What metadata_of() wrote.
+struct SavedOptimizer {
+    std::vector<dsopt_group> groups; // this optimizer's, with the saved hyper-parameters
+    double max_norm, max_value;
+    int64_t calls;
+    std::vector<int64_t> order; // where the parameter that the file has at a place is in this optimizer
+};
+/// Throws FORMAT: it cannot have been saved so; MISMATCH: it does not fit this optimizer.
+SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields);
+/// The saved rules of the loss scale. What makes it static or shared is a matter of this process and stays.
+ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live);
+/// Which accumulators hold something: a digit for each parameter of this optimizer.
+std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &order);
+
+std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry);
+std::string param_tensor_name(const Param &param);
+/// Index of a tensor that fits, or MISMATCH naming it.
+size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
+                   const std::vector<int64_t> &dims);
+
+} // namespace dsopt

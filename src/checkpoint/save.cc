@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/parallel.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/metadata.h"
+
+namespace dsopt {
+
+void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const DefaultFloatEnvironment environment; // numbers as text are rounded too
+    if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files has an effect in loading only");
+    check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
+    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    const bool with_params = io.flags & DSOPT_IO_PARAMS;
+    if (with_params)
+        for (const Param &param : optimizer.params())
+            if (param.data == nullptr && param.numel != 0)
+                throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory", param.name.c_str());
+    optimizer.ensure_state(nullptr, nullptr);
+    optimizer.settle_momentum();
+
+    const Metadata metadata = metadata_of(optimizer);
+    std::vector<TensorEntry> tensors;
+    std::vector<const char *> memory;
+    const auto add = [&](std::string name, const void *data, int32_t dtype, int64_t numel, std::vector<int64_t> dims) {
+        tensors.push_back({std::move(name), dtype, std::move(dims), uint64_t(numel) * dtype_size(dtype)});
+        memory.push_back(static_cast<const char *>(data));
+    };
+    for (const StateEntry &entry : optimizer.state())
+        if (entry.saved())
+            add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
+                entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
+    if (with_params)
+        for (const Param &param : optimizer.params())
+            add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
+
+    const Backend &backend = optimizer.context().backend();
+    backend.synchronize(nullptr);
+    const std::unique_ptr<HostReader> reader = backend.reader();
+    const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
+    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *) {
+        return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);
+    });
+}
+
+} // namespace dsopt
