@@ -4,6 +4,10 @@
 #pragma once
 #include "dsopt.h"
 #include "runtime.h"
+#include "support/cuda_memory.h"
+#include "support/expect.h"
+#include "support/handles.h"
+#include "support/numbers.h"
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -16,72 +20,23 @@
 
 namespace cuda_test {
 
-#define OK(call) ASSERT_EQ(call, DSOPT_OK) << dsopt_last_error()
+using test::size_of;
+using test::store;
 
-inline size_t element(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 ? 4 : 2; }
-
-/// Bits of a value in a dtype, good enough to make inputs.
-inline void put(char *to, int32_t dtype, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (dtype == DSOPT_DTYPE_F32)
-        std::memcpy(to, &bits, 4);
-    else {
-        const uint16_t bf16 = uint16_t(bits >> 16);
-        const auto exponent = int((bits >> 23) & 0xff) - 112;
-        const uint16_t f16 = uint16_t((bits >> 16 & 0x8000) |
-                                      (exponent >= 31 ? 0x7c00 | ((bits & 0x7fffff) != 0 && exponent > 31 ? 0x200 : 0)
-                                       : exponent > 0 ? uint32_t(exponent) << 10 | (bits >> 13 & 0x3ff)
-                                                      : 0));
-        std::memcpy(to, dtype == DSOPT_DTYPE_F16 ? &f16 : &bf16, 2);
-    }
+inline const test::Memory &memory_of(bool device) {
+    static const test::Memory host = test::host_memory(), there = test::cuda_memory(nullptr);
+    return device ? there : host;
 }
 
 /// Bytes on the host or on the device.
-class Bytes {
+class Bytes : public test::Block {
 public:
-    Bytes(bool device, size_t bytes, size_t shift) : device_(device), bytes_(bytes), shift_(shift) {
-        if (device_)
-            EXPECT_EQ(cudaMalloc(&base_, bytes + 64), cudaSuccess);
-        else
-            base_ = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
-    }
-    ~Bytes() {
-        if (device_)
-            (void)cudaFree(base_);
-        else
-            std::free(base_);
-    }
-    Bytes(Bytes &&other) noexcept :
-        device_(other.device_),
-        bytes_(other.bytes_),
-        shift_(other.shift_),
-        base_(other.base_) {
-        other.base_ = nullptr;
-    }
-    Bytes &operator=(Bytes &&) = delete;
-    char *data() const { return static_cast<char *>(base_) + shift_; }
-    void set(const std::vector<char> &from) {
-        if (from.empty()) return;
-        if (device_)
-            to_device(data(), from.data(), from.size());
-        else
-            std::memcpy(data(), from.data(), from.size());
-    }
+    Bytes(bool device, size_t bytes, size_t shift) : Block(memory_of(device), bytes, shift) {}
+    void set(const std::vector<char> &from) const { Block::set(static_cast<const void *>(from.data())); }
     std::vector<char> get() const {
-        std::vector<char> to(bytes_);
-        if (to.empty()) return to;
-        if (device_)
-            EXPECT_EQ(cudaMemcpy(to.data(), data(), bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-        else
-            std::memcpy(to.data(), data(), bytes_);
-        return to;
+        const std::string all = text();
+        return {all.begin(), all.end()};
     }
-
-private:
-    bool device_;
-    size_t bytes_, shift_;
-    void *base_ = nullptr;
 };
 
 struct Ranks;
@@ -109,29 +64,16 @@ struct Setting {
 /// Ranks that are threads of this process.
 struct Ranks {
     int count = 1;
-    std::array<char, 64> id{};
-    size_t id_bytes = id.size();
-    explicit Ranks(int ranks) : count(ranks) {
-        EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &id_bytes), DSOPT_OK) << dsopt_last_error();
-    }
+    test::CommId id = test::new_id();
+    explicit Ranks(int ranks) : count(ranks) {}
     dsopt_comm *join(dsopt_context *context, int rank) const {
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_LOCAL;
-        desc.rank = rank;
-        desc.ranks = count;
-        desc.timeout_ms = 60000;
-        desc.id = id.data();
-        desc.id_bytes = id_bytes;
+        const dsopt_comm_desc desc = test::local_desc(id, rank, count);
         dsopt_comm *comm = nullptr;
-        EXPECT_EQ(dsopt_comm_create(context, &desc, &comm), DSOPT_OK) << dsopt_last_error();
+        EXPECT_OK(dsopt_comm_create(context, &desc, &comm));
         return comm;
     }
-    void run(const std::function<void(int rank)> &body) const { run(count, body); }
-    static void run(int count, const std::function<void(int rank)> &body) {
-        std::vector<std::thread> threads;
-        for (int rank = 0; rank < count; ++rank) threads.emplace_back(body, rank);
-        for (std::thread &thread : threads) thread.join();
-    }
+    void run(const std::function<void(int rank)> &body) const { test::run_ranks(count, body); }
+    static void run(int count, const std::function<void(int rank)> &body) { test::run_ranks(count, body); }
 };
 
 /// Nodes of ranks: the comms of two levels.
@@ -176,10 +118,10 @@ public:
             const int32_t param = setting.mixed ? dtypes[i % 3] : setting.param,
                           grad = setting.mixed ? dtypes[i / 3 % 3] : setting.grad;
             const size_t shift = setting.shifted && i % 2 ? 1 : 0; // in elements
-            params.emplace_back(device, size_t(n) * element(param), shift * element(param));
-            grads.emplace_back(device, size_t(n) * element(grad), shift * element(grad));
-            std::vector<char> p(size_t(n) * element(param));
-            for (int64_t k = 0; k < n; ++k) put(&p[size_t(k) * element(param)], param, std::sin(float(k + n)) * 0.5f);
+            params.emplace_back(device, size_t(n) * size_of(param), shift * size_of(param));
+            grads.emplace_back(device, size_t(n) * size_of(grad), shift * size_of(grad));
+            std::vector<char> p(size_t(n) * size_of(param));
+            for (int64_t k = 0; k < n; ++k) store(&p[size_t(k) * size_of(param)], param, std::sin(float(k + n)) * 0.5f);
             params.back().set(p);
             dsopt_param entry{};
             entry.tensor = {params.back().data(), n, param, 0};
@@ -187,7 +129,7 @@ public:
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
             if (setting.out != 0) {
-                outs.emplace_back(device, size_t(n) * element(setting.out), 0);
+                outs.emplace_back(device, size_t(n) * size_of(setting.out), 0);
                 outputs.push_back({outs.back().data(), n, setting.out, 0});
             }
         }
@@ -216,11 +158,11 @@ public:
     void fill_gradients(int t, int bad = -1) {
         for (size_t i = 0; i < gradients.size(); ++i) {
             const int32_t dtype = gradients[i].dtype;
-            std::vector<char> g(size_t(gradients[i].numel) * element(dtype));
+            std::vector<char> g(size_t(gradients[i].numel) * size_of(dtype));
             for (int64_t k = 0; k < gradients[i].numel; ++k)
-                put(&g[size_t(k) * element(dtype)], dtype,
-                    setting_.gaps && k % 5 == 0 ? 0.0f : std::cos(float(3 * k + 7 * t)) + 0.1f);
-            if (bad == int(i) && !g.empty()) put(&g[g.size() - element(dtype)], dtype, t % 2 ? INFINITY : NAN);
+                store(&g[size_t(k) * size_of(dtype)], dtype,
+                      setting_.gaps && k % 5 == 0 ? 0.0f : std::cos(float(3 * k + 7 * t)) + 0.1f);
+            if (bad == int(i) && !g.empty()) store(&g[g.size() - size_of(dtype)], dtype, t % 2 ? INFINITY : NAN);
             grads[i].set(g);
         }
     }
@@ -256,8 +198,7 @@ public:
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
             good(dsopt_optimizer_state(optimizer, i, &info));
-            std::vector<char> host(size_t(info.tensor.numel) *
-                                   (info.tensor.dtype == DSOPT_DTYPE_I32 ? 4 : element(info.tensor.dtype)));
+            std::vector<char> host(size_t(info.tensor.numel) * size_of(info.tensor.dtype));
             good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
             all.push_back(std::move(host));
         }
@@ -277,7 +218,7 @@ public:
         }
         return all;
     }
-    static void good(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
+    static void good(dsopt_status status) { ASSERT_OK(status); }
 
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
@@ -321,8 +262,8 @@ inline void expect_same_bits(const Setting &setting, const char *what) {
             side->fill_gradients(t, t == 2 ? 5 : -1);
             if (t == 3) side->gradients[3].data = nullptr;
             if (t == 4) side->gradients[3].data = side->grads[3].data();
-            OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 1e-3 * (t + 1)));
-            OK(side->step());
+            ASSERT_OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 1e-3 * (t + 1)));
+            ASSERT_OK(side->step());
         }
         ASSERT_TRUE(same(host.everything(), device.everything())) << "step " << t;
     }

@@ -120,7 +120,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
         }
         EXPECT_TRUE(same(plain.everything(), graph.everything()));
         DSOPT_NEW(dsopt_report, report);
-        OK(dsopt_optimizer_report(graph.optimizer, &report));
+        ASSERT_OK(dsopt_optimizer_report(graph.optimizer, &report));
         EXPECT_GE(report.skipped, 1);
         EXPECT_EQ(cudaGraphExecDestroy(replay), cudaSuccess);
         EXPECT_EQ(cudaGraphDestroy(recorded), cudaSuccess);
@@ -141,10 +141,10 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     };
     for (Side *each : {&side, &reference}) each->fill_gradients(1);
     dsopt_step step = arguments();
-    OK(dsopt_optimizer_step(side.optimizer, &step));
-    OK(reference.step());
+    ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
+    ASSERT_OK(reference.step());
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    OK(dsopt_optimizer_step(side.optimizer, &step));
+    ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
     cudaGraph_t recorded = nullptr;
     cudaGraphExec_t replay = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &recorded), cudaSuccess);
@@ -152,21 +152,21 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     // A plain step with another learning rate and without one gradient; the graph must not see either.
     for (Side *each : {&side, &reference}) {
         each->gradients[4].data = nullptr;
-        OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
+        ASSERT_OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
     }
     step = arguments();
-    OK(dsopt_optimizer_step(side.optimizer, &step));
-    OK(reference.step());
+    ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
+    ASSERT_OK(reference.step());
     ASSERT_EQ(cudaGraphLaunch(replay, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     reference.gradients[4].data = reference.grads[4].data();
-    OK(dsopt_optimizer_set(reference.optimizer, 0, DSOPT_KEY_LR, 1e-3));
-    OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_KEY_LR, 2e-3));
-    OK(reference.step());
+    ASSERT_OK(dsopt_optimizer_set(reference.optimizer, 0, DSOPT_KEY_LR, 1e-3));
+    ASSERT_OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_KEY_LR, 2e-3));
+    ASSERT_OK(reference.step());
     EXPECT_TRUE(same(side.everything(), reference.everything()));
     // Capturing again needs a plain step with the lists as they are now.
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    OK(dsopt_optimizer_step(side.optimizer, &step));
+    ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
     cudaGraph_t second = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &second), cudaSuccess);
     EXPECT_EQ(cudaGraphDestroy(second), cudaSuccess);
@@ -184,7 +184,7 @@ TEST_F(Cuda, RefusesACaptureBeforeTheFirstStepAndManyChangedPointersInOne) {
     cudaStream_t stream;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     dsopt_step step = side.arguments();
-    OK(dsopt_optimizer_step(side.optimizer, &step));
+    ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
     step.stream = stream;
     for (size_t i = 0; i + 1 < side.gradients.size(); i += 2)
         std::swap(side.gradients[i].data, side.gradients[i + 1].data);
@@ -206,16 +206,16 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     Side device(true, s), host(false, s), again(true, s);
     for (Side *side : {&device, &host}) {
         side->fill_gradients(0);
-        OK(side->step());
+        ASSERT_OK(side->step());
     }
-    OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
+    ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
     DSOPT_NEW(dsopt_io, io);
-    OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
+    ASSERT_OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
     // What one backend wrote the other one reads, and both go on alike.
-    OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
+    ASSERT_OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
     for (Side *side : {&device, &host}) {
         side->fill_gradients(1);
-        OK(side->step());
+        ASSERT_OK(side->step());
     }
     EXPECT_TRUE(same(device.everything(), host.everything()));
     (void)std::remove(path.c_str());
@@ -232,10 +232,10 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
         dsopt_norm_result *result = results[on_device];
         if (on_device) { ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess); }
         const auto count = int64_t(side->gradients.size());
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0.5, nullptr, result,
-                              nullptr));
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result + 1,
-                              nullptr));
+        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0.5, nullptr, result,
+                                     nullptr));
+        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr,
+                                     result + 1, nullptr));
         if (on_device) {
             ASSERT_EQ(cudaMemcpy(results[1], result, sizeof results[1], cudaMemcpyDeviceToHost), cudaSuccess);
             ASSERT_EQ(cudaFree(result), cudaSuccess);
@@ -247,9 +247,10 @@ TEST_F(Cuda, WorksOnListsLikeTheCpu) {
             const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
             weights.back().dtype = dtypes[i % 3];
         }
-        OK(dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
-        OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
-        OK(dsopt_zero_grad(side->context, side->gradients.data(), 3, DSOPT_ZERO_FILL, nullptr));
+        ASSERT_OK(
+            dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
+        ASSERT_OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
+        ASSERT_OK(dsopt_zero_grad(side->context, side->gradients.data(), 3, DSOPT_ZERO_FILL, nullptr));
     }
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     for (size_t i = 0; i < host.params.size(); ++i) {
@@ -285,10 +286,10 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
         auto *result = reinterpret_cast<dsopt_norm_result *>(bytes.data());
         const auto count = int64_t(side->gradients.size());
         side->fill_gradients(1);
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result,
-                              nullptr));
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0, nullptr, result + 1,
-                              nullptr));
+        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr, result,
+                                     nullptr));
+        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0, nullptr,
+                                     result + 1, nullptr));
         const std::vector<char> out = bytes.get();
         std::memcpy(results[on_device], out.data(), sizeof results[0]);
     }
@@ -310,16 +311,16 @@ TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
             Side side(true, s);
             std::vector<char> gradient(5 * sizeof(float));
             for (int k = 0; k < 5; ++k)
-                put(&gradient[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
-                    rank == bad && k == 2 ? NAN : float(k + rank));
+                store(&gradient[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
+                      rank == bad && k == 2 ? NAN : float(k + rank));
             side.grads[0].set(gradient);
             side.grads[1].set(std::vector<char>(4100 * sizeof(float)));
             dsopt_comm *comm = group.join(side.context, rank);
             dsopt_norm_result *result = nullptr;
             ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess);
             for (const int32_t kind : {DSOPT_NORM_MAX, DSOPT_NORM_L2})
-                OK(dsopt_tensors_norm(side.context, side.gradients.data(), 2, kind, 0, comm,
-                                      result + (kind == DSOPT_NORM_L2), nullptr));
+                ASSERT_OK(dsopt_tensors_norm(side.context, side.gradients.data(), 2, kind, 0, comm,
+                                             result + (kind == DSOPT_NORM_L2), nullptr));
             ASSERT_EQ(cudaMemcpy(results[rank], result, sizeof results[rank], cudaMemcpyDeviceToHost), cudaSuccess);
             ASSERT_EQ(cudaFree(result), cudaSuccess);
             dsopt_comm_destroy(comm);
@@ -349,15 +350,15 @@ TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
     where.device = 1;
     where.flags = DSOPT_CONTEXT_CHECK_POINTERS;
     dsopt_context *context = nullptr;
-    OK(dsopt_context_create(&where, &context));
+    ASSERT_OK(dsopt_context_create(&where, &context));
     dsopt_optimizer *optimizer = nullptr;
-    OK(dsopt_optimizer_create(context, nullptr, &optimizer));
+    ASSERT_OK(dsopt_optimizer_create(context, nullptr, &optimizer));
     dsopt_group group;
-    OK(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+    ASSERT_OK(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
     dsopt_param param{};
     param.tensor = {side.params[1].data(), 7, DSOPT_DTYPE_F32, 0};
     param.name = "elsewhere";
-    OK(dsopt_optimizer_add_group(optimizer, &group, &param, 1));
+    ASSERT_OK(dsopt_optimizer_add_group(optimizer, &group, &param, 1));
     DSOPT_NEW(dsopt_step, step);
     step.grads = &side.gradients[1];
     step.count = 1;

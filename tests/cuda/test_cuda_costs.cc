@@ -23,13 +23,13 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     s.desc.max_norm = 1;
     Side side(true, s);
     side.fill_gradients(0);
-    OK(side.step());
+    ASSERT_OK(side.step());
     for (int t = 0; t < 3; ++t) {
         EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "update4"}));
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations, 0);
     }
-    OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
+    ASSERT_OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
     EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
@@ -41,14 +41,14 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
         s.sizes.assign(count, 3);
         {
             Side adam(true, s);
-            OK(adam.step());
+            ASSERT_OK(adam.step());
             EXPECT_EQ(launches(adam), (std::vector<std::string>{"update4"}));
         }
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
         Side lamb(true, s);
         lamb.fill_gradients(1);
-        OK(lamb.step());
+        ASSERT_OK(lamb.step());
         EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update4", "lamb_weights4"}));
     }
 }
@@ -72,11 +72,11 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
             s.model_rank = rank;
             Side side(true, s);
             side.fill_gradients(1);
-            OK(side.step());
+            ASSERT_OK(side.step());
             together.arrive_and_wait();
             if (rank == 0) fakert::mark();
             together.arrive_and_wait();
-            OK(side.step());
+            ASSERT_OK(side.step());
             together.arrive_and_wait();
             if (rank == 0) seen = fakert::launched_kernels();
             together.arrive_and_wait();
@@ -93,7 +93,7 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     s.sizes.assign(2000, 4);
     Side side(true, s);
     side.fill_gradients(0);
-    OK(side.step());
+    ASSERT_OK(side.step());
     std::swap(side.gradients[0].data, side.gradients[1].data);
     EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update4"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
@@ -128,7 +128,7 @@ TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Side side(true, onebit(algorithm, 300));
         side.fill_gradients(0);
-        for (int t = 0; t < 4; ++t) OK(side.step());
+        for (int t = 0; t < 4; ++t) ASSERT_OK(side.step());
         for (int t = 0; t < 4; ++t) {
             const auto &expected = algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM   ? adam
                                    : algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? lamb
@@ -153,11 +153,11 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
             group.run([&](int rank) {
                 Side side(true, onebit(algorithm, many ? 600 : 1), &group, rank);
                 side.fill_gradients(rank);
-                for (int t = 0; t < 3; ++t) OK(side.step());
+                for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
                 together.arrive_and_wait();
                 if (rank == 0) fakert::mark();
                 together.arrive_and_wait();
-                OK(side.step());
+                ASSERT_OK(side.step());
                 together.arrive_and_wait();
                 if (rank == 0) seen[many] = fakert::launched_kernels();
             });
@@ -204,7 +204,7 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         s.context = idle.context;
         Side side(true, s);
         side.fill_gradients(0);
-        OK(side.step());
+        ASSERT_OK(side.step());
         EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "decide", "update4"}));
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host, 0);
@@ -223,7 +223,7 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         }
         (void)cudaGraphDestroy(graph);
         (void)cudaStreamDestroy(stream);
-        OK(side.step()); // refused or not, the comm is as good as before
+        ASSERT_OK(side.step()); // refused or not, the comm is as good as before
     }
 }
 
@@ -232,9 +232,9 @@ TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
     s.sizes = {3, 1500000, 2000001}; // pieces of 4 MiB and tails
     const std::string path = testing::TempDir() + "/dsopt-cuda-costs-" + std::to_string(getpid()) + ".safetensors";
     Side device(true, s);
-    OK(device.step());
+    ASSERT_OK(device.step());
     fakert::mark();
-    OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
+    ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
     EXPECT_LE(fakert::counters().host_allocations, 2);
     (void)std::remove(path.c_str());
 }

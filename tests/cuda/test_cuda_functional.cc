@@ -15,7 +15,7 @@ public:
         Side(device, setting, ranks, rank),
         device_(device) {
         for (const dsopt_tensor &tensor : Side::state()) {
-            const size_t size = tensor.dtype == DSOPT_DTYPE_I32 ? 4 : element(tensor.dtype);
+            const size_t size = size_of(tensor.dtype);
             lists_.emplace_back(device, size_t(tensor.numel) * size, size);
             lists_.back().set(std::vector<char>(size_t(tensor.numel) * size, char(0xee)));
             list.push_back({lists_.back().data(), tensor.numel, tensor.dtype, 0});
@@ -55,8 +55,7 @@ public:
     std::vector<std::vector<char>> own() {
         std::vector<std::vector<char>> all;
         for (const dsopt_tensor &tensor : Side::state()) {
-            std::vector<char> bytes(size_t(tensor.numel) *
-                                    (tensor.dtype == DSOPT_DTYPE_I32 ? 4 : element(tensor.dtype)));
+            std::vector<char> bytes(size_t(tensor.numel) * size_of(tensor.dtype));
             if (device_)
                 EXPECT_EQ(cudaMemcpy(bytes.data(), tensor.data, bytes.size(), cudaMemcpyDeviceToHost), cudaSuccess);
             else if (!bytes.empty())
@@ -155,10 +154,10 @@ protected:
                 const auto look = [&] { results[kind][size_t(rank)].push_back(kind == 2 ? side.own() : side.raw()); };
                 if (kind == 2) {
                     std::vector<int32_t> counters(s.sizes.size());
-                    OK(dsopt_optimizer_export(side.optimizer, int64_t(side.list.size()) - 1, counters.data(),
-                                              counters.size() * 4));
+                    ASSERT_OK(dsopt_optimizer_export(side.optimizer, int64_t(side.list.size()) - 1, counters.data(),
+                                                     counters.size() * 4));
                 } else {
-                    OK(side.init());
+                    ASSERT_OK(side.init());
                 }
                 look();
                 for (int t = 0; t < steps; ++t) {
@@ -216,7 +215,7 @@ TEST_F(CudaFunctional, ScalerOnArraysMovesAsTheHandleDoes) {
     DSOPT_NEW(dsopt_context_desc, where);
     where.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
-    OK(dsopt_context_create(&where, &context));
+    ASSERT_OK(dsopt_context_create(&where, &context));
     for (const auto &row : rows) {
         DSOPT_NEW(dsopt_scaler_desc, desc);
         desc.profile = row.profile;
@@ -225,31 +224,31 @@ TEST_F(CudaFunctional, ScalerOnArraysMovesAsTheHandleDoes) {
         desc.hysteresis = row.hysteresis;
         desc.init = 4;
         dsopt_scaler *handle = nullptr, *other = nullptr;
-        OK(dsopt_scaler_create(context, &desc, &handle));
-        OK(dsopt_scaler_create(context, &desc, &other));
+        ASSERT_OK(dsopt_scaler_create(context, &desc, &handle));
+        ASSERT_OK(dsopt_scaler_create(context, &desc, &other));
         {
             Bytes scale(true, 4, 4), words(true, 48, 4), overflow(true, 4, 0); // words at 4 beyond a line
             const dsopt_tensor list[] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
-            OK(dsopt_scaler_init_state(other, list, 2, nullptr));
+            ASSERT_OK(dsopt_scaler_init_state(other, list, 2, nullptr));
             for (int i = 0; i < 40; ++i) {
                 const int32_t bad = i % 7 == 3 || i % 11 > 8;
                 overflow.set({reinterpret_cast<const char *>(&bad), reinterpret_cast<const char *>(&bad + 1)});
                 const auto *flag = i % 5 == 4 ? nullptr : reinterpret_cast<const int32_t *>(overflow.data());
-                OK(dsopt_scaler_update(handle, flag, nullptr));
-                OK(dsopt_scaler_transition(other, list, 2, flag, nullptr));
+                ASSERT_OK(dsopt_scaler_update(handle, flag, nullptr));
+                ASSERT_OK(dsopt_scaler_transition(other, list, 2, flag, nullptr));
                 int32_t host[12];
                 std::memcpy(host, words.get().data(), sizeof host);
                 DSOPT_NEW(dsopt_scaler_info, wanted);
                 DSOPT_NEW(dsopt_scaler_info, got);
-                OK(dsopt_scaler_query(handle, &wanted));
-                OK(dsopt_scaler_decode(host, &got));
+                ASSERT_OK(dsopt_scaler_query(handle, &wanted));
+                ASSERT_OK(dsopt_scaler_decode(host, &got));
                 ASSERT_EQ(std::memcmp(&wanted, &got, sizeof got), 0) << i;
                 float on_device = 0;
                 std::memcpy(&on_device, scale.get().data(), 4);
                 ASSERT_EQ(double(on_device), wanted.scale) << i;
             }
             DSOPT_NEW(dsopt_scaler_info, untouched);
-            OK(dsopt_scaler_query(other, &untouched));
+            ASSERT_OK(dsopt_scaler_query(other, &untouched));
             EXPECT_EQ(untouched.updates, 0);
             EXPECT_EQ(untouched.scale, 4);
         }
@@ -266,17 +265,18 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
             Setting s = setting(algorithm, compat, compat != DSOPT_COMPAT_NONE);
             s.sizes = {7, 40};
             Pure pure(true, s), stepping(true, s);
-            OK(pure.init());
+            ASSERT_OK(pure.init());
             Bytes answer(true, 4, 0), skip(true, 4, 0);
             for (int call = 1; call <= 20; ++call) {
                 int32_t wanted = -1, got = -2;
-                OK(dsopt_optimizer_next_reduction(stepping.optimizer, compat == DSOPT_COMPAT_NONE ? call : 0, &wanted));
-                OK(dsopt_optimizer_reduction(pure.optimizer, pure.find("schedule"),
-                                             reinterpret_cast<int32_t *>(answer.data()), nullptr));
+                ASSERT_OK(dsopt_optimizer_next_reduction(stepping.optimizer, compat == DSOPT_COMPAT_NONE ? call : 0,
+                                                         &wanted));
+                ASSERT_OK(dsopt_optimizer_reduction(pure.optimizer, pure.find("schedule"),
+                                                    reinterpret_cast<int32_t *>(answer.data()), nullptr));
                 std::memcpy(&got, answer.get().data(), 4);
                 ASSERT_EQ(got, wanted) << call;
                 DSOPT_NEW(dsopt_schedule_info, info);
-                OK(dsopt_schedule_decode(pure.optimizer, pure.words("schedule").data(), &info));
+                ASSERT_OK(dsopt_schedule_decode(pure.optimizer, pure.words("schedule").data(), &info));
                 EXPECT_EQ(info.reduction, wanted) << call;
                 const int32_t skips = call % 6 == 3;
                 skip.set({reinterpret_cast<const char *>(&skips), reinterpret_cast<const char *>(&skips + 1)});
@@ -284,15 +284,15 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
                     side->fill_gradients(call);
                     dsopt_step step = side == &pure ? side->pure_arguments() : side->arguments();
                     step.skip = reinterpret_cast<const int32_t *>(skip.data());
-                    OK(side == &pure ? dsopt_optimizer_apply(side->optimizer, &step)
-                                     : dsopt_optimizer_step(side->optimizer, &step));
+                    ASSERT_OK(side == &pure ? dsopt_optimizer_apply(side->optimizer, &step)
+                                            : dsopt_optimizer_step(side->optimizer, &step));
                 }
             }
             EXPECT_TRUE(same(pure.raw(), stepping.own()));
         }
     Pure plain(true, setting(DSOPT_ALGORITHM_ADAM, DSOPT_COMPAT_NONE));
     Bytes answer(true, 4, 0);
-    OK(dsopt_optimizer_reduction(plain.optimizer, nullptr, reinterpret_cast<int32_t *>(answer.data()), nullptr));
+    ASSERT_OK(dsopt_optimizer_reduction(plain.optimizer, nullptr, reinterpret_cast<int32_t *>(answer.data()), nullptr));
     EXPECT_EQ(answer.get()[0], DSOPT_REDUCTION_FULL);
 }
 
@@ -329,7 +329,7 @@ TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
                     const bool bad = t == 0 || (t >= 4 && t <= 6);
                     std::vector<char> reports[2];
                     for (Pure *side : {&host, &device}) {
-                        if (pure && t == 0) { OK(side->init()); }
+                        if (pure && t == 0) { ASSERT_OK(side->init()); }
                         side->fill_gradients(t);
                         Bytes at(side == &device, sizeof rows, 4), report(side == &device, 4 * DSOPT_REPORT_FLOATS, 0);
                         at.set({reinterpret_cast<const char *>(rows), reinterpret_cast<const char *>(rows + 2)});
@@ -337,8 +337,8 @@ TEST_F(CudaFunctional, ReadsRowsOfHyperParametersLikeTheCpu) {
                         step.hyper = reinterpret_cast<const float *>(at.data());
                         step.report = reinterpret_cast<float *>(report.data());
                         step.flags |= DSOPT_STEP_NO_NAN;
-                        OK(pure ? dsopt_optimizer_apply(side->optimizer, &step)
-                                : dsopt_optimizer_step(side->optimizer, &step));
+                        ASSERT_OK(pure ? dsopt_optimizer_apply(side->optimizer, &step)
+                                       : dsopt_optimizer_step(side->optimizer, &step));
                         reports[side == &device] = report.get();
                         float values[DSOPT_REPORT_FLOATS];
                         std::memcpy(values, reports[side == &device].data(), sizeof values);
@@ -359,21 +359,21 @@ TEST_F(CudaFunctional, CapturesInitStateATransitionAndTheReduction) {
         Setting s = setting(algorithm, DSOPT_COMPAT_NONE, true);
         s.scaler = true;
         Pure plain(true, s), graph(true, s);
-        OK(plain.init());
+        ASSERT_OK(plain.init());
         const bool family = is_onebit(algorithm);
         Bytes answer(true, 4, 0);
         const Captured captured([&](cudaStream_t stream) {
-            OK(graph.init(stream));
-            OK(dsopt_scaler_transition(graph.scaler, graph.find("loss_scale"), 2, nullptr, stream));
-            OK(dsopt_optimizer_reduction(graph.optimizer, family ? graph.find("schedule") : nullptr,
-                                         reinterpret_cast<int32_t *>(answer.data()), stream));
+            ASSERT_OK(graph.init(stream));
+            ASSERT_OK(dsopt_scaler_transition(graph.scaler, graph.find("loss_scale"), 2, nullptr, stream));
+            ASSERT_OK(dsopt_optimizer_reduction(graph.optimizer, family ? graph.find("schedule") : nullptr,
+                                                reinterpret_cast<int32_t *>(answer.data()), stream));
         });
-        OK(dsopt_scaler_transition(plain.scaler, plain.find("loss_scale"), 2, nullptr, nullptr));
+        ASSERT_OK(dsopt_scaler_transition(plain.scaler, plain.find("loss_scale"), 2, nullptr, nullptr));
         for (int i = 0; i < 2; ++i) {
             captured.replay();
             EXPECT_TRUE(same(plain.raw(), graph.raw()));
             EXPECT_EQ(answer.get()[0], DSOPT_REDUCTION_FULL);
-            OK(graph.apply());
+            ASSERT_OK(graph.apply());
             EXPECT_FALSE(same(plain.raw(), graph.raw()));
             for (size_t k = 0; k < graph.params.size(); ++k) graph.params[k].set(plain.params[k].get());
         }
@@ -390,7 +390,7 @@ TEST_F(CudaFunctional, RefusesToCaptureTheStepOnZeroGradientsAndChangesNothing) 
         });
         captured.replay(); // of nothing
         EXPECT_TRUE(same(before, side.raw()));
-        OK(side.init());
+        ASSERT_OK(side.init());
         EXPECT_FALSE(same(before, side.raw()));
     }
 }

@@ -216,7 +216,7 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
                 DSOPT_NEW(dsopt_context_desc, where);
                 where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
                 dsopt_context *context = nullptr;
-                OK(dsopt_context_create(&where, &context));
+                ASSERT_OK(dsopt_context_create(&where, &context));
                 dsopt_comm *comm = group.across[size_t(l)].join(context, d), *node = nullptr;
                 if (row.per_node > 0) node = group.inside[size_t(d)].join(context, l);
                 {
@@ -232,7 +232,7 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
                     args.compat = row.compat;
                     args.node = node;
                     int64_t worker = 0, server = 0;
-                    OK(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
+                    ASSERT_OK(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
                     Bytes worker_error(device, size_t(worker) * sizeof(float), 0),
                         server_error(device, size_t(server) * sizeof(float), 0),
                         workspace(device, args.workspace_bytes + 256, 0);
@@ -247,16 +247,16 @@ TEST_F(CudaOneBit, CompressesListsLikeTheCpu) {
                             const int64_t n = sizes[i];
                             std::vector<char> values(static_cast<size_t>(n) * sizeof(float));
                             for (int64_t k = 0; k < n; ++k)
-                                put(&values[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
-                                    std::sin(float(k * (rank + 2) + call + int64_t(i))));
+                                store(&values[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
+                                      std::sin(float(k * (rank + 2) + call + int64_t(i))));
                             memory[i].set(values);
                         }
-                        OK(dsopt_compressed_allreduce(comm, &args));
+                        ASSERT_OK(dsopt_compressed_allreduce(comm, &args));
                         for (const Bytes &bytes : memory) results[device][size_t(rank)].push_back(bytes.get());
                     }
                     std::vector<float> owed_worker(static_cast<size_t>(worker)),
                         owed_server(static_cast<size_t>(server));
-                    OK(dsopt_compressed_errors(comm, &args, owed_worker.data(), owed_server.data()));
+                    ASSERT_OK(dsopt_compressed_errors(comm, &args, owed_worker.data(), owed_server.data()));
                     for (const std::vector<float> *owed : {&owed_worker, &owed_server})
                         results[device][size_t(rank)].emplace_back(
                             reinterpret_cast<const char *>(owed->data()),
@@ -280,15 +280,15 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
         for (Side *side : {&device, &host}) {
             for (int t = 0; t < 6; ++t) {
                 side->fill_gradients(t);
-                OK(side->step());
+                ASSERT_OK(side->step());
             }
-            OK(dsopt_optimizer_reset(side->optimizer, DSOPT_RESET_COUNTERS, nullptr));
+            ASSERT_OK(dsopt_optimizer_reset(side->optimizer, DSOPT_RESET_COUNTERS, nullptr));
             int32_t what = -1;
-            OK(dsopt_optimizer_next_reduction(side->optimizer, 0, &what));
+            ASSERT_OK(dsopt_optimizer_next_reduction(side->optimizer, 0, &what));
             EXPECT_EQ(what, DSOPT_REDUCTION_FULL);
             for (int t = 0; t < 6; ++t) {
                 side->fill_gradients(t);
-                OK(side->step());
+                ASSERT_OK(side->step());
             }
         }
         EXPECT_TRUE(same(host.everything(), device.everything()));
@@ -302,9 +302,9 @@ TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
         Side side(true, s);
         for (int t = 0; t < 9; ++t) {
             side.fill_gradients(t);
-            OK(side.step());
+            ASSERT_OK(side.step());
             DSOPT_NEW(dsopt_report, report);
-            OK(dsopt_optimizer_report(side.optimizer, &report));
+            ASSERT_OK(dsopt_optimizer_report(side.optimizer, &report));
             for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
                 EXPECT_EQ(report.ms[phase], 0) << "there is no exchange";
         }
@@ -319,7 +319,7 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
             Side device(true, s), host(false, s);
             for (Side *side : {&device, &host}) {
                 size_t bytes = 0;
-                OK(dsopt_optimizer_workspace(side->optimizer, &bytes));
+                ASSERT_OK(dsopt_optimizer_workspace(side->optimizer, &bytes));
                 const Bytes workspace(side == &device, bytes + 256, 0);
                 for (int t = 0; t < 9; ++t) {
                     side->fill_gradients(t);
@@ -337,9 +337,9 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
                         step.workspace_bytes = bytes;
                         step.workspace =
                             workspace.data() + (256 - reinterpret_cast<uintptr_t>(workspace.data()) % 256) % 256;
-                        OK(dsopt_optimizer_apply(side->optimizer, &step));
+                        ASSERT_OK(dsopt_optimizer_apply(side->optimizer, &step));
                     } else {
-                        OK(dsopt_optimizer_step(side->optimizer, &step));
+                        ASSERT_OK(dsopt_optimizer_step(side->optimizer, &step));
                     }
                 }
             }
@@ -350,7 +350,7 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
 TEST_F(CudaOneBit, RefusesToBeCaptured) {
     Side side(true, setting(DSOPT_ALGORITHM_ONEBIT_ADAM));
     side.fill_gradients(0);
-    OK(side.step());
+    ASSERT_OK(side.step());
     cudaStream_t stream = nullptr;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -361,7 +361,7 @@ TEST_F(CudaOneBit, RefusesToBeCaptured) {
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
     ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
-    OK(side.step());
+    ASSERT_OK(side.step());
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 

@@ -74,14 +74,14 @@ void expect_skipped_alike(const Setting &setting) {
                 const bool there = side == &device;
                 side->fill_gradients(t);
                 if (t % 2 == 0) {
-                    OK(side->step());
+                    ASSERT_OK(side->step());
                     continue;
                 }
                 const Number grad_scale(there, c.grad_scale), lr(there, c.lr), hyper(there, c.hyper),
                     norms(there, c.grad_norms), skip(there, c.skip), report(there, std::vector<float>(16));
                 if (!c.loss_scale.empty()) {
-                    OK(dsopt_optimizer_import(side->optimizer, place_of(side->optimizer, "loss_scale"),
-                                              c.loss_scale.data(), 4));
+                    ASSERT_OK(dsopt_optimizer_import(side->optimizer, place_of(side->optimizer, "loss_scale"),
+                                                     c.loss_scale.data(), 4));
                 }
                 dsopt_step step = side->arguments();
                 if (!c.grad_scale.empty()) step.grad_scale = grad_scale.floats();
@@ -90,9 +90,9 @@ void expect_skipped_alike(const Setting &setting) {
                 if (!c.grad_norms.empty()) step.grad_norms = norms.floats();
                 if (!c.skip.empty()) step.skip = skip.words();
                 step.report = report.floats();
-                OK(dsopt_optimizer_step(side->optimizer, &step));
+                ASSERT_OK(dsopt_optimizer_step(side->optimizer, &step));
                 DSOPT_NEW(dsopt_report, said);
-                OK(dsopt_optimizer_report(side->optimizer, &said));
+                ASSERT_OK(dsopt_optimizer_report(side->optimizer, &said));
                 EXPECT_EQ(said.last_skipped, 1) << there;
                 EXPECT_EQ(said.reasons, c.reasons) << there;
                 float places[16];
@@ -136,8 +136,8 @@ TEST_F(Cuda, MovesAndRecoversAScalerOnArraysLikeTheCpu) {
             where.backend = there ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
             dsopt_context *context = nullptr;
             dsopt_scaler *scaler = nullptr;
-            OK(dsopt_context_create(&where, &context));
-            OK(dsopt_scaler_create(context, nullptr, &scaler));
+            ASSERT_OK(dsopt_context_create(&where, &context));
+            ASSERT_OK(dsopt_scaler_create(context, nullptr, &scaler));
             {
                 std::vector<float> words(12), scale(1);
                 std::memcpy(words.data(), spoilt[i], 16);
@@ -147,14 +147,15 @@ TEST_F(Cuda, MovesAndRecoversAScalerOnArraysLikeTheCpu) {
                 const dsopt_tensor list[2] = {{at.floats(), 1, DSOPT_DTYPE_F32, 0},
                                               {state.words(), 12, DSOPT_DTYPE_I32, 0}};
                 for (int t = 0; t < 3; ++t) {
-                    OK(dsopt_scaler_transition(scaler, list, 2, t == 2 ? none.words() : overflow.words(), nullptr));
+                    ASSERT_OK(
+                        dsopt_scaler_transition(scaler, list, 2, t == 2 ? none.words() : overflow.words(), nullptr));
                     for (const auto &part : {state.get(), at.get()})
                         results[there].insert(results[there].end(), part.begin(), part.end());
                 }
                 float now = 0;
                 std::memcpy(&now, at.get().data(), 4);
                 EXPECT_TRUE(now > 0 && std::isfinite(now)) << i;
-                OK(dsopt_scaler_init_state(scaler, list, 2, nullptr));
+                ASSERT_OK(dsopt_scaler_init_state(scaler, list, 2, nullptr));
                 std::memcpy(&now, at.get().data(), 4);
                 EXPECT_EQ(now, 65536);
             }

@@ -21,7 +21,7 @@ protected:
         for (Side *side : {&host, &device})
             for (int t = 0; t < 2; ++t) {
                 side->fill_gradients(t, t == 0 ? bad : -1);
-                OK(side->step());
+                ASSERT_OK(side->step());
             }
         EXPECT_TRUE(same(host.everything(), device.everything()));
     }
@@ -67,7 +67,7 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
                 Side side(device, s, &group, rank);
                 for (int t = 0; t < row.steps; ++t) {
                     side.fill_gradients(t + 9 * rank);
-                    OK(side.step());
+                    ASSERT_OK(side.step());
                 }
                 results[device][size_t(rank)] = side.everything();
             });
@@ -85,9 +85,9 @@ TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
         Side host(false, s), device(true, s);
         for (Side *side : {&host, &device}) {
             side->fill_gradients(1);
-            OK(side->step());
+            ASSERT_OK(side->step());
             for (size_t i = 0; i + 1 < count; i += 2) std::swap(side->gradients[i].data, side->gradients[i + 1].data);
-            OK(side->step());
+            ASSERT_OK(side->step());
         }
         EXPECT_TRUE(same(host.everything(), device.everything())) << count << " tensors";
     }
@@ -102,13 +102,14 @@ TEST_F(CudaSmall, WorksOnListsLikeTheCpu) {
         side->fill_gradients(1);
         const auto count = int64_t(side->gradients.size());
         Bytes result(on_device, sizeof(dsopt_norm_result), 0);
-        OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0.5, nullptr,
-                              reinterpret_cast<dsopt_norm_result *>(result.data()), nullptr));
+        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0.5, nullptr,
+                                     reinterpret_cast<dsopt_norm_result *>(result.data()), nullptr));
         std::vector<dsopt_tensor> weights = side->gradients;
         for (size_t i = 0; i < weights.size(); ++i) weights[i].data = side->params[i].data();
-        OK(dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
-        OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
-        OK(dsopt_zero_grad(side->context, side->gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
+        ASSERT_OK(
+            dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
+        ASSERT_OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
+        ASSERT_OK(dsopt_zero_grad(side->context, side->gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
         const std::vector<char> bytes = result.get();
         std::memcpy(&results[on_device], bytes.data(), sizeof results[0]);
     }

@@ -49,6 +49,16 @@ dsopt_status status_of(dsopt_comm *comm) {
     EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
     return info.status;
 }
+/// Rank 0 hangs until the others have their status: until_told() in it, and tell() in each of them.
+void tell() {
+    const int nothing = 0;
+    EXPECT(MPI_Send(&nothing, 1, MPI_INT, 0, 77, MPI_COMM_WORLD) == MPI_SUCCESS);
+}
+void until_told() {
+    int nothing = 0;
+    for (int other = 1; other < ranks; ++other)
+        EXPECT(MPI_Recv(&nothing, 1, MPI_INT, other, 77, MPI_COMM_WORLD, MPI_STATUS_IGNORE) == MPI_SUCCESS);
+}
 void nap(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // The functions of the table by themselves: sizes around the pieces.
@@ -206,9 +216,10 @@ void different_calls() {
 
 void rank_that_hangs() {
     dsopt_comm *const comm = world(1500);
-    if (rank == 0) nap(5000);
+    if (rank == 0) until_told();
     const auto begin = std::chrono::steady_clock::now();
     EXPECT(meet(comm) == DSOPT_ERR_TIMEOUT);
+    if (rank != 0) tell();
     if (rank != 0) EXPECT(std::strstr(dsopt_last_error(), "1500 ms") != nullptr);
     EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(4500));
     EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
@@ -232,7 +243,7 @@ void rank_that_hangs_in_a_compressed_step() {
         at = call;
         times = 0;
         step.parallel_for = [](void *, int64_t n, void (*body)(void *, int64_t), void *arg) {
-            if (rank == 0 && at == 3 && ++times == 3) nap(8000); // the second packs, the third serves
+            if (rank == 0 && at == 3 && ++times == 3) until_told(); // the second packs, the third serves
             for (int64_t i = 0; i < n; ++i) body(arg, i);
         };
     };
@@ -243,6 +254,7 @@ void rank_that_hangs_in_a_compressed_step() {
         const std::string before = trainer.bytes(false);
         const auto begin = std::chrono::steady_clock::now();
         EXPECT(trainer.step(3) == DSOPT_ERR_TIMEOUT);
+        if (rank != 0) tell();
         EXPECT(std::strstr(dsopt_last_error(), "all-gather") != nullptr);
         if (rank != 0) EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(7500));
         EXPECT(trainer.bytes(false) == before);
@@ -255,9 +267,10 @@ void rank_that_hangs_in_a_compressed_step() {
 
 void rank_that_hangs_in_creating() {
     dsopt_comm *comm = nullptr;
-    if (rank == 0) nap(3000);
+    if (rank == 0) until_told();
     const dsopt_status status = dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, 200, &comm);
     if (rank != 0) EXPECT(status == DSOPT_ERR_TIMEOUT && comm == nullptr);
+    if (rank != 0) tell();
     dsopt_comm_destroy(comm);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "golden_file.h"
 #include "memory.h"
+#include "support/handles.h"
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,58 +23,40 @@ public:
         dsopt_context *context = nullptr;
         check(dsopt_context_create(&desc, &context), "dsopt_context_create");
         context_.reset(context);
-        memory_ = backend == DSOPT_BACKEND_CUDA ? cuda_memory(desc.device) : host_memory();
+        memory_ = backend == DSOPT_BACKEND_CUDA ? cuda_memory(desc.device) : test::host_memory();
     }
     dsopt_context *context() const { return context_.get(); }
-    Memory &memory() const { return *memory_; }
+    const test::Memory &memory() const { return memory_; }
 
 private:
-    struct Destroy {
-        void operator()(dsopt_context *context) const { dsopt_context_destroy(context); }
-    };
-    std::unique_ptr<Memory> memory_;
-    std::unique_ptr<dsopt_context, Destroy> context_; // goes first
+    test::Memory memory_;
+    test::Context context_; // goes first
 };
 
-/// A tensor in backend memory.
+/// A tensor in backend memory. An empty one has an address too: an empty gradient without one would mean "no gradient".
 class Array {
 public:
-    /// One element at least is allocated: an empty gradient without an address would mean "no gradient".
     Array(const Engine &engine, int32_t dtype, int64_t numel) :
-        memory_(&engine.memory()),
         dtype_(dtype),
         numel_(numel),
-        data_(memory_->allocate(size_t(numel > 0 ? numel : 1) * element_size(dtype))) {}
-    ~Array() {
-        if (data_ != nullptr) memory_->release(data_);
-    }
-    Array(Array &&other) noexcept :
-        memory_(other.memory_),
-        dtype_(other.dtype_),
-        numel_(other.numel_),
-        data_(std::exchange(other.data_, nullptr)) {}
-    Array &operator=(Array &&) = delete;
+        block_(engine.memory(), size_t(numel) * element_size(dtype)) {}
 
-    void upload(const void *host) { memory_->upload(data_, host, bytes()); }
+    void upload(const void *host) { block_.set(host); }
     std::vector<double> values() const {
-        std::vector<unsigned char> host(bytes() + 1); // data() is never NULL
-        memory_->download(host.data(), data_, bytes());
+        const std::string host = block_.text();
         std::vector<double> values(static_cast<size_t>(numel_));
         for (int64_t i = 0; i < numel_; ++i) values[size_t(i)] = to_double(host.data(), dtype_, i);
         return values;
     }
-    void *data() const { return data_; }
-    dsopt_tensor tensor() const { return {data_, numel_, dtype_, 0}; }
+    void *data() const { return block_.data(); }
+    dsopt_tensor tensor() const { return {data(), numel_, dtype_, 0}; }
     /// The same in a list entry that means "not this time".
     dsopt_tensor absent() const { return {nullptr, numel_, dtype_, 0}; }
 
 private:
-    size_t bytes() const { return size_t(numel_) * element_size(dtype_); }
-
-    Memory *memory_;
     int32_t dtype_;
     int64_t numel_;
-    void *data_;
+    test::Block block_;
 };
 
 class Scaler {
@@ -95,7 +78,7 @@ public:
         DSOPT_NEW(dsopt_scaler_info, info);
         check(dsopt_scaler_query(get(), &info), "dsopt_scaler_query");
         float used = 0;
-        memory_->download(&used, const_cast<float *>(dsopt_scaler_device_scale(get())), sizeof used);
+        memory_->read(&used, dsopt_scaler_device_scale(get()), sizeof used);
         if (used != float(info.dynamic) || double(used) != info.scale)
             fail("backward would read the loss scale %.9g, the query says %.9g and the machine is at %.17g",
                  double(used), info.scale, info.dynamic);
@@ -103,11 +86,8 @@ public:
     }
 
 private:
-    struct Destroy {
-        void operator()(dsopt_scaler *scaler) const { dsopt_scaler_destroy(scaler); }
-    };
-    Memory *memory_;
-    std::unique_ptr<dsopt_scaler, Destroy> handle_;
+    const test::Memory *memory_;
+    test::Scaler handle_;
 };
 
 class Optimizer {
@@ -165,10 +145,7 @@ private:
         check(dsopt_optimizer_state(get(), index, &info), "dsopt_optimizer_state");
         return info;
     }
-    struct Destroy {
-        void operator()(dsopt_optimizer *optimizer) const { dsopt_optimizer_destroy(optimizer); }
-    };
-    std::unique_ptr<dsopt_optimizer, Destroy> handle_;
+    test::Optimizer handle_;
 };
 
 } // namespace replay

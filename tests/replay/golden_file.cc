@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "golden_file.h"
+#include "support/numbers.h"
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -37,22 +38,6 @@ template <class T> T load(const void *data, int64_t index) {
     T value;
     std::memcpy(&value, static_cast<const unsigned char *>(data) + size_t(index) * sizeof value, sizeof value);
     return value;
-}
-
-double f16_to_double(uint16_t bits) {
-    const int exponent = (bits >> 10) & 31;
-    const double fraction = bits & 1023;
-    double magnitude;
-    if (exponent == 31)
-        magnitude = fraction != 0 ? std::nan("") : HUGE_VAL;
-    else
-        magnitude = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
-    return bits & 0x8000 ? -magnitude : magnitude;
-}
-
-double bf16_to_double(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    return double(load<float>(&wide, 0));
 }
 
 std::string string_of(const rapidjson::Value &value) { return {value.GetString(), value.GetStringLength()}; }
@@ -114,8 +99,8 @@ double to_double(const void *data, int32_t dtype, int64_t index) {
     switch (dtype) {
     case DSOPT_DTYPE_F64: return load<double>(data, index);
     case DSOPT_DTYPE_F32: return double(load<float>(data, index));
-    case DSOPT_DTYPE_F16: return f16_to_double(load<uint16_t>(data, index));
-    case DSOPT_DTYPE_BF16: return bf16_to_double(load<uint16_t>(data, index));
+    case DSOPT_DTYPE_F16: return double(test::widened(load<uint16_t>(data, index), dtype));
+    case DSOPT_DTYPE_BF16: return double(test::widened(load<uint16_t>(data, index), dtype));
     case DSOPT_DTYPE_I32: return load<int32_t>(data, index);
     case kU8: return load<uint8_t>(data, index);
     case kI64: {

@@ -2,24 +2,12 @@
 #include "memory.h"
 #include "emulated.h"
 #include "golden_file.h"
-#include <cstdlib>
-#include <cstring>
+#include <cstdint>
 #include <dlfcn.h>
+#include <memory>
 
 namespace replay {
 namespace {
-
-class HostMemory : public Memory {
-public:
-    void *allocate(size_t bytes) override {
-        void *memory = std::malloc(bytes);
-        if (memory == nullptr) fail("out of memory");
-        return memory;
-    }
-    void release(void *memory) override { std::free(memory); }
-    void upload(void *to, const void *from, size_t bytes) override { std::memcpy(to, from, bytes); }
-    void download(void *to, const void *from, size_t bytes) override { std::memcpy(to, from, bytes); }
-};
 
 template <class F> void find(void *library, F &function, const char *name) {
     void *symbol = dlsym(library, name);
@@ -28,7 +16,7 @@ template <class F> void find(void *library, F &function, const char *name) {
 }
 
 /// The emulated runtime has no driver beneath it. cudaError_t is an int.
-class EmulatedMemory : public Memory {
+class EmulatedMemory {
 public:
     explicit EmulatedMemory(int ordinal) {
         int (*set_device)(int) = nullptr;
@@ -38,16 +26,16 @@ public:
         find(RTLD_DEFAULT, copy_, "cudaMemcpy");
         check(set_device(ordinal), "cudaSetDevice");
     }
-    void *allocate(size_t bytes) override {
+    void *allocate(size_t bytes) {
         void *memory = nullptr;
         check(allocate_(&memory, bytes), "cudaMalloc");
         return memory;
     }
-    void release(void *memory) override { (void)release_(memory); }
-    void upload(void *to, const void *from, size_t bytes) override {
+    void release(void *memory) { (void)release_(memory); }
+    void upload(void *to, const void *from, size_t bytes) {
         if (bytes != 0) check(copy_(to, from, bytes, 1), "cudaMemcpy to the device");
     }
-    void download(void *to, const void *from, size_t bytes) override {
+    void download(void *to, const void *from, size_t bytes) {
         if (bytes != 0) check(copy_(to, from, bytes, 2), "cudaMemcpy to the host");
     }
 
@@ -62,7 +50,7 @@ private:
 };
 
 // The driver's stable interface, as much of it as is used here: CUresult is an int, CUdeviceptr 64 bits wide.
-class CudaMemory : public Memory {
+class CudaMemory {
 public:
     explicit CudaMemory(int ordinal) {
         library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -81,23 +69,23 @@ public:
         check(get(&device_, ordinal), "cuDeviceGet");
         check(retain(&context_, device_), "cuDevicePrimaryCtxRetain");
     }
-    ~CudaMemory() override { (void)drop_(device_); } // the library stays: the engine may hold it too
+    ~CudaMemory() { (void)drop_(device_); } // the library stays: the engine may hold it too
 
-    void *allocate(size_t bytes) override {
+    void *allocate(size_t bytes) {
         make_current();
         uint64_t memory = 0;
         check(allocate_(&memory, bytes), "cuMemAlloc");
         return reinterpret_cast<void *>(memory);
     }
-    void release(void *memory) override {
+    void release(void *memory) {
         (void)set_current_(context_);
         (void)release_(address(memory));
     }
-    void upload(void *to, const void *from, size_t bytes) override {
+    void upload(void *to, const void *from, size_t bytes) {
         make_current();
         if (bytes != 0) check(upload_(address(to), from, bytes), "cuMemcpyHtoD");
     }
-    void download(void *to, const void *from, size_t bytes) override {
+    void download(void *to, const void *from, size_t bytes) {
         make_current();
         if (bytes != 0) check(download_(to, address(from), bytes), "cuMemcpyDtoH");
     }
@@ -119,12 +107,18 @@ private:
     int (*download_)(void *, uint64_t, size_t) = nullptr;
 };
 
+template <class Device> test::Memory memory_of(const std::shared_ptr<Device> &device) {
+    return {[device](size_t bytes) { return device->allocate(bytes); },
+            [device](void *memory) { device->release(memory); },
+            [device](void *to, const void *from, size_t bytes) { device->upload(to, from, bytes); },
+            [device](void *to, const void *from, size_t bytes) { device->download(to, from, bytes); }};
+}
+
 } // namespace
 
-std::unique_ptr<Memory> host_memory() { return std::make_unique<HostMemory>(); }
-std::unique_ptr<Memory> cuda_memory(int device) {
-    if (is_emulated()) return std::make_unique<EmulatedMemory>(device);
-    return std::make_unique<CudaMemory>(device);
+test::Memory cuda_memory(int device) {
+    return is_emulated() ? memory_of(std::make_shared<EmulatedMemory>(device))
+                         : memory_of(std::make_shared<CudaMemory>(device));
 }
 
 } // namespace replay

@@ -2,33 +2,19 @@
 // One rank's training with the 1-bit family through the C header alone, so that every kind of comm can be held against
 // ranks that are threads, bit for bit. Knows no test framework: MPI's programs have none.
 #pragma once
-#include "dsopt.h"
+#include "handles.h"
+#include "memory.h"
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace onebit_run {
 
-inline void must(dsopt_status status) {
-    if (status != DSOPT_OK)
-        throw std::runtime_error(std::string(dsopt_status_name(status)) + ": " + dsopt_last_error());
-}
-
-/// Where parameters and gradients are.
-struct Memory {
-    std::function<void *(size_t bytes)> allocate = [](size_t bytes) { return ::operator new(bytes + 1); };
-    std::function<void(void *)> release = [](void *memory) { ::operator delete(memory); };
-    std::function<void(void *to, const void *from, size_t bytes)> write = [](void *to, const void *from, size_t bytes) {
-        std::memcpy(to, from, bytes);
-    };
-    std::function<void(void *to, const void *from, size_t bytes)> read = write;
-    void *stream = nullptr;
-};
+using test::Memory;
+using test::must;
 
 struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, compat = DSOPT_COMPAT_NONE;
@@ -63,7 +49,8 @@ inline std::string name_of(const Setting &setting) {
 /// that the order in which a comm adds up does not show.
 class Rank {
 public:
-    Rank(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting, Memory memory = {}) :
+    Rank(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting,
+         Memory memory = test::host_memory()) :
         rank_(rank),
         setting_(setting),
         memory_(std::move(memory)) {
@@ -205,35 +192,9 @@ private:
 
 /// body(context, comm, rank) on a thread each, with a local comm.
 inline void with_threads(int ranks, const std::function<void(dsopt_context *, dsopt_comm *, int rank)> &body) {
-    char id[16];
-    size_t bytes = sizeof id;
-    must(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, &bytes));
-    std::vector<std::thread> threads;
-    std::vector<std::string> errors{size_t(ranks)};
-    for (int rank = 0; rank < ranks; ++rank)
-        threads.emplace_back([&, rank] {
-            dsopt_context *context = nullptr;
-            dsopt_comm *comm = nullptr;
-            try {
-                DSOPT_NEW(dsopt_context_desc, where);
-                where.threads = 1;
-                must(dsopt_context_create(&where, &context));
-                DSOPT_NEW(dsopt_comm_desc, desc);
-                desc.kind = DSOPT_COMM_KIND_LOCAL;
-                desc.rank = rank;
-                desc.ranks = ranks;
-                desc.timeout_ms = 60000;
-                desc.id = id;
-                desc.id_bytes = sizeof id;
-                must(dsopt_comm_create(context, &desc, &comm));
-                body(context, comm, rank);
-            } catch (const std::exception &e) { errors[size_t(rank)] = e.what(); }
-            dsopt_comm_destroy(comm);
-            dsopt_context_destroy(context);
-        });
-    for (std::thread &thread : threads) thread.join();
-    for (const std::string &error : errors)
-        if (!error.empty()) throw std::runtime_error(error);
+    test::with_ranks(ranks, [&](int rank, const test::Context &context, const test::Comm &comm) {
+        body(context.get(), comm.get(), rank);
+    });
 }
 /// What they come to: a list for each rank, of every call.
 inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {

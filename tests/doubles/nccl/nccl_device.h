@@ -6,30 +6,6 @@
 
 namespace nccl_test {
 
-/// Parameters and gradients on the device that is current, with a stream of its own.
-inline onebit_run::Memory device_memory(cudaStream_t stream) {
-    const auto good = [](cudaError_t error) {
-        if (error != cudaSuccess) throw std::runtime_error("the emulated device refuses");
-    };
-    onebit_run::Memory memory;
-    memory.allocate = [good](size_t bytes) {
-        void *data = nullptr;
-        good(cudaMalloc(&data, bytes + 1));
-        return data;
-    };
-    memory.release = [](void *data) { (void)cudaFree(data); };
-    memory.write = [good, stream](void *to, const void *from, size_t bytes) {
-        good(cudaStreamSynchronize(stream)); // the last step reads its gradients
-        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
-    };
-    memory.read = [good, stream](void *to, const void *from, size_t bytes) {
-        good(cudaStreamSynchronize(stream));
-        if (bytes != 0) good(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost));
-    };
-    memory.stream = stream;
-    return memory;
-}
-
 /// One rank's context, comm and stream.
 class Device {
 public:

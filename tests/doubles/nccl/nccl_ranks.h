@@ -4,6 +4,8 @@
 #include "comm/provider.h"
 #include "cuda_runtime.h"
 #include "fake_nccl.h"
+#include "support/cuda_memory.h"
+#include "support/handles.h"
 #include <barrier>
 #include <chrono>
 #include <cstring>
@@ -27,16 +29,11 @@ inline int milliseconds_since(Clock::time_point begin) {
 inline void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
 
 inline void run_ranks(int ranks, const std::function<void(int rank)> &body) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < ranks; ++rank)
-        threads.emplace_back([&body, rank] {
-            try {
-                // One device each, as the library wants it: cudaFree waits for all of a device, peers' work included.
-                if (cudaSetDevice(rank) != cudaSuccess) throw std::runtime_error("no device");
-                body(rank);
-            } catch (const std::exception &error) { ADD_FAILURE() << "rank " << rank << ": " << error.what(); }
-        });
-    for (std::thread &thread : threads) thread.join();
+    test::run_ranks(ranks, [&body](int rank) {
+        // One device each, as the library wants it: cudaFree waits for all of a device, peers' work included.
+        if (cudaSetDevice(rank) != cudaSuccess) throw std::runtime_error("no device");
+        body(rank);
+    });
 }
 
 /// What `body` throws, as at the C boundary.
@@ -69,38 +66,27 @@ inline std::string new_id() {
     return id;
 }
 inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
-    dsopt_comm_desc desc{};
-    desc.size = sizeof desc;
-    desc.kind = DSOPT_COMM_KIND_NCCL;
-    desc.rank = rank;
-    desc.ranks = ranks;
-    desc.timeout_ms = timeout_ms;
-    desc.id = id.data();
-    desc.id_bytes = id.size();
+    dsopt_comm_desc desc = test::comm_desc(DSOPT_COMM_KIND_NCCL, id.data(), id.size(), rank, ranks, timeout_ms);
     desc.flags = flags;
     return desc;
 }
 
 /// Bytes on the device, filled and read by the host.
-class DeviceBytes {
+class DeviceBytes : public test::Block {
 public:
-    explicit DeviceBytes(const Bytes &from) : bytes_(from.size()) {
-        EXPECT_EQ(cudaMalloc(&data_, bytes_ + 1), cudaSuccess);
-        if (bytes_ != 0) { EXPECT_EQ(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess); }
+    explicit DeviceBytes(const Bytes &from) : Block(memory(), from.size()) {
+        set(static_cast<const void *>(from.data()));
     }
-    ~DeviceBytes() { (void)cudaFree(data_); }
-    DeviceBytes(const DeviceBytes &) = delete;
-    DeviceBytes &operator=(const DeviceBytes &) = delete;
-    void *data() const { return data_; }
     Bytes get() const {
-        Bytes to(bytes_);
-        if (bytes_ != 0) { EXPECT_EQ(cudaMemcpy(to.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess); }
-        return to;
+        const std::string all = text();
+        return {all.begin(), all.end()};
     }
 
 private:
-    void *data_ = nullptr;
-    size_t bytes_;
+    static const test::Memory &memory() {
+        static const test::Memory one = test::cuda_memory(nullptr);
+        return one;
+    }
 };
 
 /// A comm and the stream that its calls go to.

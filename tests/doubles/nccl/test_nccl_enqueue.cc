@@ -169,7 +169,7 @@ std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
     std::vector<std::vector<std::string>> all(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
         // One comm thrice: its calls come in the same order on both ranks.
-        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, {}, algorithm).run();
+        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, test::host_memory(), algorithm).run();
     });
     return all;
 }
@@ -183,7 +183,7 @@ TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
             run_ranks(kRanks, [&](int rank) {
                 const ThreeComms place(ids, rank, flags);
                 const std::vector<std::string> all =
-                    Trainer(place.context(), place.comms, rank, device_memory(place.stream()), algorithm).run();
+                    Trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), algorithm).run();
                 for (size_t call = 0; call < all.size(); ++call)
                     EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
                         << "algorithm " << algorithm << ", flags " << flags << ", rank " << rank << ", call "
@@ -205,7 +205,7 @@ TEST_P(NcclEnqueuedStep, ReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(together);
         const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-        Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()), GetParam());
+        Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first one
@@ -230,7 +230,7 @@ TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
             const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            Trainer trainer(place.context(), place.comms, rank, device_memory(place.stream()), GetParam());
+            Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
             trainer.fill(1);
             trainer.step();
             trainer.fill(2);
@@ -262,7 +262,7 @@ TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
         const std::string id = new_id();
         run_ranks(kRanks, [&](int rank) {
             const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
-            onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+            onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
             EXPECT_TRUE(trainer.run() == wanted[size_t(rank)]) << onebit_run::name_of(setting) << ", rank " << rank;
         });
     }
@@ -292,8 +292,8 @@ TEST(NcclEnqueued, OneBitLambOnShardsGivesTheBitsOfThreads) {
             const Device device(id, rank, kRanks, 60000, flags);
             const DeviceBytes skip(Bytes{1, 0, 0, 0});
             onebit_run::Rank trainer(device.context, nullptr, rank,
-                                     shards_of_onebit_lamb(device.comm, static_cast<const int32_t *>(skip.data())),
-                                     device_memory(device.stream));
+                                     shards_of_onebit_lamb(device.comm, reinterpret_cast<const int32_t *>(skip.data())),
+                                     test::cuda_memory(device.stream));
             const std::vector<std::string> all = trainer.run();
             for (size_t call = 0; call < all.size(); ++call)
                 EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
@@ -317,7 +317,7 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             if (rank == 1) together.arrive_and_wait(); // rank 0's call is over
             if (rank == 0) fakert::mark();
         };
-        onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+        onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
         for (int64_t call = 1; call <= 4; ++call) must(trainer.step(call));
         must(trainer.step(5));
         if (rank == 0) {
@@ -336,7 +336,7 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(over);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
-        onebit_run::Rank trainer(device.context, device.comm, rank, {}, device_memory(device.stream));
+        onebit_run::Rank trainer(device.context, device.comm, rank, {}, test::cuda_memory(device.stream));
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait(); // never takes the second
@@ -360,7 +360,7 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
         const Leaving leaving(over);
         Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         auto trainer = std::make_unique<onebit_run::Rank>(device.context, device.comm, rank, onebit_run::Setting{},
-                                                          device_memory(device.stream));
+                                                          test::cuda_memory(device.stream));
         must(trainer->step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait();

@@ -15,7 +15,7 @@ TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
         const std::string id = new_id();
         run_ranks(ranks, [&](int rank) {
             const Device device(id, rank, ranks, 60000);
-            onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+            onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
             const std::vector<std::string> all = trainer.run();
             for (size_t call = 0; call < all.size(); ++call)
                 ASSERT_TRUE(all[call] == wanted[size_t(rank)][call])
@@ -59,7 +59,7 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
             const std::string id = new_id();
             run_ranks(3, [&](int rank) {
                 const Device device(id, rank, 3, 60000);
-                onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+                onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
                 EXPECT_TRUE(go_on(trainer, files) == wanted[size_t(rank)])
                     << onebit_run::name_of(setting) << " from " << from << " ranks, rank " << rank;
             });
@@ -79,7 +79,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
             const std::string id = new_id();
             run_ranks(2, [&](int rank) {
                 const Device device(id, rank, 2, 3000);
-                onebit_run::Rank trainer(device.context, device.comm, rank, setting, device_memory(device.stream));
+                onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
                 onebit_run::must(trainer.step(1));
                 const std::string before = trainer.bytes(false);
                 const auto begin = Clock::now();
@@ -104,7 +104,7 @@ TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeO
             setting.freeze_step = 1;
             setting.averages = false;
             setting.model = device.comm;
-            onebit_run::Rank trainer(device.context, nullptr, rank, setting, device_memory(device.stream));
+            onebit_run::Rank trainer(device.context, nullptr, rank, setting, test::cuda_memory(device.stream));
             for (int64_t call = 1; call <= good; ++call) onebit_run::must(trainer.step(call));
             const auto begin = Clock::now();
             EXPECT_EQ(trainer.step(good + 1), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
