@@ -25,10 +25,10 @@ char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device
         if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
         if (device)
             device_ = Memory(context, bytes, stream);
-        else if (context->backend().is_host())
+        else if (context->device().is_host())
             plain_.resize(bytes);
         else
-            pinned_ = context->backend().host_buffer(bytes);
+            pinned_ = context->device().host_buffer(bytes);
         bytes_ = bytes;
     }
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
@@ -44,7 +44,7 @@ Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table
     context_(std::move(context)),
     table_(table),
     provider_(provider),
-    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->backend().is_host()) {}
+    device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->device().is_host()) {}
 
 Comm::~Comm() {
     if (table_.destroy != nullptr) table_.destroy(table_.self);
@@ -86,7 +86,7 @@ void Comm::fail(int result, const char *what, void *stream) {
         bool over = false;
         try {
             for (int i = 0; i < 100 && !over; ++i) {
-                over = context_->backend().finished(stream);
+                over = context_->device().finished(stream);
                 if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(2));
             }
         } catch (const std::exception &) { // the stream has failed: nothing runs any more
@@ -102,13 +102,13 @@ void Comm::fail(int result, const char *what, void *stream) {
 void Comm::move(void *to, const void *from, int64_t bytes, void *stream) const {
     if (to == from || bytes == 0) return;
     if (device_)
-        context_->backend().enqueue_copy(to, from, size_t(bytes), stream);
+        context_->device().enqueue_copy(to, from, size_t(bytes), stream);
     else
         std::memmove(to, from, size_t(bytes));
 }
 void Comm::clear(void *data, int64_t bytes, void *stream) const {
     if (device_)
-        context_->backend().clear(data, size_t(bytes), stream);
+        context_->device().clear(data, size_t(bytes), stream);
     else
         std::memset(data, 0, size_t(bytes));
 }
@@ -117,7 +117,7 @@ void Comm::clear(void *data, int64_t bytes, void *stream) const {
 int Comm::settle(void *stream) {
     if (!provider_.enqueues) return 0;
     if (provider_.wait != nullptr) return provider_.wait(table_.self, stream);
-    context_->backend().wait(stream);
+    context_->device().wait(stream);
     char text[1];
     return table_.error != nullptr ? table_.error(table_.self, text, sizeof text) : 0;
 }
@@ -126,10 +126,10 @@ int Comm::settle(void *stream) {
 template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
                void *stream, const Call &call) {
-    const Backend &backend = context_->backend();
-    const bool there = backend.is_host() || (place == Place::backend) == device_;
+    const Device &device = context_->device();
+    const bool there = device.is_host() || (place == Place::backend) == device_;
     // Refuses a stream that is being captured.
-    if (!backend.is_host() && !(there && provider_.enqueues)) (void)backend.finished(stream);
+    if (!device.is_host() && !(there && provider_.enqueues)) (void)device.finished(stream);
     try {
         int result = 0;
         if (there) {
@@ -139,15 +139,15 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             char *const room = staging_.get(context_, device_, size_t(second + received), stream);
             result = settle(stream);
             if (result == 0) {
-                backend.enqueue_copy(room, send, size_t(sent), stream);
-                if (!device_) backend.wait(stream);
+                device.enqueue_copy(room, send, size_t(sent), stream);
+                if (!device_) device.wait(stream);
                 result = call(room, room + second);
             }
             if (result == 0) result = settle(stream);
             if (result == 0) {
-                backend.enqueue_copy(recv, room + second, size_t(received), stream);
-                backend.wait(stream); // the room is free for the next call, or the host reads the result
-                begin();              // an abort ends that wait, too
+                device.enqueue_copy(recv, room + second, size_t(received), stream);
+                device.wait(stream); // the room is free for the next call, or the host reads the result
+                begin();             // an abort ends that wait, too
             }
         }
         if (result != 0) fail(result, what, stream);
@@ -224,22 +224,21 @@ void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream,
 void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const {
     if (send == recv) return;
     if (place == Place::backend)
-        context_->backend().enqueue_copy(recv, send, size_t(bytes), stream);
+        context_->device().enqueue_copy(recv, send, size_t(bytes), stream);
     else
         std::memmove(recv, send, size_t(bytes));
 }
 
 void Comm::check_stream(void *stream) const {
-    const Backend &backend = context_->backend();
-    if (!backend.is_host() && !(device_ && provider_.enqueues)) (void)backend.finished(stream);
+    const Device &device = context_->device();
+    if (!device.is_host() && !(device_ && provider_.enqueues)) (void)device.finished(stream);
 }
 
 float *Comm::bucket(int64_t numel, void *stream) {
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     const size_t bytes = size_t(numel) * sizeof(float);
-    if (!backend.is_host() && !bucket_.holds(bytes))
-        (void)backend.finished(stream); // memory cannot be had in a capture
-    return reinterpret_cast<float *>(bucket_.get(context_, !backend.is_host(), bytes, stream));
+    if (!device.is_host() && !bucket_.holds(bytes)) (void)device.finished(stream); // memory cannot be had in a capture
+    return reinterpret_cast<float *>(bucket_.get(context_, !device.is_host(), bytes, stream));
 }
 
 void Comm::abort() noexcept {

@@ -45,7 +45,7 @@ public:
     /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory cannot
     /// be.
     void check_stream(void *stream) const;
-    /// Backend memory for what travels together, kept for the next call. There must be enough of it when a stream is
+    /// Device memory for what travels together, kept for the next call. There must be enough of it when a stream is
     /// captured.
     float *bucket(int64_t numel, void *stream);
     void lose(dsopt_status status) noexcept;

@@ -2,7 +2,7 @@
 // dsopt_comm_all_reduce: a list over the ranks of a comm. Small tensors and those of 16 bits go through a bucket of fp32,
 // so that a list of hundreds takes a few collectives and sums are rounded once; large fp32 tensors go as they are.
 #include "comm/comm.h"
-#include "device/backend.h"
+#include "device/device.h"
 #include <algorithm>
 #include <vector>
 
@@ -23,7 +23,7 @@ class Bucket {
 public:
     Bucket(Comm &comm, int64_t capacity, int32_t op, const Factor &factor, void *stream) :
         comm_(comm),
-        backend_(comm.context()->backend()),
+        device_(comm.context()->device()),
         parallel_(comm.context()->parallel()),
         memory_(capacity != 0 ? comm.bucket(capacity, stream) : nullptr),
         capacity_(capacity),
@@ -44,9 +44,9 @@ public:
     void flush() {
         if (used_ == 0) return;
         const auto count = int64_t(own_.size());
-        backend_.axpby({}, own_.data(), 0, places_.data(), count, parallel_, stream_);
+        device_.loops().axpby({}, own_.data(), 0, places_.data(), count, parallel_, stream_);
         comm_.all_reduce(memory_, used_, DSOPT_DTYPE_F32, op_, stream_, Place::backend);
-        backend_.axpby(factor_, places_.data(), 0, own_.data(), count, parallel_, stream_);
+        device_.loops().axpby(factor_, places_.data(), 0, own_.data(), count, parallel_, stream_);
         own_.clear();
         places_.clear();
         used_ = 0;
@@ -54,7 +54,7 @@ public:
 
 private:
     Comm &comm_;
-    const Backend &backend_;
+    const Device &device_;
     const Parallel parallel_;
     float *memory_;
     int64_t capacity_, used_ = 0;
@@ -69,7 +69,7 @@ bool goes_alone(const dsopt_tensor &tensor) { return tensor.dtype == DSOPT_DTYPE
 } // namespace
 
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream) {
-    const Backend &backend = comm.context()->backend();
+    const Device &device = comm.context()->device();
     const int32_t adds = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
     comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // says if it is lost, for an empty list too
@@ -88,7 +88,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
             }
             comm.all_reduce(list[i].data, list[i].numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
             if (op == DSOPT_OP_MEAN)
-                backend.axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
+                device.loops().axpby(factor, list + i, 0, list + i, 1, comm.context()->parallel(), stream);
         }
         bucket.flush();
     };

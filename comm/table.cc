@@ -13,7 +13,7 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.memory is %d", table.memory);
     if (table.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.reserved is %d, must be 0", table.reserved);
-    if (enqueues && (context->backend().is_host() || table.memory != DSOPT_MEMORY_BACKEND))
+    if (enqueues && (context->device().is_host() || table.memory != DSOPT_MEMORY_BACKEND))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "DSOPT_COMM_FLAG_ENQUEUE needs a CUDA context and a table that takes its memory");
     return std::make_unique<Comm>(std::move(context), table, Provider{.own_codes = true, .enqueues = enqueues});

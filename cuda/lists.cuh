@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lists without an optimizer: one launch for all tensors.
 #pragma once
-#include "inspect.cuh"
+#include "reduce.cuh"
 
 namespace dsopt::gpu {
 

@@ -2,7 +2,7 @@
 // Device memory to the host and back in pieces, through page-locked memory: one is on its way while the caller works on
 // another.
 #pragma once
-#include "device/backend.h"
+#include "device/device.h"
 #include "runtime.h"
 
 namespace dsopt::gpu {

@@ -46,6 +46,26 @@ inline DeviceMemory device_memory(size_t bytes) {
     return DeviceMemory(memory);
 }
 
+/// Memory for work on one stream, given back in its order.
+class AsyncMemory {
+public:
+    AsyncMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
+        check(cudaMallocAsync(&memory_, bytes, stream), "cudaMallocAsync");
+    }
+    ~AsyncMemory() {
+        if (memory_ != nullptr) (void)cudaFreeAsync(memory_, stream_);
+    }
+    AsyncMemory(const AsyncMemory &) = delete;
+    AsyncMemory &operator=(const AsyncMemory &) = delete;
+    void *get() const { return memory_; }
+    /// Says if it fails, unlike the destructor.
+    void release() { check(cudaFreeAsync(std::exchange(memory_, nullptr), stream_), "cudaFreeAsync"); }
+
+private:
+    void *memory_ = nullptr;
+    cudaStream_t stream_;
+};
+
 struct PinnedFree {
     void operator()(void *memory) const { (void)cudaFreeHost(memory); }
 };

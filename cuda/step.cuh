@@ -2,8 +2,8 @@
 // A step on a device. Calls of the driver enqueue kernels; the decision is made in the last block of pass 1, and what a
 // step ends with in the last block of its last kernel.
 #pragma once
-#include "inspect.cuh"
 #include "onebit_step.cuh"
+#include "reduce.cuh"
 #include "update.cuh"
 #include <optional>
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // In place of the CUDA backend in a build without it.
-#include "device/backend.h"
+#include "device/device.h"
 
 namespace dsopt {
 
-std::unique_ptr<Backend> make_cuda_backend(int) {
+std::unique_ptr<Device> make_cuda_device(int) {
     throw Error(DSOPT_ERR_UNSUPPORTED, "the CUDA backend is not in this build");
 }
 const char *cuda_state() { return "not in this build"; }

@@ -2,7 +2,7 @@
 // What kernels of a step read about tensors and groups: brought to the device, and kept there while it stays the same.
 #pragma once
 #include "compress.cuh"
-#include "device/backend.h"
+#include "device/device.h"
 #include "runtime.h"
 #include "upload.cuh"
 #include <cstring>

@@ -17,7 +17,7 @@ using namespace nccl;
 constexpr int kAbortMs = 2000, kDestroyMs = 5000;
 
 template <class Body> void on_device(const Context &context, Body body) {
-    context.backend().on_device([](void *argument) { (*static_cast<Body *>(argument))(); }, &body);
+    context.device().on_device([](void *argument) { (*static_cast<Body *>(argument))(); }, &body);
 }
 
 /// A communicator, shared with the thread that ends it.
@@ -139,7 +139,7 @@ private:
     }
     dsopt_status wait(void *stream, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
-            const bool over = session_->context->backend().finished(stream);
+            const bool over = session_->context->device().finished(stream);
             // Afterwards: a collective that an error ended is over too.
             const dsopt_status status = look();
             if (status != DSOPT_OK || over) return status;
@@ -270,9 +270,9 @@ void borrow(const Session &session, dsopt_comm_table &table) {
     check(session.api.user_rank(session.comm, &table.rank));
     check(session.api.count(session.comm, &table.ranks));
     check(session.api.device(session.comm, &device));
-    if (device != session.context->backend().device())
+    if (device != session.context->device().ordinal())
         throw Error(DSOPT_ERR_DEVICE, "dsopt_comm_desc.native is on device %d, the context on %d", device,
-                    session.context->backend().device());
+                    session.context->device().ordinal());
 }
 
 } // namespace
@@ -284,7 +284,7 @@ void make_nccl_id(void *id) {
 }
 
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    if (context->backend().is_host())
+    if (context->device().is_host())
         throw Error(DSOPT_ERR_UNSUPPORTED, "NCCL works in device memory: it needs a CUDA context");
     Library library = Library::loaded(kSoname, kKnown);
     if (desc.native != nullptr && !library)

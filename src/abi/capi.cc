@@ -164,7 +164,7 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         not_null(ctx, "ctx");
         auto object = std::make_shared<const Context>(read_struct(desc, "dsopt_context_desc"));
         object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
-                    DSOPT_VERSION_PATCH, object->backend().name(), cpu_isa_name());
+                    DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name());
         *ctx = new dsopt_context{std::move(object)};
     });
 }
@@ -330,7 +330,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
         optimizer.settle_momentum();
-        optimizer.context().backend().copy_from_host(entry.data, host, bytes, nullptr);
+        optimizer.context().device().copy_from_host(entry.data, host, bytes, nullptr);
         optimizer.state_changed();
     });
 }
@@ -402,7 +402,7 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
         check_list(grads, count, "gradient");
         if (how == DSOPT_ZERO_FILL)
-            context.backend().zero(grads, count, context.parallel(), stream);
+            context.device().loops().zero(grads, count, context.parallel(), stream);
         else
             for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
     });
@@ -457,7 +457,7 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
             if (x[i].numel != y[i].numel)
                 throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", static_cast<long long>(i),
                             static_cast<long long>(x[i].numel), static_cast<long long>(y[i].numel));
-        context.backend().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
+        context.device().loops().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
     });
 }
 dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,
@@ -466,6 +466,6 @@ dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, i
         const Context &context = context_of(ctx);
         if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);
         check_list(list, count, "tensor");
-        context.backend().clamp(list, count, float(limit), context.parallel(), stream);
+        context.device().loops().clamp(list, count, float(limit), context.parallel(), stream);
     });
 }

@@ -158,23 +158,23 @@ void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, st
 /// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
 void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
                          const std::vector<int64_t> &order, bool no_masters) {
-    const Backend &backend = optimizer.context().backend();
+    const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
     find_memory(optimizer, transfers, no_masters);
-    backend.synchronize(nullptr);
-    const std::unique_ptr<HostWriter> writer = backend.writer();
+    device.synchronize(nullptr);
+    const std::unique_ptr<HostWriter> writer = device.writer();
     try {
         for (const Transfer &transfer : transfers) {
             if (!transfer.from_file()) {
-                backend.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
+                device.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
                 continue;
             }
             if (transfer.per_param) {
                 file.verify(transfer.index, words.data());
                 reorder(words.data(), order);
-                backend.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
+                device.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
                 continue;
             }
             for (size_t at = 0; at < transfer.bytes; at += kPiece) {
@@ -228,7 +228,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
 
     // Made before anything changes: what follows the tensors must not fail.
     std::vector<dsopt_group> groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups();
-    if (optimizer.context().backend().is_host())
+    if (optimizer.context().device().is_host())
         load_in_host_memory(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     else
         load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);

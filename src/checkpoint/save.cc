@@ -33,9 +33,9 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         for (const Param &param : optimizer.params())
             add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
 
-    const Backend &backend = optimizer.context().backend();
-    backend.synchronize(nullptr);
-    const std::unique_ptr<HostReader> reader = backend.reader();
+    const Device &device = optimizer.context().device();
+    device.synchronize(nullptr);
+    const std::unique_ptr<HostReader> reader = device.reader();
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
     write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *) {
         return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);

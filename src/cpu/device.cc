@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "device/device.h"
 #include "cpu/compress.h"
 #include "cpu/cut.h"
 #include "cpu/kernels.h"
 #include "cpu/step.h"
-#include "device/backend.h"
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -44,37 +44,15 @@ const cpu::OneBitKernels &choose_onebit_kernels(const Kernels &chosen) {
     return cpu::onebit_generic;
 }
 
-class CpuBackend final : public Backend {
+class CpuLoops final : public Loops {
 public:
-    CpuBackend() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
-    const char *name() const override { return "cpu"; }
-
-    void *allocate(size_t bytes, void *) const override {
-        // From 2 MiB on in whole huge pages: the step is bound by memory, and small pages cost a fifth of it.
-        constexpr size_t huge = size_t(2) << 20;
-        const size_t alignment = bytes >= huge ? huge : 64;
-        if (bytes > SIZE_MAX - huge) throw std::bad_alloc();
-        const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-        void *memory = std::aligned_alloc(alignment, std::max(rounded, alignment));
-        if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "out of host memory: %zu bytes of optimizer state", bytes);
-        if (bytes >= huge) (void)madvise(memory, rounded, MADV_HUGEPAGE);
-        return memory;
-    }
-    void release(void *memory, size_t, void *) const noexcept override { std::free(memory); }
-
-    bool is_host() const override { return true; }
-    bool owns(const void *) const override { return true; }
+    CpuLoops() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
     size_t extra_bytes(const StepShape &shape) const override { return cpu::Step::extra_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
-    HostBuffer host_buffer(size_t) const override { return {}; }
     void phase_times(StepCache *, double *) const override {} // they are in the outcome
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         cpu::Step step(plan, kernels_, onebit_);
         body(step);
-    }
-
-    void clear(void *data, size_t bytes, void *) const override {
-        if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
@@ -116,31 +94,6 @@ public:
                          void *) const override {
         *reduction = next_reduction_of(rules, schedule);
     }
-    void copy(void *to, const void *from, size_t bytes, void *) const override {
-        if (bytes != 0) std::memmove(to, from, bytes);
-    }
-    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
-        copy(host, from, bytes, nullptr);
-    }
-    std::unique_ptr<HostReader> reader() const override {
-        struct InPlace final : HostReader {
-            const void *view(const void *from, size_t, size_t) override { return from; }
-        };
-        return std::make_unique<InPlace>();
-    }
-    std::unique_ptr<HostWriter> writer() const override { return nullptr; }
-    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
-        copy(to, host, bytes, nullptr);
-    }
-    void synchronize(void *) const override {}
-    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
-        copy(to, from, bytes, nullptr);
-    }
-    bool finished(void *) const override { return true; }
-    void wait(void *) const override {}
-    int device() const override { return 0; }
-    void on_device(void (*body)(void *), void *argument) const override { body(argument); }
-
     void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
                        const Parallel &parallel, void *) const override {
         (void)count;
@@ -165,8 +118,8 @@ private:
     const cpu::OneBitKernels &onebit_;
 };
 
-void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
-                      dsopt_norm_result *result, const Parallel &parallel, void *) const {
+void CpuLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
+                    dsopt_norm_result *result, const Parallel &parallel, void *) const {
     std::vector<int64_t> first(size_t(count) + 1);
     for (int64_t i = 0; i < count; ++i)
         first[size_t(i) + 1] = first[size_t(i)] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
@@ -202,9 +155,63 @@ void CpuBackend::norm(const dsopt_tensor *list, int64_t count, int32_t kind, dou
     *result = r;
 }
 
+class CpuDevice final : public Device {
+public:
+    const char *name() const override { return "cpu"; }
+    const Loops &loops() const override { return loops_; }
+
+    void *allocate(size_t bytes, void *) const override {
+        // From 2 MiB on in whole huge pages: the step is bound by memory, and small pages cost a fifth of it.
+        constexpr size_t huge = size_t(2) << 20;
+        const size_t alignment = bytes >= huge ? huge : 64;
+        if (bytes > SIZE_MAX - huge) throw std::bad_alloc();
+        const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+        void *memory = std::aligned_alloc(alignment, std::max(rounded, alignment));
+        if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "out of host memory: %zu bytes of optimizer state", bytes);
+        if (bytes >= huge) (void)madvise(memory, rounded, MADV_HUGEPAGE);
+        return memory;
+    }
+    void release(void *memory, size_t, void *) const noexcept override { std::free(memory); }
+
+    bool is_host() const override { return true; }
+    bool owns(const void *) const override { return true; }
+    HostBuffer host_buffer(size_t) const override { return {}; }
+
+    void clear(void *data, size_t bytes, void *) const override {
+        if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
+    }
+    void copy(void *to, const void *from, size_t bytes, void *) const override {
+        if (bytes != 0) std::memmove(to, from, bytes);
+    }
+    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
+        copy(host, from, bytes, nullptr);
+    }
+    std::unique_ptr<HostReader> reader() const override {
+        struct InPlace final : HostReader {
+            const void *view(const void *from, size_t, size_t) override { return from; }
+        };
+        return std::make_unique<InPlace>();
+    }
+    std::unique_ptr<HostWriter> writer() const override { return nullptr; }
+    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
+        copy(to, host, bytes, nullptr);
+    }
+    void synchronize(void *) const override {}
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
+        copy(to, from, bytes, nullptr);
+    }
+    bool finished(void *) const override { return true; }
+    void wait(void *) const override {}
+    int ordinal() const override { return 0; }
+    void on_device(void (*body)(void *), void *argument) const override { body(argument); }
+
+private:
+    CpuLoops loops_;
+};
+
 } // namespace
 
 const char *cpu_isa_name() { return choose_kernels().name; }
-std::unique_ptr<Backend> make_cpu_backend() { return std::make_unique<CpuBackend>(); }
+std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 
 } // namespace dsopt

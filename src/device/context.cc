@@ -50,13 +50,13 @@ int level_from_environment() {
     return DSOPT_LOG_WARN;
 }
 
-std::unique_ptr<Backend> make_backend(const dsopt_context_desc &desc) {
+std::unique_ptr<Device> make_device(const dsopt_context_desc &desc) {
     switch (desc.backend) {
     case DSOPT_BACKEND_CPU:
         if (desc.device != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.device is %d, the CPU is 0", desc.device);
-        return make_cpu_backend();
-    case DSOPT_BACKEND_CUDA: return make_cuda_backend(desc.device);
+        return make_cpu_device();
+    case DSOPT_BACKEND_CUDA: return make_cuda_device(desc.device);
     }
     throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.backend is %d, which is no backend", desc.backend);
 }
@@ -88,7 +88,7 @@ Context::Context(const dsopt_context_desc &desc) :
     watch_forks();
     generation_ = fork_generation.load(std::memory_order_relaxed);
     plain_threads_ = is_forked_child();
-    backend_ = make_backend(desc);
+    device_ = make_device(desc);
     threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(), Parallel::kMaxThreads);
     if (log_level_ == 0) log_level_ = level_from_environment();
 }
@@ -100,7 +100,7 @@ Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
 
 void *Context::allocate(size_t bytes, void *stream) const {
     void *memory =
-        desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream) : backend_->allocate(bytes, stream);
+        desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream) : device_->allocate(bytes, stream);
     if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator gave no memory for %zu bytes", bytes);
     return memory;
 }
@@ -109,7 +109,7 @@ void Context::release(void *memory, size_t bytes, void *stream) const noexcept {
     if (desc_.release != nullptr)
         desc_.release(desc_.user, memory, bytes, stream);
     else
-        backend_->release(memory, bytes, stream);
+        device_->release(memory, bytes, stream);
 }
 
 void Context::log(int32_t level, const char *format, ...) const noexcept {

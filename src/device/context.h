@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-#include "device/backend.h"
+#include "device/device.h"
 #include <memory>
 
 namespace dsopt {
 
-/// Backend and hooks, shared by every object made from it. Immutable after construction, hence safe from any thread.
+/// Device and hooks, shared by every object made from it. Immutable after construction, hence safe from any thread.
 class Context {
 public:
     explicit Context(const dsopt_context_desc &desc);
 
-    const Backend &backend() const { return *backend_; }
+    const Device &device() const { return *device_; }
     /// The pool of a call: the one it brings, else the context's.
     Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
     int64_t chunk() const { return chunk_; }
@@ -26,7 +26,7 @@ public:
 
 private:
     dsopt_context_desc desc_;
-    std::unique_ptr<Backend> backend_;
+    std::unique_ptr<Device> device_;
     int64_t chunk_;
     int threads_;
     int log_level_;

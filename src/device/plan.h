@@ -138,7 +138,7 @@ struct StepPlan {
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
     ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
     int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
-    void *extra;             // of the backend, Backend::extra_bytes() long
+    void *extra;             // of the backend, Device::extra_bytes() long
     StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
     void *stream;
     Parallel parallel;

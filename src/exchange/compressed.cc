@@ -51,13 +51,13 @@ void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const 
     if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
-    const Backend &backend = context.backend();
+    const Device &device = context.device();
     const Parallel parallel = context.parallel();
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error,
                                   static_cast<char *>(args.workspace) + slack);
-    backend.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
+    device.loops().compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
     exchange(context, &comm, layout.has_levels() ? node : nullptr, buffers, parallel, args.stream);
-    backend.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
+    device.loops().compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
 }
 
 void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
@@ -67,7 +67,7 @@ void compressed_errors(const Context &context, const Comm &comm, const Comm *nod
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error, nullptr);
-    owed_errors(context.backend(), buffers, worker, server);
+    owed_errors(context.device(), buffers, worker, server);
 }
 
 } // namespace dsopt

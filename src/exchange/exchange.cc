@@ -20,26 +20,26 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
 
 namespace {
 /// From rows to rows of results on every rank of `comm`.
-void exchange_rows(const Backend &backend, Comm &comm, const ExchangeBuffers &buffers, const Parallel &parallel,
+void exchange_rows(const Device &device, Comm &comm, const ExchangeBuffers &buffers, const Parallel &parallel,
                    void *stream) {
     const int64_t bytes = buffers.layout->row_bytes();
     comm.all_to_all(buffers.send, buffers.recv, bytes, stream, Place::backend);
-    backend.compress_serve(buffers, parallel, stream);
+    device.loops().compress_serve(buffers, parallel, stream);
     comm.all_gather(buffers.result, buffers.slice_results, bytes, stream, Place::backend);
 }
 } // namespace
 
 void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,
               void *stream) {
-    const Backend &backend = context.backend();
-    if (node == nullptr) return exchange_rows(backend, *data, buffers, parallel, stream);
+    const Device &device = context.device();
+    if (node == nullptr) return exchange_rows(device, *data, buffers, parallel, stream);
     const CompressLayout &layout = *buffers.layout;
     const int64_t bytes = layout.slice * int64_t(sizeof(float));
     // A reduce-scatter with the sum made here: the same bytes, and one order of additions with every provider.
     node->all_to_all(buffers.message, buffers.slices, bytes, stream, Place::backend);
-    backend.compress_slice(buffers, parallel, stream);
+    device.loops().compress_slice(buffers, parallel, stream);
     if (layout.is_exact()) return node->all_gather(buffers.slices, buffers.message, bytes, stream, Place::backend);
-    exchange_rows(backend, *data, buffers, parallel, stream);
+    exchange_rows(device, *data, buffers, parallel, stream);
     node->all_gather(buffers.slice_results, buffers.results, layout.row_bytes() * layout.ranks, stream, Place::backend);
 }
 
@@ -51,18 +51,18 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
     if (numel == 0) return;
     const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
     node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    context.backend().add_up_rows(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
+    context.device().loops().add_up_rows(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
     if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }
 
-void owed_errors(const Backend &backend, const ExchangeBuffers &buffers, float *worker, float *server) {
+void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server) {
     const CompressLayout &layout = *buffers.layout;
     std::vector<float> copy;
     const auto on_host = [&](const float *data, int64_t floats) -> const float * {
-        if (backend.is_host()) return data;
+        if (device.is_host()) return data;
         copy.resize(size_t(floats));
-        backend.copy_to_host(copy.data(), data, size_t(floats) * sizeof(float), nullptr);
+        device.copy_to_host(copy.data(), data, size_t(floats) * sizeof(float), nullptr);
         return copy.data();
     };
     const auto owe = [](const float *kept, float scale, int64_t n, float *errors) {

@@ -23,7 +23,7 @@ int64_t padded_numel(int node_ranks, int64_t numel);
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
 
 /// What is owed, one float an element of either buffer, to host memory; NULL = not wanted.
-void owed_errors(const Backend &backend, const ExchangeBuffers &buffers, float *worker, float *server);
+void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
 CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);

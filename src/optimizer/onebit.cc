@@ -138,15 +138,15 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
 
 ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
     ScheduleState state;
-    const Backend &backend = context_.backend();
+    const Device &device = context_.device();
     if (own && known_.valid) return known_.state;
-    if (!backend.is_host()) (void)backend.finished(stream); // refuses a stream that is being captured
-    backend.copy_to_host(&state, data, sizeof state, stream);
+    if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
+    device.copy_to_host(&state, data, sizeof state, stream);
     return state;
 }
 
 void OneBit::count_step(const OneBitPlan &plan) const {
-    known_.valid = !plan.compat && !context_.backend().is_host();
+    known_.valid = !plan.compat && !context_.device().is_host();
     known_.state = plan.now;
     (void)advance_schedule(setup_.rules, known_.state);
 }
@@ -216,8 +216,7 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
     for (size_t i = 0; i < setup_.mean.size(); ++i) {
         const int64_t at = setup_.mean[i];
         if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        means.add(jobs[i], mean + at, padded_numel(setup_.layout.node_ranks, jobs[i].numel), context_.backend(),
-                  stream);
+        means.add(jobs[i], mean + at, padded_numel(setup_.layout.node_ranks, jobs[i].numel), context_.device(), stream);
     }
 }
 
@@ -241,9 +240,9 @@ void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &
     const StateEntry *const bits = table.find(StateKind::exp_avg_bits);
     const StateEntry *const schedule = table.find(StateKind::schedule);
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
-    const Backend &backend = context_.backend();
+    const Device &device = context_.device();
     ScheduleState state;
-    backend.copy_to_host(&state, schedule->data, sizeof state, nullptr);
+    device.copy_to_host(&state, schedule->data, sizeof state, nullptr);
     if (state.momentum_in_bits == 0) return;
     ExchangeBuffers exchange(setup_.layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
@@ -256,29 +255,29 @@ void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());
     }
-    backend.compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
+    device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
     state.momentum_in_bits = 0;
-    backend.copy_from_host(schedule->data, &state, sizeof state, nullptr);
+    device.copy_from_host(schedule->data, &state, sizeof state, nullptr);
     forget_schedule();
 }
 
 void OneBit::forget_like_original(const StateTable &table) const {
     if (!setup_.rules.compat) return;
-    const Backend &backend = context_.backend();
+    const Device &device = context_.device();
     const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
-    backend.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
+    device.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
     kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
-    backend.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
+    device.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
     for (const StateEntry &other : table) {
         const auto is = [&](StateKind kind) { return other.kind == kind; };
         if (other.is_error() || is(StateKind::exp_avg_pad) || is(StateKind::momentum_accumulator) ||
             is(StateKind::lr_sum) || (other.is_trust() && kept.frozen == 0))
-            backend.clear(other.data, other.bytes(), nullptr);
+            device.clear(other.data, other.bytes(), nullptr);
     }
 }
 
@@ -286,7 +285,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     const bool worker = entry.kind == StateKind::worker_error;
     auto *data = static_cast<float *>(entry.data);
     const ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
-    owed_errors(context_.backend(), exchange, worker ? out : nullptr, worker ? nullptr : out);
+    owed_errors(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? setup_.layout.worker_numel : setup_.layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
@@ -294,7 +293,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     if (active == nullptr) return;
     // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
     std::vector<int32_t> words(size_t(active->numel));
-    context_.backend().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
+    context_.device().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
     const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
         for (int64_t i = 0; i < count; ++i, ++element)
             if (!takes_part(words.data(), element)) errors[i] = 0;

@@ -245,7 +245,7 @@ std::unique_ptr<OneBit> Optimizer::make_onebit(const std::vector<dsopt_group> &g
 
 /// What has one element per parameter is copied into something longer. Returns the memory.
 std::vector<Memory> Optimizer::carry_state(const std::vector<StateEntry> &old, StateTable &state) const {
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     std::vector<Memory> memory;
     for (const StateEntry &entry : old) {
         const int64_t slot = state.slot(StateTable::kOptimizer, entry.kind);
@@ -253,10 +253,10 @@ std::vector<Memory> Optimizer::carry_state(const std::vector<StateEntry> &old, S
         StateEntry &longer = state[size_t(slot)];
         memory.emplace_back(context_, std::max<size_t>(longer.bytes(), 1), nullptr);
         longer.data = memory.back().data();
-        backend.clear(longer.data, longer.bytes(), nullptr);
-        backend.copy(longer.data, entry.data, entry.bytes(), nullptr);
+        device.clear(longer.data, longer.bytes(), nullptr);
+        device.copy(longer.data, entry.data, entry.bytes(), nullptr);
     }
-    backend.synchronize(nullptr);
+    device.synchronize(nullptr);
     return memory;
 }
 
@@ -427,7 +427,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
         call_list_[i] = *state_.find(state_list_.data(), int64_t(i), StateKind::grad_accum);
-    context_->backend().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
+    context_->device().loops().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;
 }

@@ -25,7 +25,7 @@ Optimizer::Layout Optimizer::layout() const {
     const StepShape shape = this->shape();
     const size_t count = params_.size(), groups = groups_.size(), leaves = size_t(shape.leaves);
     const int64_t classes = 1 + desc_.expert_count;
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     size_t at = 0;
     const auto place = [&](size_t bytes) {
         const size_t offset = at;
@@ -43,15 +43,15 @@ Optimizer::Layout Optimizer::layout() const {
     l.factors =
         place(onebit_ && onebit_->setup().rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? leaves * sizeof(double) : 0);
     l.shards = place(shard_bytes(shard_count()));
-    l.extra = place(backend.extra_bytes(shape));
+    l.extra = place(device.loops().extra_bytes(shape));
     l.exchange = place(shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
     l.mean = place(onebit_ ? size_t(onebit_->setup().mean_numel + onebit_->setup().mean_scratch) * sizeof(float) : 0);
     const size_t workspace = at;
-    if (!backend.is_host()) at = 0;
+    if (!device.is_host()) at = 0;
     l.table = place(StepTable::bytes(shape));
     l.lists = place(onebit_ && onebit_->setup().mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
-    l.host_norms = place(backend.is_host() ? 0 : size_t(norms_size(shape.groups, classes)) * sizeof(double));
-    l.bytes = backend.is_host() ? at : workspace;
+    l.host_norms = place(device.is_host() ? 0 : size_t(norms_size(shape.groups, classes)) * sizeof(double));
+    l.bytes = device.is_host() ? at : workspace;
     l.host_bytes = at;
     return l;
 }
@@ -225,7 +225,7 @@ void Optimizer::check_pointers(const StepPlan &plan) const {
                                                                {"parameter", job.copy},
                                                                {"output", job.out}};
         for (const auto &[role, data] : parts)
-            if (data != nullptr && job.numel != 0 && !context_->backend().owns(data))
+            if (data != nullptr && job.numel != 0 && !context_->device().owns(data))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
                             params_[size_t(i)].name.c_str(), data);
     }

@@ -15,9 +15,9 @@ void Optimizer::write_reduction(const dsopt_tensor *schedule, int32_t *reduction
         throw Error(DSOPT_ERR_ARGUMENT,
                     entry != nullptr ? "schedule is NULL" : "schedule is given, and no group is of the 1-bit family");
     if (entry != nullptr) check_state_tensor(*schedule, *entry, true);
-    context_->backend().write_reduction(entry != nullptr ? onebit_->setup().rules : ScheduleRules{},
-                                        entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr,
-                                        reduction, stream);
+    context_->device().loops().write_reduction(
+        entry != nullptr ? onebit_->setup().rules : ScheduleRules{},
+        entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr, reduction, stream);
 }
 
 dsopt_schedule_info Optimizer::decode_schedule(const int32_t *words) const {

@@ -75,7 +75,7 @@ Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &
     rules_ = make_rules(desc, init_);
     memory_ = Memory(context_, 128, nullptr);
     write(first_state(), nullptr);
-    context_->backend().synchronize(nullptr);
+    context_->device().synchronize(nullptr);
 }
 
 ScalerState Scaler::first_state() const {
@@ -110,13 +110,13 @@ void Scaler::check_attached(int64_t ticket) const {
 
 ScalerState Scaler::read() const {
     ScalerState state;
-    context_->backend().copy_to_host(&state, this->state(), sizeof state, nullptr);
+    context_->device().copy_to_host(&state, this->state(), sizeof state, nullptr);
     return state;
 }
 void Scaler::write(const ScalerState &state, void *stream) {
     const float scale = scale_in_use(state);
-    context_->backend().copy_from_host(this->state(), &state, sizeof state, stream);
-    context_->backend().copy_from_host(this->scale(), &scale, sizeof scale, stream);
+    context_->device().copy_from_host(this->state(), &state, sizeof state, stream);
+    context_->device().copy_from_host(this->scale(), &scale, sizeof scale, stream);
 }
 
 void Scaler::set(int32_t what, double value, void *stream) {
@@ -152,14 +152,14 @@ void check_overflow(const int32_t *overflow) {
 
 void Scaler::update(const int32_t *overflow, void *stream) {
     check_overflow(overflow);
-    context_->backend().update_scaler(rules(), state(), scale(), overflow, stream);
+    context_->device().loops().update_scaler(rules(), state(), scale(), overflow, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
     check_float_tensor(loss, {"loss", ""});
     check_numel(loss, 1, {"loss", ""});
     if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
-    context_->backend().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
+    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
 namespace {
@@ -193,16 +193,16 @@ ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
 
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const ScalerArrays arrays = check_arrays(state, count);
-    context_->backend().write_scaler(first_state(), arrays.state, arrays.scale, stream);
+    context_->device().loops().write_scaler(first_state(), arrays.state, arrays.scale, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
     const ScalerArrays arrays = check_arrays(state, count);
     check_overflow(overflow);
-    context_->backend().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
+    context_->device().loops().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
 }
 
 dsopt_scaler_info Scaler::info() const {
-    context_->backend().synchronize(nullptr);
+    context_->device().synchronize(nullptr);
     return decode(read());
 }
 dsopt_scaler_info Scaler::decode(const ScalerState &state) {

@@ -23,9 +23,9 @@ const void *Optimizer::memory_of(const StateEntry &entry) const {
 }
 
 void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
-        backend.clear(data, entry.bytes(), stream);
+        device.clear(data, entry.bytes(), stream);
         return;
     }
     const Param &param = params_[size_t(entry.param)];
@@ -35,7 +35,7 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
                     param.name.c_str());
     const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0},
         to{data, entry.numel, DSOPT_DTYPE_F32, 0};
-    backend.axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
+    device.loops().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
@@ -112,7 +112,7 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
                         params_[i].name.c_str());
     Memory workspace;
     if (initial_step) {
-        (void)context_->backend().finished(stream); // refuses a stream that is being captured
+        (void)context_->device().finished(stream); // refuses a stream that is being captured
         workspace = Memory(context_, workspace_bytes(), stream);
     }
     for (size_t i = 0; i < state_.size(); ++i) {
@@ -137,7 +137,7 @@ void Optimizer::forget_like_original() {
 void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     if (entry.numel == 0) return; // `host` may be NULL
     if (entry.is_error()) return onebit_->export_errors(state_, entry, static_cast<float *>(host));
-    context_->backend().copy_to_host(host, entry.data, entry.bytes(), nullptr);
+    context_->device().copy_to_host(host, entry.data, entry.bytes(), nullptr);
 }
 
 const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const {

@@ -8,14 +8,14 @@
 namespace dsopt {
 void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *memory,
                     const OfEngine *of_engine) const {
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     void *const stream = arguments.step.stream;
     const Layout place = layout();
     char *const workspace = static_cast<char *>(memory) + slack_of(memory);
-    const HostScratch scratch(host_scratch_, backend.is_host() ? 0 : place.host_bytes);
-    char *const host = backend.is_host() ? workspace : scratch.data();
+    const HostScratch scratch(host_scratch_, device.is_host() ? 0 : place.host_bytes);
+    char *const host = device.is_host() ? workspace : scratch.data();
     const auto floats = [&](size_t offset) { return reinterpret_cast<float *>(workspace + offset); };
-    if (of_engine == nullptr) backend.clear(workspace + place.shared, sizeof(SharedWords), stream);
+    if (of_engine == nullptr) device.clear(workspace + place.shared, sizeof(SharedWords), stream);
 
     const StepTable table = StepTable::at(host + place.table, shape());
     const bool own_schedule = onebit_ && of_engine != nullptr && of_engine->own_schedule;
@@ -56,7 +56,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
                                : onebit.buffers.slices,
            .zeroes_originals = (arguments.flags & DSOPT_STEP_ZERO_GRADS) != 0});
     if (of_engine != nullptr && mirror_ && desc_.skip_budget > 0)
-        backend.enqueue_copy(mirror_.get(), plan.outcome, sizeof(Outcome), stream);
+        device.enqueue_copy(mirror_.get(), plan.outcome, sizeof(Outcome), stream);
     if (own_schedule) onebit_->count_step(onebit.plan);
 }
 
@@ -92,8 +92,8 @@ void Optimizer::apply(const dsopt_step &step) const {
 void Optimizer::take_step(const dsopt_step &step, bool &met) {
     // What has arrived of earlier steps; nobody waits for it, but ranks must come to the same answer.
     if (desc_.skip_budget > 0 && mirror_ && has_peers(comms())) {
-        (void)context_->backend().finished(step.stream); // refuses a stream that is being captured
-        context_->backend().synchronize(step.stream);
+        (void)context_->device().finished(step.stream); // refuses a stream that is being captured
+        context_->device().synchronize(step.stream);
     }
     if (const Outcome *known = last_known();
         known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
@@ -153,21 +153,21 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
 }
 
 void Optimizer::ensure_workspace(void *stream) {
-    const Backend &backend = context_->backend();
+    const Device &device = context_->device();
     if (workspace_.data() == nullptr) {
         Memory workspace(context_, std::max<size_t>(workspace_bytes(), 64), stream);
-        backend.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()) + layout().shared,
-                      sizeof(SharedWords), stream);
+        device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()) + layout().shared,
+                     sizeof(SharedWords), stream);
         workspace_ = std::move(workspace);
     }
-    if (!cache_) cache_ = backend.make_cache();
+    if (!cache_) cache_ = device.loops().make_cache();
     call_list_.reserve(state_.size());
     if (outcome_memory_.data() != nullptr) return;
     Memory outcome(context_, sizeof(Outcome), stream);
-    if (!backend.is_host()) mirror_ = backend.host_buffer(sizeof(Outcome));
+    if (!device.is_host()) mirror_ = device.host_buffer(sizeof(Outcome));
     const Outcome first = no_outcome();
     if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &first, sizeof first);
-    backend.copy_from_host(outcome.data(), &first, sizeof first, stream);
+    device.copy_from_host(outcome.data(), &first, sizeof first, stream);
     outcome_memory_ = std::move(outcome);
 }
 

@@ -58,21 +58,20 @@ bool has_peers(const CommSet &comms) {
     return peers;
 }
 
-void agree_on_norms(const StepPlan &plan, const CommSet &comms, const Backend &backend, StepLoops &loops,
-                    double *host) {
+void agree_on_norms(const StepPlan &plan, const CommSet &comms, const Device &device, StepLoops &loops, double *host) {
     bool in_place = true;
     for_each_with_peers(comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
     const int64_t groups = plan.group_count, classes = plan.classes();
-    if (backend.is_host() || in_place)
+    if (device.is_host() || in_place)
         return reduce(plan, comms, {plan.norms, groups, classes}, Place::backend,
                       [&](const NormMove &move) { loops.move_norms(move); });
     const size_t bytes = size_t(NormTable::size(groups, classes)) * sizeof(double);
-    (void)backend.finished(plan.stream); // refuses a stream that is being captured
-    backend.enqueue_copy(host, plan.norms, bytes, plan.stream);
-    backend.wait(plan.stream);
+    (void)device.finished(plan.stream); // refuses a stream that is being captured
+    device.enqueue_copy(host, plan.norms, bytes, plan.stream);
+    device.wait(plan.stream);
     reduce(plan, comms, {host, groups, classes}, Place::host, [](const NormMove &move) { move(); });
-    backend.enqueue_copy(plan.norms, host, bytes, plan.stream);
-    backend.wait(plan.stream); // the next step writes to `host`
+    device.enqueue_copy(plan.norms, host, bytes, plan.stream);
+    device.wait(plan.stream); // the next step writes to `host`
 }
 
 bool has_shards(const StepPlan &plan, bool frozen) {
@@ -93,15 +92,15 @@ void agree_on_shards(const StepPlan &plan, const CommSet &comms, bool frozen) {
 
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,
                      double max_norm, dsopt_norm_result *result, void *stream) {
-    const Backend &backend = context.backend();
+    const Device &device = context.device();
     const bool peers = comm != nullptr && comm->ranks() > 1;
     if (comm != nullptr) comm->all_reduce(nullptr, 0, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream); // says if it is lost
-    if (peers) (void)backend.finished(stream); // refuses a stream that is being captured
-    backend.norm(list, count, kind, max_norm, peers, result, context.parallel(), stream);
+    if (peers) (void)device.finished(stream); // refuses a stream that is being captured
+    device.loops().norm(list, count, kind, max_norm, peers, result, context.parallel(), stream);
     if (!peers) return;
     dsopt_norm_result r;
-    backend.enqueue_copy(&r, result, sizeof r, stream);
-    backend.wait(stream);
+    device.enqueue_copy(&r, result, sizeof r, stream);
+    device.wait(stream);
     double value = r.norm;
     double counts[2] = {double(r.nonfinite), std::isnan(value) ? 1.0 : 0.0};
     comm->all_reduce(&value, 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, stream);
@@ -109,8 +108,8 @@ void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *lis
     r.nonfinite = int64_t(counts[0]);
     if (kind == DSOPT_NORM_MAX && counts[1] > 0) value = NAN; // MAX loses the NaN of a rank
     finish_norm(r, kind, value, max_norm);
-    backend.enqueue_copy(result, &r, sizeof r, stream);
-    backend.wait(stream);
+    device.enqueue_copy(result, &r, sizeof r, stream);
+    device.wait(stream);
 }
 
 } // namespace dsopt

@@ -4,15 +4,15 @@
 
 namespace dsopt {
 
-void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Backend &backend, void *stream) {
+void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream) {
     dsopt_tensor own{mean, job.numel, DSOPT_DTYPE_F32, 0};
     if (job.grad == nullptr) {
-        backend.clear(mean, size_t(job.numel) * sizeof(float), stream);
+        device.clear(mean, size_t(job.numel) * sizeof(float), stream);
     } else {
         from_[count_] = {job.grad, job.numel, int32_t(job.grad_type), 0};
         to_[count_++] = own;
     }
-    if (padded != job.numel) backend.clear(mean + job.numel, size_t(padded - job.numel) * sizeof(float), stream);
+    if (padded != job.numel) device.clear(mean + job.numel, size_t(padded - job.numel) * sizeof(float), stream);
     job.grad = mean; // where it was absent, another rank may have had one
     job.grad_type = Dtype::f32;
     job.present = true;
@@ -26,17 +26,17 @@ void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Backe
 
 void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch, const Parallel &parallel,
                             void *stream) const {
-    const Backend &backend = context.backend();
-    if (count_ != 0) backend.axpby({}, from_, 0, to_, count_, parallel, stream);
+    const Device &device = context.device();
+    if (count_ != 0) device.loops().axpby({}, from_, 0, to_, count_, parallel, stream);
     for (int64_t i = 0; i < run_count_; ++i)
         sum_over_ranks(context, comms.data, comms.node, static_cast<float *>(runs_[i].data), runs_[i].numel, scratch,
                        parallel, stream);
     const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
-    if (run_count_ != 0) backend.axpby(share, runs_, 0, runs_, run_count_, parallel, stream);
+    if (run_count_ != 0) device.loops().axpby(share, runs_, 0, runs_, run_count_, parallel, stream);
 }
 
-void GradientMeans::zero_originals(const Backend &backend, const Parallel &parallel, void *stream) const {
-    if (count_ != 0) backend.zero(from_, count_, parallel, stream);
+void GradientMeans::zero_originals(const Device &device, const Parallel &parallel, void *stream) const {
+    if (count_ != 0) device.loops().zero(from_, count_, parallel, stream);
 }
 
 } // namespace dsopt

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients that the engine averages itself, in full precision over all data ranks.
 #pragma once
-#include "device/backend.h"
+#include "device/device.h"
 #include "step/ranks.h"
 
 namespace dsopt {
@@ -13,12 +13,12 @@ public:
     GradientMeans(dsopt_tensor *lists, int64_t count) : from_(lists), to_(lists + count), runs_(lists + 2 * count) {}
 
     /// The job's gradient becomes that of `mean`, which has `padded` elements.
-    void add(TensorJob &job, float *mean, int64_t padded, const Backend &backend, void *stream);
+    void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
     /// Copies, adds up and divides. `scratch`: for sum_over_ranks().
     void average(const Context &context, const CommSet &comms, float *scratch, const Parallel &parallel,
                  void *stream) const;
     /// The caller's gradients, of which the step saw copies.
-    void zero_originals(const Backend &backend, const Parallel &parallel, void *stream) const;
+    void zero_originals(const Device &device, const Parallel &parallel, void *stream) const;
 
 private:
     dsopt_tensor *from_, *to_; // gradients that are there, and where they go

@@ -11,7 +11,7 @@ void update(const StepRun &run, StepLoops &loops) {
     const StepPlan &plan = run.plan;
     const bool shards = has_shards(plan, false);
     // What takes no part counts with zeros.
-    if (shards) run.context.backend().clear(plan.shard_sums, shard_bytes(plan.shard_count), plan.stream);
+    if (shards) run.context.device().clear(plan.shard_sums, shard_bytes(plan.shard_count), plan.stream);
     loops.update();
     if (shards) agree_on_shards(plan, run.comms, false);
     if (plan.has_lamb) loops.update_weights(shards);
@@ -20,15 +20,15 @@ void update(const StepRun &run, StepLoops &loops) {
 } // namespace
 
 void drive(const StepRun &run) {
-    const Backend &backend = run.context.backend();
+    const Device &device = run.context.device();
     const StepPlan &plan = run.plan;
     if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, plan.parallel, plan.stream);
-    backend.run_step(run.plan, [&](StepLoops &loops) {
+    device.loops().run_step(run.plan, [&](StepLoops &loops) {
         const bool agrees = has_peers(run.comms);
         loops.mark(-1);
         loops.inspect(agrees);
         loops.mark(DSOPT_MS_OVERFLOW_CHECK);
-        if (agrees) agree_on_norms(run.plan, run.comms, backend, loops, run.host_norms);
+        if (agrees) agree_on_norms(run.plan, run.comms, device, loops, run.host_norms);
         loops.mark(DSOPT_MS_COMPUTE_NORM);
         loops.decide();
         loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
@@ -40,7 +40,7 @@ void drive(const StepRun &run) {
         loops.finish();
         loops.mark(DSOPT_MS_BASIC_STEP);
     });
-    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(backend, plan.parallel, plan.stream);
+    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(device, plan.parallel, plan.stream);
 }
 
 } // namespace dsopt

@@ -23,7 +23,7 @@ void OneBitDriver::lamb() {
     send(Feed::scaled);
     own_.lamb_moments();
     const bool shards = has_shards(plan_, true);
-    if (shards) run_.context.backend().clear(plan_.shard_sums, shard_bytes(plan_.shard_count), plan_.stream);
+    if (shards) run_.context.device().clear(plan_.shard_sums, shard_bytes(plan_.shard_count), plan_.stream);
     own_.lamb_trust();
     if (shards) {
         agree_on_shards(plan_, run_.comms, true);

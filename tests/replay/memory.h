@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend memory, which dsopt.h leaves to the caller: tensors of a case live where the engine's backend can reach them.
+// Device memory, which dsopt.h leaves to the caller: tensors of a case live where the engine's backend can reach them.
 #pragma once
 #include "support/memory.h"
 

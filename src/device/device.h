@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// The line between what a step means and where it runs. One Device per kind of memory.
+#pragma once
+#include "device/loops.h"
+#include <memory>
+
+namespace dsopt {
+
+/// Host memory that the device can copy to and from while the host goes on.
+using HostBuffer = std::shared_ptr<void>;
+
+/// Device memory as the host reads it, piece by piece. Where there is a copy to make, the next piece is on its way
+/// while the caller works on this one.
+class HostReader {
+public:
+    virtual ~HostReader() = default;
+    /// [from, from + bytes) of an array that goes on for `rest` bytes after it. Valid until the next call. `bytes` is
+    /// at most 4 MiB.
+    virtual const void *view(const void *from, size_t bytes, size_t rest) = 0;
+};
+/// The other direction: the caller fills buffers that are copied while it fills the next one.
+class HostWriter {
+public:
+    virtual ~HostWriter() = default;
+    /// Room for a piece of at most 4 MiB.
+    virtual void *room() = 0;
+    /// Copies what is in the room to `to`.
+    virtual void write(void *to, size_t bytes) = 0;
+    virtual void finish() = 0; // all copies have arrived
+};
+constexpr size_t kPiece = size_t(4) << 20;
+
+/// Memory, streams and copies of one kind of device.
+class Device {
+public:
+    virtual ~Device() = default;
+    virtual const char *name() const = 0;
+    virtual const Loops &loops() const = 0;
+    /// Memory when the caller brought no allocator. Throws on failure.
+    virtual void *allocate(size_t bytes, void *stream) const = 0;
+    virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
+    /// False for memory that belongs elsewhere: another device's, or the host's only. Slow; for debugging.
+    virtual bool owns(const void *pointer) const = 0;
+    /// True if the host reads and writes backend memory in place.
+    virtual bool is_host() const = 0;
+    virtual HostBuffer host_buffer(size_t bytes) const = 0;               // pinned; not for backends that are the host
+    virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
+    virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
+    virtual std::unique_ptr<HostReader> reader() const = 0;
+    virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
+    virtual void copy_from_host(void *to, const void *host, size_t bytes, void *stream) const = 0;
+    virtual void synchronize(void *stream) const = 0;
+    /// In stream order, between host and backend memory in any direction.
+    virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
+    virtual bool finished(void *stream) const = 0;
+    virtual void wait(void *stream) const = 0; // for everything on `stream` and nothing else
+    virtual int ordinal() const = 0;
+    virtual void on_device(void (*body)(void *), void *argument) const = 0; // with the device current in this thread
+};
+
+/// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
+const char *cpu_isa_name();
+std::unique_ptr<Device> make_cpu_device();
+/// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
+std::unique_ptr<Device> make_cuda_device(int device);
+/// "cuda" where the backend is in the build and a device is there, else why not.
+const char *cuda_state();
+
+} // namespace dsopt
