@@ -50,19 +50,6 @@ struct DeviceExchange {
     }
 };
 
-/// The last i with first[i] <= leaf; not one without leaves.
-__device__ __forceinline__ int32_t find_stretch(const int64_t *first, int32_t count, int64_t leaf) {
-    int32_t low = 0, high = count;
-    while (high - low > 1) {
-        const int32_t middle = low + (high - low) / 2;
-        if (first[middle] <= leaf)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 /// By one warp: how many of a stretch take part. It begins at a whole word.
 __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t begin, int n) {
     if (active == nullptr) return n;

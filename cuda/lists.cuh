@@ -13,12 +13,12 @@ struct DeviceList {
     int64_t leaves;
 };
 
-/// The tensor that a leaf belongs to.
-__device__ __forceinline__ int64_t find_tensor(const DeviceList &list, int64_t leaf) {
-    int64_t low = 0, high = list.count;
+/// The last of `count` stretches, at least one, that begins at `at` or before. Empty ones begin where the next one does.
+template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
+    Index low = 0, high = count;
     while (high - low > 1) {
-        const int64_t middle = (low + high) / 2;
-        if (list.first_leaf[middle] <= leaf)
+        const Index middle = low + (high - low) / 2;
+        if (first[middle] <= at)
             low = middle;
         else
             high = middle;
@@ -29,7 +29,7 @@ __device__ __forceinline__ int64_t find_tensor(const DeviceList &list, int64_t l
 /// body(tensor, begin, n) for every leaf of the block's share.
 template <class Body> __device__ __forceinline__ void for_leaves(const DeviceList &list, const Body &body) {
     for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
-        const int64_t i = find_tensor(list, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+        const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
         body(i, begin, int(list.x[i].numel - begin < kLeaf ? list.x[i].numel - begin : kLeaf));
     }
 }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ float room[kWarps][kStage];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
     for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
-        const int64_t i = find_tensor(list, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+        const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
         const dsopt_tensor &x = list.x[i];
         const int n = int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf);
         const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, room[warp]);
