@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results do not depend on how the work is cut: threads, instruction sets, chunks, pools, order and packing of the
-// lists, and a run that is saved and resumed goes on with the same bits. With mixed precision, norms and clipping on.
+// Results do not depend on how the work is cut: threads, instruction sets, chunks and pools; and a run that is saved and resumed goes on with the same bits. With mixed precision, norms and clipping on.
 #include "support/harness.h"
 #include <filesystem>
 #include <unistd.h>
@@ -106,72 +105,6 @@ TEST_P(Cut, ThreadsInstructionSetsChunksAndPoolsGiveTheSameBits) {
                 << isa << ", " << threads << " threads";
     EXPECT_TRUE(same(wanted, run({3, "avx2", 16384, false}, desc, weights, grads))) << "larger chunks";
     EXPECT_TRUE(same(wanted, run({5, "avx2", 0, true}, desc, weights, grads))) << "the caller's pool";
-}
-
-// -------------------------------------------------------------------------------------------------- order and packing
-class Elementwise : public testing::TestWithParam<int32_t> {
-protected:
-    static constexpr size_t kSizes[] = {7, 5000, 1, 30000, 0, 4096};
-    const Context ctx = make_context(3);
-    Random random{2};
-    dsopt_optimizer_desc desc = empty();
-    Scaler scaler = make_scaler(ctx, 32, 2), other_scaler = make_scaler(ctx, 32, 2);
-    std::vector<Array> numbers(double size) {
-        std::vector<Array> list;
-        for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F16, random.floats(n, -size, size));
-        return list;
-    }
-};
-class Packing : public Elementwise {};
-INSTANTIATE_TEST_SUITE_P(, Elementwise,
-                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY,
-                                         DSOPT_ALGORITHM_LAMB),
-                         algorithm_name);
-INSTANTIATE_TEST_SUITE_P(, Packing,
-                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY),
-                         algorithm_name); // LAMB's ratio is a tensor's
-
-TEST_P(Elementwise, OrderOfTheListDoesNotMatter) {
-    const std::vector<Array> weights = numbers(1);
-    const size_t order[] = {3, 0, 5, 4, 2, 1};
-    desc.scaler = scaler.get();
-    Trainer straight(ctx, desc, group_of(GetParam()), weights);
-    desc.scaler = other_scaler.get();
-    std::vector<Param> shuffled_params;
-    for (const size_t i : order) shuffled_params.push_back({weights[i]});
-    Trainer shuffled(ctx, desc, group_of(GetParam()), std::move(shuffled_params));
-    for (int step = 0; step < 5; ++step) {
-        std::vector<Array> grads = numbers(30), list;
-        if (step == 3) grads[3].set(12345, kNaN);
-        for (const size_t i : order) list.push_back(grads[i]);
-        must(straight.step(grads));
-        must(shuffled.step(list));
-    }
-    for (size_t k = 0; k < 6; ++k) {
-        EXPECT_EQ(shuffled.weight(k).text(), straight.weight(order[k]).text());
-        EXPECT_TRUE(same_bits(shuffled.state("master", int64_t(k)), straight.state("master", int64_t(order[k]))));
-    }
-    EXPECT_EQ(straight.report().skipped, 1);
-}
-
-TEST_P(Packing, IntoFewerTensorsDoesNotMatter) {
-    const auto packed = [](const std::vector<Array> &list) {
-        std::vector<float> values;
-        for (const Array &array : list)
-            for (const float value : array.floats()) values.push_back(value);
-        return Array(DSOPT_DTYPE_F16, values);
-    };
-    const std::vector<Array> weights = numbers(1);
-    desc.scaler = scaler.get();
-    Trainer apart(ctx, desc, group_of(GetParam()), weights);
-    desc.scaler = other_scaler.get();
-    Trainer together(ctx, desc, group_of(GetParam()), std::vector<Array>{packed(weights)});
-    for (int step = 0; step < 4; ++step) {
-        const std::vector<Array> grads = numbers(30);
-        must(apart.step(grads));
-        must(together.step({packed(grads)}));
-        EXPECT_EQ(packed(apart.weights()).text(), together.weight().text()) << "step " << step;
-    }
 }
 
 // -------------------------------------------------------------------------------------------------- saved and resumed

@@ -2,7 +2,7 @@
 // The container as a format. Files and what can happen to them: test_safetensors_files.cc.
 #include "support/safetensors.h"
 #include "base/dtype.h"
-#include <chrono>
+#include <ctime>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -127,12 +127,12 @@ TEST(Safetensors, HundredThousandTensorsInReasonableTime) {
         content.tensors.push_back({"layer." + std::to_string(i) + ".exp_avg", dsopt::kU8, {1}, 1});
         content.bytes.push_back(std::string(1, char(i)));
     }
-    const auto start = std::chrono::steady_clock::now();
+    const std::clock_t start = std::clock(); // of the processor: others may keep the machine busy
     Tape memory{image(content)};
     const SafetensorsReader reader(callback_source(memory.io()));
     for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
     EXPECT_EQ(reader.tensors().size(), 100'000u);
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20)); // 0.3 s without a sanitizer
+    EXPECT_LT((std::clock() - start) / CLOCKS_PER_SEC, 20); // 0.3 s without a sanitizer
 }
 
 // ---- damage ----

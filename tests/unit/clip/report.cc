@@ -129,13 +129,39 @@ TEST_P(ReportNorms, LeaveAbsentGradientsOut) {
 }
 
 TEST(ReportNormsOfHugeAndTinyGradients, NeitherOverflowNorVanish) {
-    const Trainer trainer(shapes_of({2, 2}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1e30));
-    for (const float g : {3e38f, 1e-38f, 0x1p-149f}) {
-        for (const Array &grad : trainer.model.grads)
-            for (int64_t i = 0; i < 2; ++i) grad.set(i, g);
-        must(trainer.step(trainer.arguments()));
-        EXPECT_EQ(report_of(trainer.opt()).grad_norm, 2 * double(g));
-        EXPECT_EQ(report_of(trainer.opt()).skipped, 0);
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
+        for (const double max_norm : {1e30, 1.0}) { // the squares of 1e30 are past fp32
+            const Trainer trainer(shapes_of({2, 2}, dtype, dtype), make_group(DSOPT_ALGORITHM_ADAMW, 0),
+                                  optimizer_desc(max_norm));
+            for (const float g : {3e38f, 1e30f, 1e-38f, 0x1p-133f}) {
+                for (const Array &grad : trainer.model.grads)
+                    for (size_t i = 0; i < 2; ++i) grad.set(i, g);
+                must(trainer.step(trainer.arguments()));
+                const double stored = double(trainer.model.grads[0][0]), norm = 2 * stored;
+                EXPECT_EQ(trainer.report().grad_norm, norm);
+                EXPECT_EQ(trainer.report().skipped, 0);
+                const double wanted = std::max(1.0, (norm + 1e-6) / max_norm);
+                EXPECT_NEAR(trainer.report().divisor, wanted, 1e-13 * wanted);
+                if (g == 3e38f) { // the first step: the moment is a tenth of what was left of it
+                    EXPECT_NEAR(trainer.first("exp_avg") / (0.1 * stored / wanted), 1, 1e-6);
+                }
+            }
+        }
+}
+
+TEST(Report, NormOfAnUpdateIsUnknownBeforeTheFirstStepAndAfterASkippedOne) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
+        const Trainer trainer(shapes_of({33}), make_group(algorithm), optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS));
+        EXPECT_TRUE(std::isnan(trainer.report().weight_norm) && std::isnan(trainer.report().update_norm));
+        const std::vector<float> floats = step_with_report(trainer, trainer.arguments());
+        EXPECT_FALSE(std::isnan(trainer.report().weight_norm) || std::isnan(trainer.report().update_norm));
+        EXPECT_EQ(floats[DSOPT_REPORT_UPDATE_NORM], float(trainer.report().update_norm));
+        EXPECT_TRUE(std::isnan(floats[DSOPT_REPORT_GRAD_NORM])) << "nothing asks for it";
+        const int32_t skip = 1;
+        dsopt_step step = trainer.arguments();
+        step.skip = &skip;
+        must(trainer.step(step));
+        EXPECT_TRUE(std::isnan(trainer.report().update_norm));
     }
 }
 
@@ -178,30 +204,31 @@ TEST_P(Clipping, GroupsClipByThemselvesAndTheLargerDivisorHolds) {
     dsopt_group tight = make_group(GetParam(), 0), loose = tight, none = tight;
     tight.max_norm = 0.01;
     loose.max_norm = 1e6;
-    Trainer trainer(shapes_of({1000, 2000, 3000}), optimizer_desc(0.5));
-    trainer.add(tight, 1);
-    trainer.add(loose, 1);
-    trainer.add(none, 1);
-    must(trainer.step(trainer.arguments()));
-    const double all = (norm_of(trainer.model.grads) + 1e-6) / 0.5,
-                 own = (norm_of(trainer.model.grads, 0, 1) + 1e-6) / 0.01;
-    ASSERT_GT(own, all);
-    EXPECT_NEAR(divisor_seen(trainer, 0), own, 1e-6 * own);
-    EXPECT_NEAR(divisor_seen(trainer, 1), all, 1e-6 * all);
-    EXPECT_NEAR(divisor_seen(trainer, 2), all, 1e-6 * all);
-    EXPECT_NEAR(report_of(trainer.opt()).divisor, own, 1e-13 * own); // group 0
-}
-
-TEST_P(Clipping, OfAGroupAloneLeavesTheOthersAlone) {
-    dsopt_group tight = make_group(GetParam(), 0), none = tight;
-    tight.max_norm = 0.01;
-    Trainer trainer(shapes_of({1000, 2000}), optimizer_desc());
-    trainer.add(none, 1);
-    trainer.add(tight, 1);
-    must(trainer.step(trainer.arguments()));
-    const double own = (norm_of(trainer.model.grads, 1) + 1e-6) / 0.01;
-    EXPECT_NEAR(divisor_seen(trainer, 0), 1, 1e-6);
-    EXPECT_NEAR(divisor_seen(trainer, 1), own, 1e-6 * own);
+    for (const double of_all : {0.0, 1e5, 0.5})
+        for (const float scale : {1.0f, 2.0f})
+            for (const bool tight_first : {true, false}) {
+                SCOPED_TRACE(testing::Message() << of_all << ", scale " << scale << ", tight first " << tight_first);
+                Trainer trainer(shapes_of({1000, 2000, 3000}), optimizer_desc(of_all));
+                trainer.add(tight_first ? tight : none, 1);
+                trainer.add(loose, 1);
+                trainer.add(tight_first ? none : tight, 1);
+                dsopt_step step = trainer.arguments();
+                step.grad_scale = &scale;
+                must(trainer.step(step));
+                const size_t place = tight_first ? 0 : 2;
+                const auto divisor = [&](double norm, double limit) {
+                    return scale * (limit > 0 ? std::max(1.0, (norm / double(scale) + 1e-6) / limit) : 1.0);
+                };
+                const double all = divisor(norm_of(trainer.model.grads), of_all),
+                             own = divisor(norm_of(trainer.model.grads, place, place + 1), 0.01);
+                ASSERT_GT(own, all);
+                for (size_t i = 0; i < 3; ++i) {
+                    const double wanted = i == place ? own : all;
+                    EXPECT_NEAR(divisor_seen(trainer, int64_t(i)), wanted, 1e-6 * wanted) << "group " << i;
+                }
+                const double first = tight_first ? own : all; // group 0
+                EXPECT_NEAR(report_of(trainer.opt()).divisor, first, 1e-13 * first);
+            }
 }
 
 TEST_P(Clipping, WithAScaleUsesTheUnscaledNorm) {
@@ -265,25 +292,40 @@ INSTANTIATE_TEST_SUITE_P(Overflows, GivenNorms,
                                          std::numeric_limits<float>::quiet_NaN()));
 
 TEST_P(GivenNorms, ThatSayOverflowSkipTheStepUnlessThePolicyIsApply) {
+    const Context context = make_context();
     for (const int32_t policy : {DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_SKIP, DSOPT_NONFINITE_APPLY})
         for (const double max_norm : {0.0, 1.0})
-            for (const size_t bad : {size_t(0), size_t(1)}) {
-                dsopt_optimizer_desc desc = optimizer_desc(max_norm);
-                desc.nonfinite = policy;
-                Trainer trainer(shapes_of({10, 20}), desc);
-                trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
-                trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 1);
-                const std::string before = trainer.text();
-                float norms[] = {1, 1};
-                norms[bad] = GetParam();
-                dsopt_step step = trainer.arguments();
-                step.grad_norms = norms;
-                const std::vector<float> floats = step_with_report(trainer, step);
-                const bool skipped = policy != DSOPT_NONFINITE_APPLY;
-                EXPECT_EQ(floats[DSOPT_REPORT_SKIPPED], skipped);
-                EXPECT_EQ(report_of(trainer.opt()).last_skipped, skipped);
-                EXPECT_EQ(bool(same(trainer.text(), before)), skipped);
-            }
+            for (const size_t bad : {size_t(0), size_t(1)})
+                for (const bool scaled : {false, true}) {
+                    const Scaler scaler = make_scaler(context, 8);
+                    dsopt_optimizer_desc desc = optimizer_desc(max_norm);
+                    desc.nonfinite = policy;
+                    desc.scaler = scaled ? scaler.get() : nullptr;
+                    Trainer trainer(context, desc);
+                    must(trainer.add_group(make_group(DSOPT_ALGORITHM_ADAMW), {{Array(DSOPT_DTYPE_F32, 10, 1)}}));
+                    must(trainer.add_group(make_group(DSOPT_ALGORITHM_LAMB), {{Array(DSOPT_DTYPE_F16, 20, 1)}}));
+                    (void)trainer.snapshot();  // the state is there from now on
+                    const auto watched = [&] { // of a skipped step; the scaler moves
+                        Snapshot all = trainer.snapshot();
+                        all.erase("scaler -1");
+                        all.erase("loss_scale -1");
+                        return all;
+                    };
+                    const Snapshot before = watched();
+                    float norms[] = {1, 1};
+                    norms[bad] = GetParam();
+                    std::vector<float> floats(DSOPT_REPORT_FLOATS, -7);
+                    must(trainer.step({Array(DSOPT_DTYPE_F32, 10, 1), Array(DSOPT_DTYPE_F16, 20, 1)},
+                                      [&](dsopt_step &step) {
+                                          step.grad_norms = norms;
+                                          step.report = floats.data();
+                                      }));
+                    const bool skipped = policy != DSOPT_NONFINITE_APPLY;
+                    EXPECT_EQ(floats[DSOPT_REPORT_SKIPPED], skipped);
+                    EXPECT_EQ(trainer.report().last_skipped, skipped);
+                    EXPECT_EQ(bool(same(watched(), before)), skipped);
+                    EXPECT_EQ(info_of(scaler).scale, skipped && scaled ? 4 : 8);
+                }
 }
 
 // ------------------------------------------------------------------------------------------------ non-finite gradients
@@ -353,6 +395,11 @@ TEST_P(NonFinite, AreCountedByElementAndTheFirstTensorIsNamed) {
     EXPECT_EQ(report.nonfinite, looks ? count + 1 : 0);
     EXPECT_EQ(report.first_bad, looks ? 1 : -1);
     EXPECT_EQ(report.last_skipped, skips);
+    // Every element of several leaves.
+    for (int64_t i = 0; i < 50000; ++i) trainer.model.grads[1].set(size_t(i), NAN);
+    must(trainer.step(trainer.arguments()));
+    EXPECT_EQ(report_of(trainer.opt()).nonfinite, looks ? 50001 : 0);
+    EXPECT_EQ(report_of(trainer.opt()).kind, looks ? 2 : 0);
 }
 
 TEST_P(NonFinite, LargeFiniteGradientsAreNone) {
@@ -364,16 +411,26 @@ TEST_P(NonFinite, LargeFiniteGradientsAreNone) {
 }
 
 TEST(NonFiniteScale, SkipsTheStepWhereNormsAreKnown) {
-    for (const float scale :
-         {0.0f, -1.0f, std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
-        const Trainer trainer(shapes_of(kSizes), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0));
-        const std::string before = trainer.text();
-        dsopt_step step = trainer.arguments();
-        step.grad_scale = &scale;
-        must(trainer.step(step));
-        EXPECT_EQ(report_of(trainer.opt()).last_skipped, 1) << scale;
-        EXPECT_TRUE(same(trainer.text(), before));
-    }
+    const Context context = make_context();
+    for (const float scale : {0.0f, -1.0f, float(kInf), float(NAN)})
+        for (const bool scaled : {false, true}) { // that they are known by
+            const Scaler scaler = make_scaler(context, 8);
+            dsopt_optimizer_desc desc = optimizer_desc(scaled ? 0 : 1);
+            desc.scaler = scaled ? scaler.get() : nullptr;
+            Trainer trainer(context, desc, make_group(DSOPT_ALGORITHM_ADAMW),
+                            std::vector<Array>{Array(DSOPT_DTYPE_F16, 5000, 1), Array(DSOPT_DTYPE_F32, 33, 1)});
+            const auto watched = [&] { // the scaler moves
+                Snapshot all = trainer.snapshot();
+                all.erase("scaler -1");
+                all.erase("loss_scale -1");
+                return all;
+            };
+            const Snapshot before = watched();
+            must(trainer.step({Array(DSOPT_DTYPE_F16, 5000, 1), Array(DSOPT_DTYPE_F32, 33, 1)},
+                              [&](dsopt_step &step) { step.grad_scale = &scale; }));
+            EXPECT_EQ(trainer.report().last_skipped, 1) << scale;
+            EXPECT_TRUE(same(watched(), before));
+        }
 }
 
 TEST(SkippedSteps, AreCountedInARowUntilOneIsTaken) {
