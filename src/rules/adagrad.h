@@ -21,7 +21,7 @@ template <bool EpsInside> struct Adagrad {
 };
 
 inline void check_adagrad(const dsopt_group &group, bool) {
-    if (float(group.initial_accumulator_value) > 3.4028234663852886e38f)
+    if (group.initial_accumulator_value > 3.4028234663852886e38)
         throw Error(DSOPT_ERR_ARGUMENT, "initial_accumulator_value is %g, which fp32 does not hold",
                     group.initial_accumulator_value);
 }
@@ -36,9 +36,10 @@ inline constexpr RuleInfo kAdagrad{.algorithm = DSOPT_ALGORITHM_ADAGRAD,
                                            group.eps = 1e-10;
                                        },
                                    .check = check_adagrad,
-                                   .formula = [](const dsopt_group &group) {
-                                       return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::adagrad_eps_inside
-                                                                                        : Rule::adagrad;
-                                   }};
+                                   .formula =
+                                       [](const dsopt_group &group) {
+                                           return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::adagrad_eps_inside
+                                                                                            : Rule::adagrad;
+                                       }};
 
 } // namespace dsopt

@@ -32,12 +32,10 @@ template <bool Nesterov> struct SgdMomentum {
 
 inline void check_sgd(const dsopt_group &group, bool) {
     const bool nesterov = group.flags & DSOPT_GROUP_NESTEROV;
-    if (group.dampening > 1)
-        throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be in [0, 1]", group.dampening);
+    if (group.dampening > 1) throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be in [0, 1]", group.dampening);
     if (group.momentum == 0 && group.dampening != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dampening has no effect without momentum");
-    if (nesterov && group.momentum == 0)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "nesterov has no effect without momentum");
+    if (nesterov && group.momentum == 0) throw Error(DSOPT_ERR_UNSUPPORTED, "nesterov has no effect without momentum");
     if (nesterov && group.dampening != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be 0 with nesterov", group.dampening);
 }
@@ -48,9 +46,11 @@ inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
                                .compat = false,
                                .defaults = [](dsopt_group &group) { group.lr = 1e-3; },
                                .check = check_sgd,
-                               .formula = [](const dsopt_group &group) {
-                                   if (group.momentum == 0) return Rule::sgd;
-                                   return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov : Rule::sgd_momentum;
-                               }};
+                               .formula =
+                                   [](const dsopt_group &group) {
+                                       if (group.momentum == 0) return Rule::sgd;
+                                       return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov
+                                                                                 : Rule::sgd_momentum;
+                                   }};
 
 } // namespace dsopt
