@@ -307,6 +307,15 @@ enum dsopt_algorithm {
      * The first fused Adam of apex: p -= lr sqrt(c2)/c1 (m / (sqrt(v) + eps) + wd p). eps acts on the uncorrected v.
      */
     DSOPT_ALGORITHM_ADAM_LEGACY = 7,
+    /** Stochastic gradient descent as in torch.optim.SGD, decay as L2: g += wd p. With `momentum` mu and `dampening` d:
+     * b = g at the tensor's first step, b = mu b + (1 - d) g later; p -= lr b. DSOPT_GROUP_NESTEROV:
+     * p -= lr (g + mu b). Without momentum there is no state, and p -= lr g. Standard mode only. Since: 0.2 */
+    DSOPT_ALGORITHM_SGD = 8,
+    /** Duchi et al. 2011 as in torch.optim.Adagrad, decay as L2: g += wd p; s += g^2;
+     * p -= lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps). The sum s starts as initial_accumulator_value.
+     * With DSOPT_GROUP_EPS_INSIDE_SQRT it is optax.adagrad: g / sqrt(s + eps), and 0 where s is 0. Standard mode only.
+     * Since: 0.2 */
+    DSOPT_ALGORITHM_ADAGRAD = 9,
     /* The 1-bit family: data-parallel ranks exchange one bit per element. None has bias correction. docs/onebit.md */
     /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v stays, each rank
      * adds its own gradient to m, m becomes the 1-bit mean over the ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
@@ -326,7 +335,7 @@ enum dsopt_algorithm {
 enum dsopt_group_flags {
     /** c1 = c2 = 1. */
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
-    /** sqrt(v + eps) in place of sqrt(v) + eps. LAMB and ADAM_LEGACY only. */
+    /** sqrt(v + eps) in place of sqrt(v) + eps. LAMB, ADAM_LEGACY and ADAGRAD only. */
     DSOPT_GROUP_EPS_INSIDE_SQRT = 2,
     /**
      * eps beside the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
@@ -337,6 +346,8 @@ enum dsopt_group_flags {
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
      * engine averages its gradients itself, so dsopt_optimizer_next_reduction holds for all groups. */
     DSOPT_GROUP_NON_FREEZE = 16,
+    /** SGD: Nesterov's momentum. Needs a momentum above 0 and a dampening of 0. Since: 0.2 */
+    DSOPT_GROUP_NESTEROV = 32,
     DSOPT_GROUP_SIGNED = -1
 };
 
@@ -377,6 +388,17 @@ typedef struct dsopt_group {
     double trust_threshold;
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
+    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer is there only with
+     * momentum. Since: 0.2 */
+    double momentum;
+    /** SGD with momentum: share of the gradient that the momentum leaves out after the first step, in [0, 1].
+     * Since: 0.2 */
+    double dampening;
+    /** Adagrad: finite, >= 0. Since: 0.2 */
+    double lr_decay;
+    /** Adagrad: what the sum of squares starts as, where state is made or reset from now on. Finite in fp32, >= 0.
+     * Since: 0.2 */
+    double initial_accumulator_value;
 } dsopt_group;
 
 enum dsopt_param_flags {
@@ -417,7 +439,8 @@ typedef struct dsopt_param {
 
 /**
  * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
- * 1e-8, no decay, trust ratio 0.01 to 10. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta
+ * 1e-8, no decay, trust ratio 0.01 to 10. SGD: lr 1e-3, no momentum. Adagrad:
+ * lr 1e-2, eps 1e-10, starting at 0. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta
  * 0.9, trust_threshold 0.1, change 0.5 to 4.
  * @param[out] group      every byte is written.
  * @param[in]  size       sizeof(dsopt_group) in the caller's header.
@@ -601,6 +624,16 @@ enum dsopt_key {
     DSOPT_KEY_FREEZE_STEP = 12,
     /** 0 or 1. Since: 0.2 */
     DSOPT_KEY_EPS_UNCORRECTED = 13,
+    /** SGD. Since: 0.2 */
+    DSOPT_KEY_MOMENTUM = 14,
+    /** SGD. Since: 0.2 */
+    DSOPT_KEY_DAMPENING = 15,
+    /** 0 or 1. SGD. Since: 0.2 */
+    DSOPT_KEY_NESTEROV = 16,
+    /** Adagrad. Since: 0.2 */
+    DSOPT_KEY_LR_DECAY = 17,
+    /** Adagrad. Since: 0.2 */
+    DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE = 18,
     /* Of the optimizer: `group` must be DSOPT_ALL_GROUPS. */
     DSOPT_KEY_MAX_NORM = 32,
     /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */
@@ -616,7 +649,7 @@ enum dsopt_key {
  * @param[in] group  index, or DSOPT_ALL_GROUPS: every group, or none on failure.
  * @param[in] key    enum dsopt_key.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm
- * has no such hyper-parameter; DSOPT_ERR_STATE: no groups.
+ * has no such hyper-parameter, or with this value it would keep other state tensors; DSOPT_ERR_STATE: no groups.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
 
@@ -644,8 +677,10 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *
  *   of each parameter (numel and dims of the parameter)      present
  *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER
- *   exp_avg               F32* running mean of gradients      always
- *   exp_avg_sq            F32* running mean of squares        always
+ *   exp_avg               F32* running mean of gradients      Adam, LAMB, and the 1-bit family
+ *   exp_avg_sq            F32* running mean of squares        Adam, LAMB, and the 1-bit family
+ *   momentum_buffer       F32  momentum                       SGD with momentum
+ *   sum                   F32  sum of squares                 Adagrad; starts as initial_accumulator_value
  *   grad_accum            F32  sum of gradients               ACCUMULATE
  *   anchor                F32  weights at the last exchange   0/1 Adam, standard mode; rank local
  *   momentum_accumulator  F32  changes since the exchange     0/1 Adam, compat mode; rank local
@@ -836,7 +871,9 @@ enum dsopt_hyper_place {
     DSOPT_HYPER_GROUP_MAX_NORM = 5,
     /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN or 0 in the others. */
     DSOPT_HYPER_MAX_NORM = 6,
-    /** Length of a row. Place 7 is reserved: NaN or 0. */
+    /** SGD with momentum: above 0. NaN or 0 in the other groups. */
+    DSOPT_HYPER_MOMENTUM = 7,
+    /** Length of a row. */
     DSOPT_HYPER_FLOATS = 8,
     DSOPT_HYPER_SIGNED = -1
 };

@@ -125,6 +125,9 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         try {
             check_group(groups[i], optimizer.desc().compat != DSOPT_COMPAT_NONE);
         } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
+        if (const MomentInfo *const moment = first_difference(moments_of(groups[i]), moments_of(optimizer.groups()[i])))
+            throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
+                        moment->name);
     }
     return groups;
 }

@@ -103,6 +103,7 @@ DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
         hyper.eps = row_or(row, DSOPT_HYPER_EPS, hyper.eps);
         hyper.weight_decay = row_or(row, DSOPT_HYPER_WEIGHT_DECAY, hyper.weight_decay);
         hyper.max_norm = row_or(row, DSOPT_HYPER_GROUP_MAX_NORM, hyper.max_norm);
+        hyper.momentum = row_or(row, DSOPT_HYPER_MOMENTUM, hyper.momentum);
     }
     return hyper;
 }
@@ -126,13 +127,17 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
         const Hyper hyper = given_hyper(plan, g);
-        valid = valid && is_not_negative(hyper.lr) && is_beta(hyper.beta1) && is_beta(hyper.beta2) &&
-                is_not_negative(hyper.eps) && is_not_negative(hyper.weight_decay) && is_not_negative(hyper.max_norm);
+        const uint32_t fields = fields_of(hyper.rule);
+        const bool has_momentum = fields & kMomentum;
+        valid = valid && is_not_negative(hyper.lr) && (fields & kBeta1 ? is_beta(hyper.beta1) : hyper.beta1 == 0) &&
+                (fields & kBeta2 ? is_beta(hyper.beta2) : hyper.beta2 == 0) &&
+                (fields & kEps ? is_not_negative(hyper.eps) : hyper.eps == 0) && is_not_negative(hyper.weight_decay) &&
+                is_not_negative(hyper.max_norm) && is_not_negative(hyper.momentum) &&
+                (hyper.momentum != 0) == has_momentum;
         if (plan.given.hyper == nullptr) continue;
-        const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, last = row[DSOPT_HYPER_FLOATS - 1],
-                    of_all = row[DSOPT_HYPER_MAX_NORM];
+        const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, of_all = row[DSOPT_HYPER_MAX_NORM];
         // Clipping that the host has not switched on: gradients are not read for it.
-        valid = valid && !(last < 0) && !(last > 0) && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
+        valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
         const bool clips = of_all < 0 || of_all > 0;
         valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.max_norm > 0));
     }

@@ -369,8 +369,15 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
         return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
     };
-    for (size_t i = first; i < last; ++i)
-        if (takes(groups_[i])) check_group(changed_group(groups_[i], key, value), desc_.compat != DSOPT_COMPAT_NONE);
+    for (size_t i = first; i < last; ++i) {
+        if (!takes(groups_[i])) continue;
+        const dsopt_group changed = changed_group(groups_[i], key, value);
+        check_group(changed, desc_.compat != DSOPT_COMPAT_NONE);
+        if (const MomentInfo *const moment = first_difference(moments_of(groups_[i]), moments_of(changed)))
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",
+                        key, i, value, moment->name);
+    }
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
     if (onebit_) onebit_->follow(groups_);

@@ -155,6 +155,9 @@ private:
     void check_param(const dsopt_tensor &given, const Param &param) const;
     const char *owner_of(const StateEntry &entry) const;
     const void *memory_of(const StateEntry &entry) const; // of its parameter
+    /// The value that every element of a state tensor starts with, if it is not a copy of the parameter.
+    double start_of(const StateEntry &entry) const;
+    void fill(const dsopt_tensor &tensor, float value, void *stream) const; // F32
     void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
 
     std::shared_ptr<const Context> context_;

@@ -22,10 +22,31 @@ const void *Optimizer::memory_of(const StateEntry &entry) const {
     return entry.param < 0 ? nullptr : params_[size_t(entry.param)].data;
 }
 
+double Optimizer::start_of(const StateEntry &entry) const {
+    if (entry.moment == nullptr || entry.moment->start == nullptr) return 0;
+    return groups_[size_t(params_[size_t(entry.param)].group)].*entry.moment->start;
+}
+
+/// By copies in stream order, each twice as long as the last one.
+void Optimizer::fill(const dsopt_tensor &tensor, float value, void *stream) const {
+    const Device &device = context_->device();
+    const size_t total = size_t(tensor.numel) * sizeof value;
+    float block[256];
+    for (float &element : block) element = value;
+    if (total == 0) return;
+    if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
+    size_t done = std::min(total, sizeof block);
+    device.copy_from_host(tensor.data, block, done, stream);
+    for (; done < total; done += std::min(done, total - done))
+        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
+}
+
 void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
     const Device &device = context_->device();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
+        const double start = start_of(entry);
         device.clear(data, entry.bytes(), stream);
+        if (start != 0) fill({data, entry.numel, entry.dtype, 0}, float(start), stream);
         return;
     }
     const Param &param = params_[size_t(entry.param)];

@@ -21,7 +21,7 @@ template <bool EpsInside> struct Adagrad {
 };
 
 inline void check_adagrad(const dsopt_group &group, bool) {
-    if (float(group.initial_accumulator_value) > 3.4028234663852886e38f)
+    if (group.initial_accumulator_value > 3.4028234663852886e38)
         throw Error(DSOPT_ERR_ARGUMENT, "initial_accumulator_value is %g, which fp32 does not hold",
                     group.initial_accumulator_value);
 }

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every rule that there is: its record and its formulas.
 #pragma once
+#include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/lamb.h"
 #include "rules/onebit_family.h"
+#include "rules/sgd.h"
 
 namespace dsopt {
 
-inline constexpr const RuleInfo *kRules[] = {&kAdam,       &kAdamW,       &kLamb,      &kLegacyAdam,
-                                             &kOneBitAdam, &kZeroOneAdam, &kOneBitLamb};
+inline constexpr const RuleInfo *kRules[] = {&kAdam,        &kAdamW,      &kLamb, &kLegacyAdam, &kOneBitAdam,
+                                             &kZeroOneAdam, &kOneBitLamb, &kSgd,  &kAdagrad};
 
 /// What visit() gives for a formula.
 template <class T> struct Formula { using type = T; };
@@ -22,6 +24,11 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     case Rule::lamb_eps_inside: f(Formula<Lamb<true>>{}); return;
     case Rule::legacy: f(Formula<LegacyAdam<false>>{}); return;
     case Rule::legacy_eps_inside: f(Formula<LegacyAdam<true>>{}); return;
+    case Rule::sgd: f(Formula<Sgd>{}); return;
+    case Rule::sgd_momentum: f(Formula<SgdMomentum<false>>{}); return;
+    case Rule::sgd_nesterov: f(Formula<SgdMomentum<true>>{}); return;
+    case Rule::adagrad: f(Formula<Adagrad<false>>{}); return;
+    case Rule::adagrad_eps_inside: f(Formula<Adagrad<true>>{}); return;
     }
 }
 

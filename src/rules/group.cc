@@ -2,6 +2,7 @@
 #include "rules/group.h"
 #include "rules/all.h"
 #include <cmath>
+#include <cstring>
 
 namespace dsopt {
 namespace {
@@ -56,6 +57,16 @@ const MomentList &moments_of(const dsopt_group &group) {
     const MomentList *moments = nullptr;
     visit(formula_of(group), [&](auto formula) { moments = &decltype(formula)::type::moments; });
     return *moments;
+}
+
+const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
+    for (int k = 0; k < kMoments; ++k) {
+        const MomentInfo *const x = k < a.count ? &a.at[k] : nullptr, *const y = k < b.count ? &b.at[k] : nullptr;
+        if (x == nullptr && y == nullptr) continue;
+        if (x == nullptr || y == nullptr) return x != nullptr ? x : y;
+        if (std::strcmp(x->name, y->name) != 0) return x;
+    }
+    return nullptr;
 }
 
 bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group)) == 2; }

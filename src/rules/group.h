@@ -14,6 +14,8 @@ void check_group(const dsopt_group &group, bool compat);
 /// The formula that a group runs, and the moments that it keeps.
 Rule formula_of(const dsopt_group &group);
 const MomentList &moments_of(const dsopt_group &group);
+/// Which one is in one of the two lists only, NULL if none.
+const MomentInfo *first_difference(const MomentList &a, const MomentList &b);
 bool has_trust(const dsopt_group &group);
 
 /// NULL if no hyper-parameter that is a number has this key.

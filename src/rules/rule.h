@@ -9,13 +9,25 @@
 namespace dsopt {
 
 /// The formulas as loops know them: an algorithm with the options that change what it computes.
-enum class Rule : uint8_t { adam, adamw, lamb, lamb_eps_inside, legacy, legacy_eps_inside };
+enum class Rule : uint8_t {
+    adam,
+    adamw,
+    lamb,
+    lamb_eps_inside,
+    legacy,
+    legacy_eps_inside,
+    sgd,
+    sgd_momentum,
+    sgd_nesterov,
+    adagrad,
+    adagrad_eps_inside
+};
 
 constexpr int kMoments = 2; // of any rule, at most
 
 /// A state tensor that a formula keeps beside each weight.
 struct MomentInfo {
-    const char *name;                     // in dsopt_state_info and in checkpoints
+    const char *name = nullptr;           // in dsopt_state_info and in checkpoints
     double dsopt_group::*start = nullptr; // the value that it starts with; nullptr: zeros
 };
 /// All of them, in the order in which the functor takes them. What is not listed has no memory and no traffic.
@@ -32,6 +44,8 @@ enum Field : uint32_t {
     kTrust = 8, // min_trust and max_trust
     kBiasCorrection = 16,
     kFoldedCorrection = 32, // it is in the learning rate
+    kMomentum = 64,         // and dampening
+    kLrDecay = 128,         // and initial_accumulator_value
 };
 
 /// One hyper-parameter of dsopt_group.
@@ -54,6 +68,11 @@ inline constexpr GroupField kGroupFields[] = {
     {"max_norm", &dsopt_group::max_norm, DSOPT_KEY_GROUP_MAX_NORM, 0, GroupField::not_negative, nullptr, true},
     {"min_trust", &dsopt_group::min_trust, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
     {"max_trust", &dsopt_group::max_trust, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
+    {"momentum", &dsopt_group::momentum, DSOPT_KEY_MOMENTUM, kMomentum, GroupField::not_negative, "SGD", false},
+    {"dampening", &dsopt_group::dampening, DSOPT_KEY_DAMPENING, kMomentum, GroupField::not_negative, "SGD", false},
+    {"lr_decay", &dsopt_group::lr_decay, DSOPT_KEY_LR_DECAY, kLrDecay, GroupField::not_negative, "Adagrad", false},
+    {"initial_accumulator_value", &dsopt_group::initial_accumulator_value, DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE,
+     kLrDecay, GroupField::not_negative, "Adagrad", false},
 };
 
 /// One flag of dsopt_group.
@@ -67,6 +86,7 @@ inline constexpr GroupFlag kGroupFlags[] = {
     {DSOPT_GROUP_EPS_INSIDE_SQRT, "eps_inside_sqrt", DSOPT_KEY_EPS_INSIDE_SQRT},
     {DSOPT_GROUP_EPS_UNCORRECTED, "eps_uncorrected", DSOPT_KEY_EPS_UNCORRECTED},
     {DSOPT_GROUP_NON_FREEZE, "non_freeze", 0},
+    {DSOPT_GROUP_NESTEROV, "nesterov", DSOPT_KEY_NESTEROV},
 };
 
 /// The record of an algorithm.

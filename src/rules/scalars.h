@@ -9,23 +9,24 @@ namespace dsopt {
 
 /// Hyper-parameters of a group as a step reads them.
 struct Hyper {
-    double lr, beta1, beta2, eps, weight_decay, max_norm, min_trust, max_trust;
+    double lr, beta1, beta2, eps, weight_decay, max_norm, min_trust, max_trust, momentum, dampening, lr_decay;
     Rule rule;
     bool bias_correction;
     bool compat;
     bool eps_uncorrected; // standard mode, with bias correction
     uint8_t reserved[4];  // no padding: tables of these are compared byte by byte
 };
-static_assert(sizeof(Hyper) == 72);
+static_assert(sizeof(Hyper) == 96);
 
 /// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
 struct Scalars {
     float lr;           // LAMB, legacy: with the bias correction folded in
     float beta1, beta2; // decay of the moments
-    float a1, a2;       // 1 - beta
+    float a1, a2;       // what is new counts in them: 1 - beta, or 1 - dampening
     float eps, wd;
     float c1, c2; // bias corrections; 1 without
     float inverse;
+    bool first;  // this is the tensor's first step
     float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
 };
 
@@ -47,12 +48,14 @@ DSOPT_HD double power(double base, int64_t n) {
 /// `step` counts this update too. `fields`: what the formula has. Compat mode rounds the betas to fp32 before anything
 /// else, as the original kernels do.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
-    const double beta1 = hyper.compat ? double(float(hyper.beta1)) : hyper.beta1;
+    const bool dampens = fields & kMomentum; // the decay of the moment has its own name there, and no part of 1
+    const double given = dampens ? hyper.momentum : hyper.beta1;
+    const double beta1 = hyper.compat ? double(float(given)) : given;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
     s.beta1 = float(beta1);
     s.beta2 = float(beta2);
-    s.a1 = hyper.compat ? 1.0f - s.beta1 : float(1.0 - beta1);
+    s.a1 = hyper.compat ? 1.0f - s.beta1 : float(1.0 - (dampens ? hyper.dampening : beta1));
     s.a2 = hyper.compat ? 1.0f - s.beta2 : float(1.0 - beta2);
     s.wd = float(hyper.weight_decay);
     const double c1 = hyper.bias_correction ? 1.0 - power(beta1, step) : 1.0;
@@ -64,6 +67,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     s.eps = float(hyper.eps_uncorrected ? hyper.eps / root : hyper.eps);
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
+    s.first = step == 1;
     s.lr = float(hyper.lr);
     if (fields & kFoldedCorrection) {
         if (hyper.compat)
@@ -71,6 +75,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
         else if (hyper.bias_correction)
             s.lr = float(hyper.lr * root / c1);
     }
+    if (fields & kLrDecay) s.lr = float(hyper.lr / (1.0 + double(step - 1) * hyper.lr_decay));
     return s;
 }
 

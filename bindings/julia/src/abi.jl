@@ -51,6 +51,8 @@ const DSOPT_ALGORITHM_ADAM = Int32(2)
 const DSOPT_ALGORITHM_ADAMW = Int32(3)
 const DSOPT_ALGORITHM_LAMB = Int32(4)
 const DSOPT_ALGORITHM_ADAM_LEGACY = Int32(7)
+const DSOPT_ALGORITHM_SGD = Int32(8)
+const DSOPT_ALGORITHM_ADAGRAD = Int32(9)
 const DSOPT_ALGORITHM_ONEBIT_ADAM = Int32(16)
 const DSOPT_ALGORITHM_ZERO_ONE_ADAM = Int32(17)
 const DSOPT_ALGORITHM_ONEBIT_LAMB = Int32(18)
@@ -58,6 +60,7 @@ const DSOPT_GROUP_NO_BIAS_CORRECTION = Int32(1)
 const DSOPT_GROUP_EPS_INSIDE_SQRT = Int32(2)
 const DSOPT_GROUP_EPS_UNCORRECTED = Int32(4)
 const DSOPT_GROUP_NON_FREEZE = Int32(16)
+const DSOPT_GROUP_NESTEROV = Int32(32)
 const DSOPT_PARAM_MODEL_PARALLEL = Int32(1)
 const DSOPT_PARAM_REPLICATED = Int32(2)
 const DSOPT_PARAM_MASKED = Int32(4)
@@ -90,6 +93,11 @@ const DSOPT_KEY_EPS_INSIDE_SQRT = Int32(10)
 const DSOPT_KEY_ALGORITHM = Int32(11)
 const DSOPT_KEY_FREEZE_STEP = Int32(12)
 const DSOPT_KEY_EPS_UNCORRECTED = Int32(13)
+const DSOPT_KEY_MOMENTUM = Int32(14)
+const DSOPT_KEY_DAMPENING = Int32(15)
+const DSOPT_KEY_NESTEROV = Int32(16)
+const DSOPT_KEY_LR_DECAY = Int32(17)
+const DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE = Int32(18)
 const DSOPT_KEY_MAX_NORM = Int32(32)
 const DSOPT_KEY_CALLS = Int32(33)
 const DSOPT_KEY_MAX_VALUE = Int32(34)
@@ -134,6 +142,7 @@ const DSOPT_HYPER_EPS = Int32(3)
 const DSOPT_HYPER_WEIGHT_DECAY = Int32(4)
 const DSOPT_HYPER_GROUP_MAX_NORM = Int32(5)
 const DSOPT_HYPER_MAX_NORM = Int32(6)
+const DSOPT_HYPER_MOMENTUM = Int32(7)
 const DSOPT_HYPER_FLOATS = Int32(8)
 const DSOPT_REDUCTION_FULL = Int32(1)
 const DSOPT_REDUCTION_COMPRESSED = Int32(2)
@@ -212,7 +221,7 @@ Base.@kwdef struct dsopt_context_desc
 end
 
 Base.@kwdef struct dsopt_group
-    size::UInt64 = 144
+    size::UInt64 = 176
     algorithm::Int32 = 0
     flags::Int32 = 0
     lr::Float64 = 0
@@ -231,6 +240,10 @@ Base.@kwdef struct dsopt_group
     trust_threshold::Float64 = 0
     trust_min_change::Float64 = 0
     trust_max_change::Float64 = 0
+    momentum::Float64 = 0
+    dampening::Float64 = 0
+    lr_decay::Float64 = 0
+    initial_accumulator_value::Float64 = 0
 end
 
 Base.@kwdef struct dsopt_param
@@ -706,7 +719,7 @@ end
 const LAYOUT = (
     (dsopt_tensor, 24, (0, 8, 16, 20)),
     (dsopt_context_desc, 80, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76)),
-    (dsopt_group, 144, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136)),
+    (dsopt_group, 176, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168)),
     (dsopt_param, 64, (0, 24, 32, 40, 44, 48, 56, 60)),
     (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),
     (dsopt_state_info, 64, (0, 8, 16, 24, 48, 56, 60)),

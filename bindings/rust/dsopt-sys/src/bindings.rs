@@ -60,6 +60,8 @@ pub const DSOPT_ALGORITHM_ADAM: i32 = 2;
 pub const DSOPT_ALGORITHM_ADAMW: i32 = 3;
 pub const DSOPT_ALGORITHM_LAMB: i32 = 4;
 pub const DSOPT_ALGORITHM_ADAM_LEGACY: i32 = 7;
+pub const DSOPT_ALGORITHM_SGD: i32 = 8;
+pub const DSOPT_ALGORITHM_ADAGRAD: i32 = 9;
 pub const DSOPT_ALGORITHM_ONEBIT_ADAM: i32 = 16;
 pub const DSOPT_ALGORITHM_ZERO_ONE_ADAM: i32 = 17;
 pub const DSOPT_ALGORITHM_ONEBIT_LAMB: i32 = 18;
@@ -69,6 +71,7 @@ pub const DSOPT_GROUP_NO_BIAS_CORRECTION: i32 = 1;
 pub const DSOPT_GROUP_EPS_INSIDE_SQRT: i32 = 2;
 pub const DSOPT_GROUP_EPS_UNCORRECTED: i32 = 4;
 pub const DSOPT_GROUP_NON_FREEZE: i32 = 16;
+pub const DSOPT_GROUP_NESTEROV: i32 = 32;
 
 // enum dsopt_param_flags
 pub const DSOPT_PARAM_MODEL_PARALLEL: i32 = 1;
@@ -115,6 +118,11 @@ pub const DSOPT_KEY_EPS_INSIDE_SQRT: i32 = 10;
 pub const DSOPT_KEY_ALGORITHM: i32 = 11;
 pub const DSOPT_KEY_FREEZE_STEP: i32 = 12;
 pub const DSOPT_KEY_EPS_UNCORRECTED: i32 = 13;
+pub const DSOPT_KEY_MOMENTUM: i32 = 14;
+pub const DSOPT_KEY_DAMPENING: i32 = 15;
+pub const DSOPT_KEY_NESTEROV: i32 = 16;
+pub const DSOPT_KEY_LR_DECAY: i32 = 17;
+pub const DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE: i32 = 18;
 pub const DSOPT_KEY_MAX_NORM: i32 = 32;
 pub const DSOPT_KEY_CALLS: i32 = 33;
 pub const DSOPT_KEY_MAX_VALUE: i32 = 34;
@@ -173,6 +181,7 @@ pub const DSOPT_HYPER_EPS: i32 = 3;
 pub const DSOPT_HYPER_WEIGHT_DECAY: i32 = 4;
 pub const DSOPT_HYPER_GROUP_MAX_NORM: i32 = 5;
 pub const DSOPT_HYPER_MAX_NORM: i32 = 6;
+pub const DSOPT_HYPER_MOMENTUM: i32 = 7;
 pub const DSOPT_HYPER_FLOATS: i32 = 8;
 
 // enum dsopt_reduction
@@ -355,8 +364,12 @@ pub struct dsopt_group {
     pub trust_threshold: f64,
     pub trust_min_change: f64,
     pub trust_max_change: f64,
+    pub momentum: f64,
+    pub dampening: f64,
+    pub lr_decay: f64,
+    pub initial_accumulator_value: f64,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_group>() == 144);
+const _: () = assert!(std::mem::size_of::<dsopt_group>() == 176);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -52,7 +52,7 @@ fn layout_of_context_desc() {
 
 #[test]
 fn layout_of_group() {
-    assert_eq!(size_of::<dsopt_group>(), 144);
+    assert_eq!(size_of::<dsopt_group>(), 176);
     assert_eq!(field!(dsopt_group, size), (0, 8));
     assert_eq!(field!(dsopt_group, algorithm), (8, 4));
     assert_eq!(field!(dsopt_group, flags), (12, 4));
@@ -72,6 +72,10 @@ fn layout_of_group() {
     assert_eq!(field!(dsopt_group, trust_threshold), (120, 8));
     assert_eq!(field!(dsopt_group, trust_min_change), (128, 8));
     assert_eq!(field!(dsopt_group, trust_max_change), (136, 8));
+    assert_eq!(field!(dsopt_group, momentum), (144, 8));
+    assert_eq!(field!(dsopt_group, dampening), (152, 8));
+    assert_eq!(field!(dsopt_group, lr_decay), (160, 8));
+    assert_eq!(field!(dsopt_group, initial_accumulator_value), (168, 8));
 }
 
 #[test]
@@ -353,6 +357,8 @@ fn constants() {
     assert_eq!(DSOPT_ALGORITHM_ADAMW, 3);
     assert_eq!(DSOPT_ALGORITHM_LAMB, 4);
     assert_eq!(DSOPT_ALGORITHM_ADAM_LEGACY, 7);
+    assert_eq!(DSOPT_ALGORITHM_SGD, 8);
+    assert_eq!(DSOPT_ALGORITHM_ADAGRAD, 9);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_ADAM, 16);
     assert_eq!(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 17);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_LAMB, 18);
@@ -360,6 +366,7 @@ fn constants() {
     assert_eq!(DSOPT_GROUP_EPS_INSIDE_SQRT, 2);
     assert_eq!(DSOPT_GROUP_EPS_UNCORRECTED, 4);
     assert_eq!(DSOPT_GROUP_NON_FREEZE, 16);
+    assert_eq!(DSOPT_GROUP_NESTEROV, 32);
     assert_eq!(DSOPT_PARAM_MODEL_PARALLEL, 1);
     assert_eq!(DSOPT_PARAM_REPLICATED, 2);
     assert_eq!(DSOPT_PARAM_MASKED, 4);
@@ -392,6 +399,11 @@ fn constants() {
     assert_eq!(DSOPT_KEY_ALGORITHM, 11);
     assert_eq!(DSOPT_KEY_FREEZE_STEP, 12);
     assert_eq!(DSOPT_KEY_EPS_UNCORRECTED, 13);
+    assert_eq!(DSOPT_KEY_MOMENTUM, 14);
+    assert_eq!(DSOPT_KEY_DAMPENING, 15);
+    assert_eq!(DSOPT_KEY_NESTEROV, 16);
+    assert_eq!(DSOPT_KEY_LR_DECAY, 17);
+    assert_eq!(DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, 18);
     assert_eq!(DSOPT_KEY_MAX_NORM, 32);
     assert_eq!(DSOPT_KEY_CALLS, 33);
     assert_eq!(DSOPT_KEY_MAX_VALUE, 34);
@@ -436,6 +448,7 @@ fn constants() {
     assert_eq!(DSOPT_HYPER_WEIGHT_DECAY, 4);
     assert_eq!(DSOPT_HYPER_GROUP_MAX_NORM, 5);
     assert_eq!(DSOPT_HYPER_MAX_NORM, 6);
+    assert_eq!(DSOPT_HYPER_MOMENTUM, 7);
     assert_eq!(DSOPT_HYPER_FLOATS, 8);
     assert_eq!(DSOPT_REDUCTION_FULL, 1);
     assert_eq!(DSOPT_REDUCTION_COMPRESSED, 2);
