@@ -157,7 +157,7 @@ __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin
 }
 
 /// Scales of all parts, to where they are kept and to the rows of the chunks in which the part has elements.
-__global__ void __launch_bounds__(kThreads) row_scales_kernel(const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(const DeviceExchange x) {
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     const int lane = int(threadIdx.x % 32);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x)
     }
 }
 
-__global__ void __launch_bounds__(kThreads) result_scales_kernel(const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(const DeviceExchange x) {
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_ke
 }
 
 /// What is behind the tensors of a part.
-__global__ void __launch_bounds__(kThreads) feed_padding_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(const DeviceOneBit b) {
     if (skipped(b.d)) return;
     for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
         const CompressLayout::Part part = b.x.layout.parts[i];
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) feed_padding_kernel(const DeviceOneB
         }
     }
 }
-__global__ void __launch_bounds__(kThreads) finish_padding_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(const DeviceOneBit b) {
     if (skipped(b.d)) return;
     const CompressLayout::Part part = b.x.layout.parts[0];
     const int64_t used = part.used;
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const 
         });
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
-__global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for_tensors(
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) onebit_trust_kernel(const DeviceOneB
         });
 }
 /// Those of sharded tensors, as shared_trust_kernel().
-__global__ void __launch_bounds__(kThreads) onebit_shared_trust_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) take_shared_frozen_trust(plan, b.one, i);
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const 
 }
 
 /// Before anything else of a step that is taken. One block.
-__global__ void __launch_bounds__(kThreads) begin_onebit_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.one, i);
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(const Device
         if (threadIdx.x % 32 == 0) plan.sums_a[leaf] = squares;
     }
 }
-__global__ void __launch_bounds__(kThreads) momentum_scaling_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(const DeviceOneBit b) {
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
     const bool known = b.one.trust_scaling[0] != 0;
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads) momentum_scaling_kernel(const Device
 }
 
 /// What every step ends with, also one that is skipped. One block.
-__global__ void __launch_bounds__(kThreads) end_onebit_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
     for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.one, i);

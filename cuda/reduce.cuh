@@ -137,12 +137,12 @@ __global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const
 }
 
 /// The table alone, before ranks add theirs.
-__global__ void __launch_bounds__(kThreads) fold_kernel(const DevicePlan d) {
+__global__ void __launch_bounds__(kThreads, 1) fold_kernel(const DevicePlan d) {
     fold_on_block(d, NormTable{d.plan.norms, d.plan.group_count, d.plan.classes()});
 }
 
 /// The decision alone: gradients are not read, or ranks had to add up their norms in between.
-__global__ void __launch_bounds__(kThreads) decide_kernel(const DevicePlan d, const bool fold) {
+__global__ void __launch_bounds__(kThreads, 1) decide_kernel(const DevicePlan d, const bool fold) {
     const StepPlan &plan = d.plan;
     const NormTable table{plan.norms, plan.group_count, plan.classes()};
     if (fold) fold_on_block(d, table);

@@ -291,7 +291,7 @@ template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) upd
 }
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
-__global__ void __launch_bounds__(kThreads) shared_trust_kernel(const DevicePlan d) {
+__global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(const DevicePlan d) {
     for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < d.plan.count; i += int64_t(gridDim.x) * kThreads)
         take_shared_trust(d.plan, i);
 }
