@@ -2,11 +2,10 @@
 // What the tests of element-wise rules with one moment or none share: each step against the rule's formula in double
 // precision, from the engine's own state before it; and properties that hold for every rule.
 #pragma once
-#include "test_util.h"
+#include "harness.h"
+#include "owned.h"
 #include <cfloat>
-#include <filesystem>
-#include <functional>
-#include <unistd.h>
+#include <ostream>
 
 namespace test {
 
@@ -31,22 +30,17 @@ struct RuleUse {
 /// Around every edge: empty, single, a vector, a leaf.
 inline const std::vector<int64_t> kRuleSizes = {0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 4095, 4096, 4097, 8193};
 
-inline std::vector<double> as_doubles(const Buffer &buffer) {
-    std::vector<double> values(size_t(buffer.numel()));
-    for (int64_t i = 0; i < buffer.numel(); ++i) values[size_t(i)] = buffer.get(i);
-    return values;
-}
 inline std::vector<double> as_doubles(const std::vector<float> &values) { return {values.begin(), values.end()}; }
 
 inline void expect_formula(const RuleCase &c, const RuleUse &use) {
     const Trainer trainer(shapes_of(kRuleSizes, use.param, use.grad), c.group, use.desc);
-    dsopt_optimizer *const opt = trainer.opt.get();
+    dsopt_optimizer *const opt = trainer.opt();
     const bool master = use.param != DSOPT_DTYPE_F32 && !(use.desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
     const bool rounds = use.param != DSOPT_DTYPE_F32 && !master;
     const double unit = !rounds ? FLT_EPSILON : use.param == DSOPT_DTYPE_F16 ? 1.0 / 1024 : 1.0 / 128;
     const double least = rounds && use.param == DSOPT_DTYPE_F16 ? std::ldexp(1, -25) : FLT_MIN; // half a subnormal
     const auto weights = [&](int64_t i) {
-        return master ? as_doubles(exported(opt, i, "master")) : as_doubles(trainer.model.params[size_t(i)]);
+        return master ? as_doubles(exported(opt, i, "master")) : as_doubles(trainer.model.params[size_t(i)].floats());
     };
     const auto moments = [&](int64_t i) {
         return c.moment.empty() ? std::vector<double>(size_t(kRuleSizes[size_t(i)]))
@@ -57,20 +51,19 @@ inline void expect_formula(const RuleCase &c, const RuleUse &use) {
         std::vector<std::vector<double>> p, m;
         for (size_t i = 0; i < kRuleSizes.size(); ++i)
             p.push_back(weights(int64_t(i))), m.push_back(moments(int64_t(i)));
-        trainer.step(trainer.arguments());
+        must(trainer.step(trainer.arguments()));
         const double divisor = use.desc.max_norm > 0 ? report_of(opt).divisor : 1;
         for (size_t i = 0; i < kRuleSizes.size(); ++i) {
             const std::vector<double> p_now = weights(int64_t(i)), m_now = moments(int64_t(i));
             for (size_t k = 0; k < p[i].size(); ++k) {
-                const double g = trainer.model.grads[i].get(int64_t(k)) / divisor, old = m[i][k];
+                const double g = trainer.model.grads[i][k] / divisor, old = m[i][k];
                 const double size = c.formula(c.group, t, g, p[i][k], m[i][k]);
                 ASSERT_NEAR(p_now[k], p[i][k], 6 * FLT_EPSILON * size + unit * std::fabs(p[i][k]) + least)
                     << c.name << ", step " << t << ", tensor " << i << ", element " << k;
                 ASSERT_NEAR(m_now[k], m[i][k], 6 * FLT_EPSILON * (std::fabs(old) + size + std::fabs(m[i][k])))
                     << c.name << ", step " << t << ", tensor " << i << ", element " << k;
                 if (!master) continue;
-                ASSERT_EQ(trainer.model.params[i].get(int64_t(k)),
-                          widened(narrowed(float(p_now[k]), use.param), use.param));
+                ASSERT_EQ(trainer.model.params[i][k], rounded(float(p_now[k]), use.param));
             }
         }
     }
@@ -91,10 +84,10 @@ inline void expect_formula_everywhere(const RuleCase &c) {
 inline void expect_state(const RuleCase &c) {
     const Trainer trainer(shapes_of({1000, 0, 24}), c.group);
     const int64_t counters = 3 * 4, moments = c.moment.empty() ? 0 : 1024 * 4;
-    EXPECT_EQ(report_of(trainer.opt.get()).state_bytes, counters + moments);
-    ASSERT_EQ(state_count(trainer.opt.get()), c.moment.empty() ? 1 : 4);
+    EXPECT_EQ(report_of(trainer.opt()).state_bytes, counters + moments);
+    ASSERT_EQ(state_count(trainer.opt()), c.moment.empty() ? 1 : 4);
     if (c.moment.empty()) return;
-    for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(state_info(trainer.opt.get(), i).name, c.moment);
+    for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(state_info(trainer.opt(), i).name, c.moment);
 }
 
 /// However the work is cut, and in which form it is asked for.
@@ -115,53 +108,35 @@ inline void expect_same_bits_any_way(const RuleCase &c) {
             trainer.train(1, 4);
             note(trainer.text(), std::string(isa) + ", " + std::to_string(threads) + " threads");
         }
-    // The functional form, on state that dsopt_optimizer_init_state has made.
+    // The functional form, on state that dsopt_optimizer_init_state has made from garbage.
     const Trainer trainer(shapes, c.group);
-    std::vector<Buffer> memory;
-    std::vector<dsopt_tensor> state, params = Model::list_of(trainer.model.params);
-    for (int64_t i = 0; i < state_count(trainer.opt.get()); ++i) {
-        const dsopt_tensor tensor = state_info(trainer.opt.get(), i).tensor;
-        memory.emplace_back(tensor.numel, tensor.dtype);
-        if (tensor.numel != 0) std::memset(memory.back().data(), 0x7f, memory.back().bytes());
-        state.push_back(memory.back().tensor());
-    }
-    check(dsopt_optimizer_init_state(trainer.opt.get(), params.data(), state.data(), int64_t(state.size()), nullptr));
-    size_t bytes = 0;
-    check(dsopt_optimizer_workspace(trainer.opt.get(), &bytes));
-    std::vector<char> workspace(bytes);
+    Owned owned(trainer.opt(), trainer.model.params, 0x7f);
+    must(owned.init());
     for (uint64_t t = 1; t <= 4; ++t) {
         trainer.model.make_gradients(t);
-        dsopt_step step = trainer.arguments();
-        step.params = params.data();
-        step.state = state.data();
-        step.state_count = int64_t(state.size());
-        step.workspace = workspace.data();
-        step.workspace_bytes = workspace.size();
-        check(dsopt_optimizer_apply(trainer.opt.get(), &step));
+        must(owned.apply(trainer.model.grads));
     }
-    std::string text = trainer.model.text();
-    for (const Buffer &buffer : memory) text += buffer.text();
-    note(text, "apply");
+    EXPECT_TRUE(owned.intact()) << c.name;
+    note(owned.text(), "apply");
 }
 
-/// Interrupted after three of six steps by a file; and what a file of other state is refused for.
+/// Interrupted after three of six steps by a file.
 inline void expect_resumed(const RuleCase &c) {
-    const auto path = std::filesystem::temp_directory_path() / ("dsopt-rule-" + std::to_string(getpid()));
+    const Folder folder;
+    const std::string path = folder / "rule.safetensors";
     const std::vector<Shape> shapes = shapes_of({100, 5000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Trainer whole(shapes, c.group), first(shapes, c.group);
     whole.train(1, 6);
     first.train(1, 3);
-    check(dsopt_optimizer_save(first.opt.get(), path.c_str(), nullptr));
+    must(dsopt_optimizer_save(first.opt(), path.c_str(), nullptr));
     dsopt_group other = c.group;
     other.lr = 0.5;
     const Trainer second(shapes, other);
-    for (size_t i = 0; i < shapes.size(); ++i)
-        std::memcpy(second.model.params[i].data(), first.model.params[i].data(), first.model.params[i].bytes());
-    EXPECT_OK(dsopt_optimizer_load(second.opt.get(), path.c_str(), nullptr));
-    std::filesystem::remove(path);
+    for (size_t i = 0; i < shapes.size(); ++i) second.model.params[i].write(first.model.params[i].text());
+    EXPECT_OK(dsopt_optimizer_load(second.opt(), path.c_str(), nullptr));
     second.train(4, 6);
     EXPECT_TRUE(same(second.text(), whole.text())) << c.name;
-    EXPECT_EQ(get(second.opt.get(), 0, DSOPT_KEY_LR), c.group.lr);
+    EXPECT_EQ(get(second.opt(), 0, DSOPT_KEY_LR), c.group.lr);
 }
 
 /// Scales, accumulators, outputs, deltas and random rounding do with this rule what they do with every other.
@@ -172,35 +147,35 @@ inline void expect_options(const RuleCase &c) {
         delta(shapes_of(sizes), c.group);
     const float four = 4;
     for (uint64_t t = 1; t <= 3; ++t) {
-        plain.step(t);
+        plain.train(t);
         scaled.model.make_gradients(t);
-        for (const Buffer &grad : scaled.model.grads)
-            for (int64_t i = 0; i < grad.numel(); ++i) grad.set(i, 4 * grad.get(i));
+        for (const Array &grad : scaled.model.grads)
+            for (size_t i = 0; i < grad.size(); ++i) grad.set(i, 4 * grad[i]);
         dsopt_step step = scaled.arguments();
         step.grad_scale = &four;
-        scaled.step(step);
+        must(scaled.step(step));
         summed.model.make_gradients(t);
-        for (const Buffer &grad : summed.model.grads)
-            for (int64_t i = 0; i < grad.numel(); ++i) grad.set(i, grad.get(i) / 2);
+        for (const Array &grad : summed.model.grads)
+            for (size_t i = 0; i < grad.size(); ++i) grad.set(i, grad[i] / 2);
         for (int half = 0; half < 2; ++half)
-            check(dsopt_optimizer_accumulate(summed.opt.get(), summed.grads.data(), 2, nullptr));
+            must(dsopt_optimizer_accumulate(summed.opt(), summed.grads.data(), 2, nullptr));
         step = summed.arguments();
         step.grads = nullptr;
         step.flags = DSOPT_STEP_ACCUMULATED;
-        summed.step(step);
+        must(summed.step(step));
         delta.model.make_gradients(t);
-        std::vector<Buffer> outs;
-        for (const int64_t n : sizes) outs.emplace_back(n, DSOPT_DTYPE_F32);
-        const std::vector<dsopt_tensor> out = Model::list_of(outs);
+        std::vector<Array> outs;
+        for (const int64_t n : sizes) outs.emplace_back(DSOPT_DTYPE_F32, size_t(n), 0.0f);
+        const std::vector<dsopt_tensor> out = list_of(outs);
         step = delta.arguments();
         step.out = out.data();
         step.flags = DSOPT_STEP_DELTA;
-        delta.step(step);
+        must(delta.step(step));
         for (size_t i = 0; i < sizes.size(); ++i)
-            for (int64_t k = 0; k < sizes[i]; ++k) {
-                const float old = delta.model.params[i].get(k);
-                ASSERT_EQ(outs[i].get(k), plain.model.params[i].get(k) - old) << c.name;
-                delta.model.params[i].set(k, plain.model.params[i].get(k));
+            for (size_t k = 0; k < outs[i].size(); ++k) {
+                const float old = delta.model.params[i][k];
+                ASSERT_EQ(outs[i][k], plain.model.params[i][k] - old) << c.name;
+                delta.model.params[i].set(k, plain.model.params[i][k]);
             }
     }
     EXPECT_TRUE(same(scaled.text(), plain.text())) << c.name;
@@ -209,14 +184,14 @@ inline void expect_options(const RuleCase &c) {
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING);
     desc.seed = 3;
     const Trainer random(shapes_of({5000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32), c.group, desc);
-    const std::vector<double> before = as_doubles(random.model.params[0]);
-    random.step(1);
+    const std::vector<double> before = as_doubles(random.model.params[0].floats());
+    random.train(1);
     int64_t off = 0; // further than to one of the two neighbours
     double error = 0;
-    for (int64_t k = 0; k < 5000; ++k) {
-        double p = before[size_t(k)], m = c.start;
-        (void)c.formula(c.group, 1, random.model.grads[0].get(k), p, m);
-        const double got = random.model.params[0].get(k), step = std::ldexp(1.0, std::ilogb(p == 0 ? 1.0 : p) - 7);
+    for (size_t k = 0; k < before.size(); ++k) {
+        double p = before[k], m = c.start;
+        (void)c.formula(c.group, 1, random.model.grads[0][k], p, m);
+        const double got = random.model.params[0][k], step = std::ldexp(1.0, std::ilogb(p == 0 ? 1.0 : p) - 7);
         off += std::fabs(got - p) > step * 1.001;
         error += (got - p) / step;
     }
@@ -236,16 +211,13 @@ class RuleTest : public testing::TestWithParam<RuleCase> {};
     TEST_P(suite, GoesOnFromACheckpoint) { expect_resumed(GetParam()); }                                               \
     TEST_P(suite, TakesEveryOptionOfAStep) { expect_options(GetParam()); }
 
-inline dsopt_status add(const Trainer &trainer, const dsopt_group &group) {
-    return dsopt_optimizer_add_group(trainer.opt.get(), &group, nullptr, 0);
-}
 /// A group that dsopt_optimizer_add_group refuses, with these words in the reason.
 inline void expect_refused(const dsopt_group &group, dsopt_status status, const std::string &words,
                            int32_t compat = DSOPT_COMPAT_NONE) {
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.compat = compat;
     const Trainer trainer(shapes_of({}), desc);
-    EXPECT_TRUE(refused(add(trainer, group), status, words));
+    EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, nullptr, 0), status, words));
 }
 
 } // namespace test

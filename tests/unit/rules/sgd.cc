@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SGD against torch.optim.SGD's formula, as its documentation gives it.
-#include "rule_reference.h"
+#include "support/rules.h"
 
 using namespace test;
 
@@ -17,7 +17,7 @@ double reference(const dsopt_group &c, int64_t t, double g, double &p, double &b
     return size + std::fabs(g);
 }
 
-dsopt_group group_of(double momentum = 0, double dampening = 0, int32_t flags = 0, double decay = 0) {
+dsopt_group sgd_group(double momentum = 0, double dampening = 0, int32_t flags = 0, double decay = 0) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_SGD, decay, uint32_t(flags));
     group.lr = 0.05;
     group.momentum = momentum;
@@ -26,14 +26,14 @@ dsopt_group group_of(double momentum = 0, double dampening = 0, int32_t flags = 
 }
 
 const std::vector<RuleCase> kCases = {
-    {"Plain", group_of(), "", reference},
-    {"PlainWithDecay", group_of(0, 0, 0, 0.1), "", reference},
-    {"Momentum", group_of(0.9), "momentum_buffer", reference},
-    {"MomentumWithDecay", group_of(0.9, 0, 0, 0.1), "momentum_buffer", reference},
-    {"Dampened", group_of(0.8, 0.3), "momentum_buffer", reference},
-    {"FullyDampened", group_of(0.5, 1), "momentum_buffer", reference},
-    {"Nesterov", group_of(0.9, 0, DSOPT_GROUP_NESTEROV), "momentum_buffer", reference},
-    {"NesterovWithDecay", group_of(0.7, 0, DSOPT_GROUP_NESTEROV, 0.2), "momentum_buffer", reference},
+    {"Plain", sgd_group(), "", reference},
+    {"PlainWithDecay", sgd_group(0, 0, 0, 0.1), "", reference},
+    {"Momentum", sgd_group(0.9), "momentum_buffer", reference},
+    {"MomentumWithDecay", sgd_group(0.9, 0, 0, 0.1), "momentum_buffer", reference},
+    {"Dampened", sgd_group(0.8, 0.3), "momentum_buffer", reference},
+    {"FullyDampened", sgd_group(0.5, 1), "momentum_buffer", reference},
+    {"Nesterov", sgd_group(0.9, 0, DSOPT_GROUP_NESTEROV), "momentum_buffer", reference},
+    {"NesterovWithDecay", sgd_group(0.7, 0, DSOPT_GROUP_NESTEROV, 0.2), "momentum_buffer", reference},
 };
 RULE_SUITE(Sgd, kCases)
 
@@ -46,7 +46,7 @@ TEST(SgdRule, HasTheDefaultsOfTorch) {
 // torch.optim.SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01) on p = 1 with gradients 0.5, -0.25, 1: worked
 // out by hand from the algorithm in its documentation.
 TEST(SgdRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
-    dsopt_group group = group_of(0.9, 0.5, 0, 0.01);
+    dsopt_group group = sgd_group(0.9, 0.5, 0, 0.01);
     group.lr = 0.1;
     const Trainer trainer(shapes_of({1}), group);
     trainer.model.params[0].set(0, 1);
@@ -54,53 +54,53 @@ TEST(SgdRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
     const float gradients[] = {0.5f, -0.25f, 1.0f};
     for (int t = 0; t < 3; ++t) {
         trainer.model.grads[0].set(0, gradients[t]);
-        trainer.step(trainer.arguments());
-        EXPECT_NEAR(exported(trainer.opt.get(), 0, "momentum_buffer")[0], buffers[t], 1e-7);
-        EXPECT_NEAR(trainer.model.params[0].get(0), wanted[t], 1e-7);
+        must(trainer.step(trainer.arguments()));
+        EXPECT_NEAR(exported(trainer.opt(), 0, "momentum_buffer")[0], buffers[t], 1e-7);
+        EXPECT_NEAR(trainer.model.params[0][0], wanted[t], 1e-7);
     }
 }
 
 // The first step is that of the tensor: one whose gradients begin later has its own, and a step that is skipped is none.
 TEST(SgdRule, TakesTheGradientItselfAtATensorsFirstStep) {
-    const Trainer trainer(shapes_of({3, 3}), group_of(0.9, 0.5));
+    const Trainer trainer(shapes_of({3, 3}), sgd_group(0.9, 0.5));
     dsopt_step step = trainer.arguments();
     std::vector<dsopt_tensor> grads = trainer.grads;
     grads[1].data = nullptr;
     step.grads = grads.data();
-    trainer.step(step);
+    must(trainer.step(step));
     const int32_t skip = 1;
     dsopt_step skipped = trainer.arguments();
     skipped.skip = &skip;
-    trainer.step(skipped);
-    trainer.step(trainer.arguments());
-    EXPECT_EQ(steps(trainer.opt.get()), (std::vector<int32_t>{2, 1}));
+    must(trainer.step(skipped));
+    must(trainer.step(trainer.arguments()));
+    EXPECT_EQ(steps(trainer.opt()), (std::vector<int32_t>{2, 1}));
     for (int64_t k = 0; k < 3; ++k) {
-        EXPECT_EQ(exported(trainer.opt.get(), 1, "momentum_buffer")[size_t(k)], trainer.model.grads[1].get(k));
-        EXPECT_NE(exported(trainer.opt.get(), 0, "momentum_buffer")[size_t(k)], trainer.model.grads[0].get(k));
+        EXPECT_EQ(exported(trainer.opt(), 1, "momentum_buffer")[size_t(k)], trainer.model.grads[1][size_t(k)]);
+        EXPECT_NE(exported(trainer.opt(), 0, "momentum_buffer")[size_t(k)], trainer.model.grads[0][size_t(k)]);
     }
 }
 
 TEST(SgdRule, RefusesWhatTorchRefusesAndWhatHasNoEffect) {
-    expect_refused(group_of(-0.1), DSOPT_ERR_ARGUMENT, "momentum|-0.1");
-    expect_refused(group_of(INFINITY), DSOPT_ERR_ARGUMENT, "momentum|inf");
-    expect_refused(group_of(0.9, 1.5), DSOPT_ERR_ARGUMENT, "dampening|1.5");
-    expect_refused(group_of(0, 0.5), DSOPT_ERR_UNSUPPORTED, "dampening|without momentum");
-    expect_refused(group_of(0, 0, DSOPT_GROUP_NESTEROV), DSOPT_ERR_UNSUPPORTED, "nesterov|without momentum");
-    expect_refused(group_of(0.9, 0.1, DSOPT_GROUP_NESTEROV), DSOPT_ERR_ARGUMENT, "dampening|0.1|nesterov");
-    expect_refused(group_of(0, 0, DSOPT_GROUP_NO_BIAS_CORRECTION), DSOPT_ERR_UNSUPPORTED, "no_bias_correction|sgd");
-    dsopt_group group = group_of();
+    expect_refused(sgd_group(-0.1), DSOPT_ERR_ARGUMENT, "momentum|-0.1");
+    expect_refused(sgd_group(INFINITY), DSOPT_ERR_ARGUMENT, "momentum|inf");
+    expect_refused(sgd_group(0.9, 1.5), DSOPT_ERR_ARGUMENT, "dampening|1.5");
+    expect_refused(sgd_group(0, 0.5), DSOPT_ERR_UNSUPPORTED, "dampening|without momentum");
+    expect_refused(sgd_group(0, 0, DSOPT_GROUP_NESTEROV), DSOPT_ERR_UNSUPPORTED, "nesterov|without momentum");
+    expect_refused(sgd_group(0.9, 0.1, DSOPT_GROUP_NESTEROV), DSOPT_ERR_ARGUMENT, "dampening|0.1|nesterov");
+    expect_refused(sgd_group(0, 0, DSOPT_GROUP_NO_BIAS_CORRECTION), DSOPT_ERR_UNSUPPORTED, "no_bias_correction|sgd");
+    dsopt_group group = sgd_group();
     group.beta1 = 0.9;
     expect_refused(group, DSOPT_ERR_UNSUPPORTED, "beta1|sgd");
     group = make_group(DSOPT_ALGORITHM_ADAMW);
     group.momentum = 0.9;
     expect_refused(group, DSOPT_ERR_UNSUPPORTED, "momentum|adamw");
     expect_refused(make_group(DSOPT_ALGORITHM_ADAM, 0, DSOPT_GROUP_NESTEROV), DSOPT_ERR_UNSUPPORTED, "nesterov|adam");
-    expect_refused(group_of(0.9), DSOPT_ERR_UNSUPPORTED, "sgd|standard mode", DSOPT_COMPAT_DEEPSPEED);
+    expect_refused(sgd_group(0.9), DSOPT_ERR_UNSUPPORTED, "sgd|standard mode", DSOPT_COMPAT_DEEPSPEED);
 }
 
 TEST(SgdRule, ReadsAndSetsItsHyperParameters) {
-    const Trainer trainer(shapes_of({4}), group_of(0.9));
-    dsopt_optimizer *const opt = trainer.opt.get();
+    const Trainer trainer(shapes_of({4}), sgd_group(0.9));
+    dsopt_optimizer *const opt = trainer.opt();
     EXPECT_OK(dsopt_optimizer_set(opt, 0, DSOPT_KEY_MOMENTUM, 0.5));
     EXPECT_EQ(get(opt, 0, DSOPT_KEY_MOMENTUM), 0.5);
     EXPECT_OK(dsopt_optimizer_set(opt, 0, DSOPT_KEY_DAMPENING, 0.25));
@@ -119,35 +119,35 @@ TEST(SgdRule, ReadsAndSetsItsHyperParameters) {
 
 // The buffer is there or it is not.
 TEST(SgdRule, KeepsMomentumOrDoesWithout) {
-    const Trainer with(shapes_of({4}), group_of(0.9)), without(shapes_of({4}), group_of());
-    EXPECT_TRUE(refused(dsopt_optimizer_set(with.opt.get(), 0, DSOPT_KEY_MOMENTUM, 0), DSOPT_ERR_UNSUPPORTED,
+    const Trainer with(shapes_of({4}), sgd_group(0.9)), without(shapes_of({4}), sgd_group());
+    EXPECT_TRUE(refused(dsopt_optimizer_set(with.opt(), 0, DSOPT_KEY_MOMENTUM, 0), DSOPT_ERR_UNSUPPORTED,
                         "momentum_buffer|group 0"));
-    EXPECT_TRUE(refused(dsopt_optimizer_set(without.opt.get(), 0, DSOPT_KEY_MOMENTUM, 0.5), DSOPT_ERR_UNSUPPORTED,
+    EXPECT_TRUE(refused(dsopt_optimizer_set(without.opt(), 0, DSOPT_KEY_MOMENTUM, 0.5), DSOPT_ERR_UNSUPPORTED,
                         "momentum_buffer|group 0"));
-    EXPECT_EQ(get(with.opt.get(), 0, DSOPT_KEY_MOMENTUM), 0.9);
-    const auto path = std::filesystem::temp_directory_path() / ("dsopt-sgd-" + std::to_string(getpid()));
-    with.step(1);
-    EXPECT_OK(dsopt_optimizer_save(with.opt.get(), path.c_str(), nullptr));
-    EXPECT_TRUE(refused(dsopt_optimizer_load(without.opt.get(), path.c_str(), nullptr), DSOPT_ERR_MISMATCH,
+    EXPECT_EQ(get(with.opt(), 0, DSOPT_KEY_MOMENTUM), 0.9);
+    const Folder folder;
+    const std::string path = folder / "sgd.safetensors";
+    with.train(1);
+    EXPECT_OK(dsopt_optimizer_save(with.opt(), path.c_str(), nullptr));
+    EXPECT_TRUE(refused(dsopt_optimizer_load(without.opt(), path.c_str(), nullptr), DSOPT_ERR_MISMATCH,
                         "group 0|momentum_buffer"));
-    EXPECT_OK(dsopt_optimizer_save(without.opt.get(), path.c_str(), nullptr));
-    EXPECT_TRUE(refused(dsopt_optimizer_load(with.opt.get(), path.c_str(), nullptr), DSOPT_ERR_MISMATCH,
+    EXPECT_OK(dsopt_optimizer_save(without.opt(), path.c_str(), nullptr));
+    EXPECT_TRUE(refused(dsopt_optimizer_load(with.opt(), path.c_str(), nullptr), DSOPT_ERR_MISMATCH,
                         "group 0|momentum_buffer"));
-    std::filesystem::remove(path);
 }
 
 TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
-    const Trainer host(shapes_of({100}), group_of(0.9)), device(shapes_of({100}), group_of(0.9));
+    const Trainer host(shapes_of({100}), sgd_group(0.9)), device(shapes_of({100}), sgd_group(0.9));
     std::vector<float> row(DSOPT_HYPER_FLOATS, NAN);
     for (int t = 1; t <= 4; ++t) {
         const float momentum = 0.5f + 0.1f * float(t);
-        check(dsopt_optimizer_set(host.opt.get(), 0, DSOPT_KEY_MOMENTUM, double(momentum)));
-        host.step(uint64_t(t));
+        must(dsopt_optimizer_set(host.opt(), 0, DSOPT_KEY_MOMENTUM, double(momentum)));
+        host.train(uint64_t(t));
         row[DSOPT_HYPER_MOMENTUM] = momentum;
         device.model.make_gradients(uint64_t(t));
         dsopt_step step = device.arguments();
         step.hyper = row.data();
-        device.step(step);
+        must(device.step(step));
     }
     EXPECT_TRUE(same(device.text(), host.text()));
     const std::string before = device.text();
@@ -155,19 +155,19 @@ TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
         row[DSOPT_HYPER_MOMENTUM] = bad;
         dsopt_step step = device.arguments();
         step.hyper = row.data();
-        device.step(step);
-        EXPECT_EQ(report_of(device.opt.get()).reasons, DSOPT_SKIP_HYPER) << bad;
+        must(device.step(step));
+        EXPECT_EQ(report_of(device.opt()).reasons, DSOPT_SKIP_HYPER) << bad;
     }
     EXPECT_TRUE(same(device.text(), before));
-    const Trainer plain(shapes_of({100}), group_of());
+    const Trainer plain(shapes_of({100}), sgd_group());
     row[DSOPT_HYPER_MOMENTUM] = 0.5f;
     dsopt_step step = plain.arguments();
     step.hyper = row.data();
-    plain.step(step);
-    EXPECT_EQ(report_of(plain.opt.get()).reasons, DSOPT_SKIP_HYPER);
+    must(plain.step(step));
+    EXPECT_EQ(report_of(plain.opt()).reasons, DSOPT_SKIP_HYPER);
     row[DSOPT_HYPER_MOMENTUM] = 0;
-    plain.step(step);
-    EXPECT_EQ(report_of(plain.opt.get()).reasons, 0);
+    must(plain.step(step));
+    EXPECT_EQ(report_of(plain.opt()).reasons, 0);
 }
 
 } // namespace
