@@ -21,11 +21,16 @@ inline dsopt_group group_of(std::int32_t algorithm) {
 template <class Options> dsopt_group group_of(std::int32_t algorithm, const Options &from) {
     dsopt_group group = group_of(algorithm);
     group.lr = from.lr;
+    group.weight_decay = from.weight_decay;
+    group.max_norm = from.max_norm;
+    return group;
+}
+/// And those of two moments: Adam, LAMB and the 1-bit family.
+template <class Options> dsopt_group adaptive_group_of(std::int32_t algorithm, const Options &from) {
+    dsopt_group group = group_of(algorithm, from);
     group.beta1 = from.beta1;
     group.beta2 = from.beta2;
     group.eps = from.eps;
-    group.weight_decay = from.weight_decay;
-    group.max_norm = from.max_norm;
     return group;
 }
 template <class Options> void set_trust(dsopt_group &group, const Options &from) noexcept {
@@ -46,7 +51,7 @@ struct adam {
     /// eps beside the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAM, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
         return group;
@@ -59,7 +64,7 @@ struct adamw {
     /// eps beside the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAMW, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAMW, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
         return group;
@@ -70,7 +75,7 @@ struct adam_legacy {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     bool bias_correction = true, eps_inside_sqrt = false;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAM_LEGACY, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAM_LEGACY, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
         return group;
@@ -82,9 +87,43 @@ struct lamb {
     double min_trust = 0.01, max_trust = 10;
     bool bias_correction = true, eps_inside_sqrt = false;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_LAMB, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_LAMB, *this);
         detail::set_trust(group, *this);
         detail::set_bias_correction(group, bias_correction);
+        detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
+        return group;
+    }
+};
+
+struct sgd {
+    double lr = 1e-3, weight_decay = 0, max_norm = 0;
+    /// 0 = none, and no state. Not to be changed between 0 and another value later.
+    double momentum = 0;
+    /// Needs momentum.
+    double dampening = 0;
+    /// Needs momentum, and no dampening.
+    bool nesterov = false;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_SGD, *this);
+        group.momentum = momentum;
+        group.dampening = dampening;
+        detail::set_flag(group, DSOPT_GROUP_NESTEROV, nesterov);
+        return group;
+    }
+};
+
+struct adagrad {
+    double lr = 1e-2, eps = 1e-10, weight_decay = 0, max_norm = 0;
+    double lr_decay = 0;
+    /// What the sum of squares starts as.
+    double initial_accumulator_value = 0;
+    /// As in optax.
+    bool eps_inside_sqrt = false;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAGRAD, *this);
+        group.eps = eps;
+        group.lr_decay = lr_decay;
+        group.initial_accumulator_value = initial_accumulator_value;
         detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
         return group;
     }
@@ -96,7 +135,7 @@ struct onebit_adam {
     /// The group is never compressed and its variance never frozen.
     bool non_freeze = false;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ONEBIT_ADAM, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ONEBIT_ADAM, *this);
         group.freeze_step = freeze_step;
         detail::set_flag(group, DSOPT_GROUP_NON_FREEZE, non_freeze);
         return group;
@@ -107,7 +146,7 @@ struct zero_one_adam {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     std::int64_t freeze_step = 100000, var_interval_steps = 16, local_interval_steps = 32678, max_local_interval = 16;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ZERO_ONE_ADAM, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ZERO_ONE_ADAM, *this);
         group.freeze_step = freeze_step;
         group.var_interval_steps = var_interval_steps;
         group.local_interval_steps = local_interval_steps;
@@ -122,7 +161,7 @@ struct onebit_lamb {
     std::int64_t freeze_step = 100000;
     double trust_beta = 0.9, trust_threshold = 0.1, trust_min_change = 0.5, trust_max_change = 4;
     operator dsopt_group() const {
-        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ONEBIT_LAMB, *this);
+        dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ONEBIT_LAMB, *this);
         detail::set_trust(group, *this);
         group.freeze_step = freeze_step;
         group.trust_beta = trust_beta;

@@ -16,6 +16,8 @@ float designated() {
     dsopt::optimizer opt(ctx, {.max_norm = 1, .scaler = &scaler, .data = &self, .report_norms = true});
     opt.add_group(dsopt::adamw{.lr = 3e-4, .weight_decay = 0.1},
                   {{.tensor = dsopt::view(w), .name = "w", .dims = {2, 2}}});
+    opt.add_group(dsopt::sgd{.lr = 0.1, .momentum = 0.9, .nesterov = true});
+    opt.add_group(dsopt::adagrad{.lr_decay = 0.1});
     opt.step({dsopt::view(gradient)}, {.report = report, .pool = pool, .zero_grads = true});
     opt.save("designated.safetensors", {.params = true});
     opt.load("designated.safetensors", {.params = true, .no_hyper = true});

@@ -288,6 +288,66 @@ TEST(CppOptimizer, TakesTheFormulaOfKeras) {
     EXPECT_REFUSED(opt.add_group(keras, {}), dsopt::unsupported_error, "eps_uncorrected");
 }
 
+/// One weight that starts as 1, after steps with these gradients.
+template <class Group> float trained(const Group &group, const std::vector<float> &gradients) {
+    dsopt::context ctx;
+    std::vector<float> w = {1}, g(1);
+    dsopt::optimizer opt(ctx);
+    opt.add_group(group, {{dsopt::view(w), "w"}});
+    for (const float gradient : gradients) {
+        g[0] = gradient;
+        opt.step({dsopt::view(g)});
+    }
+    return w[0];
+}
+
+TEST(CppOptimizer, TrainsWithSgd) {
+    dsopt::sgd sgd;
+    sgd.lr = 0.5;
+    EXPECT_EQ(trained(sgd, {0.5f, -0.25f}), 0.875f); // 1 - 0.25 + 0.125
+    sgd.momentum = 0.5, sgd.dampening = 0.5;
+    EXPECT_EQ(trained(sgd, {0.5f, -0.25f}), 0.6875f); // b is 0.5, then 0.25 - 0.125
+    sgd.dampening = 0, sgd.nesterov = true;
+    EXPECT_EQ(trained(sgd, {0.5f, -0.25f}), 0.75f); // b is 0.5, then 0; g + b/2 is 0.75, then -0.25
+    sgd.weight_decay = 0.5, sgd.nesterov = false;
+    EXPECT_EQ(trained(sgd, {0.5f, -0.25f}), 0.25f); // b is 1, then 0.5 + 0
+
+    dsopt::context ctx;
+    std::vector<float> w = {1};
+    dsopt::optimizer opt(ctx);
+    opt.add_group(sgd, {{dsopt::view(w), "w"}});
+    EXPECT_STREQ(opt.state_list()[0].name, "momentum_buffer");
+    EXPECT_EQ(opt.get(dsopt::key::momentum), 0.5);
+    opt.set(dsopt::key::dampening, 0.25);
+    EXPECT_EQ(opt.get(dsopt::key::dampening), 0.25);
+    EXPECT_REFUSED(opt.set(dsopt::key::nesterov, 1), dsopt::argument_error, "dampening");
+    EXPECT_EQ(opt.get(dsopt::key::nesterov), 0);
+    EXPECT_REFUSED(opt.set(dsopt::key::momentum, 0), dsopt::unsupported_error, "momentum");
+    EXPECT_REFUSED(opt.get(dsopt::key::lr_decay), dsopt::unsupported_error, "lr_decay");
+}
+
+TEST(CppOptimizer, TrainsWithAdagrad) {
+    dsopt::adagrad adagrad;
+    adagrad.lr = 0.5, adagrad.eps = 0.5;
+    EXPECT_EQ(trained(adagrad, {3, 4}), 1 - 0.5f * (3 / 3.5f) - 0.5f * (4 / 5.5f));
+    adagrad.lr_decay = 1, adagrad.initial_accumulator_value = 16;
+    EXPECT_NEAR(trained(adagrad, {3, 4}), 1 - 0.5 * 3 / 5.5 - 0.25 * 4 / (std::sqrt(41.) + 0.5), 1e-6);
+    adagrad.eps_inside_sqrt = true;
+    EXPECT_NEAR(trained(adagrad, {3}), 1 - 0.5 * 3 / std::sqrt(25.5), 1e-6);
+
+    dsopt::context ctx;
+    std::vector<float> w = {1};
+    dsopt::optimizer opt(ctx);
+    opt.add_group(adagrad, {{dsopt::view(w), "w"}});
+    EXPECT_STREQ(opt.state_list()[0].name, "sum");
+    EXPECT_EQ(opt.get(dsopt::key::initial_accumulator_value), 16);
+    EXPECT_EQ(opt.get(dsopt::key::lr_decay), 1);
+    opt.set(dsopt::key::lr_decay, 2);
+    EXPECT_EQ(opt.get(dsopt::key::lr_decay), 2);
+    EXPECT_REFUSED(opt.set(dsopt::key::initial_accumulator_value, -1), dsopt::argument_error,
+                   "initial_accumulator_value");
+}
+
 TEST(CppOptimizer, HandsOutItsState) {
     Model model;
     dsopt::context ctx;

@@ -150,6 +150,8 @@ TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
     expect_defaults(dsopt::adamw{}, DSOPT_ALGORITHM_ADAMW);
     expect_defaults(dsopt::adam_legacy{}, DSOPT_ALGORITHM_ADAM_LEGACY);
     expect_defaults(dsopt::lamb{}, DSOPT_ALGORITHM_LAMB);
+    expect_defaults(dsopt::sgd{}, DSOPT_ALGORITHM_SGD);
+    expect_defaults(dsopt::adagrad{}, DSOPT_ALGORITHM_ADAGRAD);
     expect_defaults(dsopt::onebit_adam{}, DSOPT_ALGORITHM_ONEBIT_ADAM);
     expect_defaults(dsopt::zero_one_adam{}, DSOPT_ALGORITHM_ZERO_ONE_ADAM);
     expect_defaults(dsopt::onebit_lamb{}, DSOPT_ALGORITHM_ONEBIT_LAMB);
@@ -157,53 +159,72 @@ TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
 
 /// Sets what every algorithm has and compares what comes of it.
 template <class Group> dsopt_group common(Group group) {
-    group.lr = 1, group.beta1 = 0.2, group.beta2 = 0.3, group.eps = 4, group.weight_decay = 5, group.max_norm = 6;
+    group.lr = 1, group.weight_decay = 5, group.max_norm = 6;
     const dsopt_group made = group;
     EXPECT_EQ(made.size, sizeof made);
     EXPECT_EQ(made.lr, 1);
+    EXPECT_EQ(made.weight_decay, 5);
+    EXPECT_EQ(made.max_norm, 6);
+    return made;
+}
+/// Also what the algorithms with two moments have.
+template <class Group> dsopt_group adaptive(Group group) {
+    group.beta1 = 0.2, group.beta2 = 0.3, group.eps = 4;
+    const dsopt_group made = common(group);
     EXPECT_EQ(made.beta1, 0.2);
     EXPECT_EQ(made.beta2, 0.3);
     EXPECT_EQ(made.eps, 4);
-    EXPECT_EQ(made.weight_decay, 5);
-    EXPECT_EQ(made.max_norm, 6);
     return made;
 }
 
 TEST(CppGroup, GivesEveryFieldToTheLibrary) {
     dsopt::adam adam;
     adam.bias_correction = false;
-    EXPECT_EQ(common(adam).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
+    EXPECT_EQ(adaptive(adam).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
     dsopt::adamw adamw;
     adamw.bias_correction = false;
-    EXPECT_EQ(common(adamw).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
+    EXPECT_EQ(adaptive(adamw).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
     adam = {}, adam.eps_uncorrected = true;
-    EXPECT_EQ(common(adam).flags, DSOPT_GROUP_EPS_UNCORRECTED);
+    EXPECT_EQ(adaptive(adam).flags, DSOPT_GROUP_EPS_UNCORRECTED);
     adamw = {}, adamw.eps_uncorrected = true;
-    EXPECT_EQ(common(adamw).flags, DSOPT_GROUP_EPS_UNCORRECTED);
+    EXPECT_EQ(adaptive(adamw).flags, DSOPT_GROUP_EPS_UNCORRECTED);
     dsopt::adam_legacy legacy;
     legacy.eps_inside_sqrt = true;
-    EXPECT_EQ(common(legacy).flags, DSOPT_GROUP_EPS_INSIDE_SQRT);
+    EXPECT_EQ(adaptive(legacy).flags, DSOPT_GROUP_EPS_INSIDE_SQRT);
     dsopt::lamb lamb;
     lamb.bias_correction = false, lamb.eps_inside_sqrt = true, lamb.min_trust = 7, lamb.max_trust = 8;
-    EXPECT_EQ(common(lamb).flags, DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT);
-    EXPECT_EQ(common(lamb).min_trust, 7);
-    EXPECT_EQ(common(lamb).max_trust, 8);
+    EXPECT_EQ(adaptive(lamb).flags, DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT);
+    EXPECT_EQ(adaptive(lamb).min_trust, 7);
+    EXPECT_EQ(adaptive(lamb).max_trust, 8);
+    dsopt::sgd sgd;
+    sgd.momentum = 0.5, sgd.dampening = 0.25, sgd.nesterov = true;
+    const dsopt_group descent = common(sgd);
+    EXPECT_EQ(descent.momentum, 0.5);
+    EXPECT_EQ(descent.dampening, 0.25);
+    EXPECT_EQ(descent.flags, DSOPT_GROUP_NESTEROV);
+    dsopt::adagrad adagrad;
+    adagrad.eps = 4, adagrad.lr_decay = 0.5, adagrad.initial_accumulator_value = 21, adagrad.eps_inside_sqrt = true;
+    const dsopt_group sums = common(adagrad);
+    EXPECT_EQ(sums.eps, 4);
+    EXPECT_EQ(sums.lr_decay, 0.5);
+    EXPECT_EQ(sums.initial_accumulator_value, 21);
+    EXPECT_EQ(sums.flags, DSOPT_GROUP_EPS_INSIDE_SQRT);
     dsopt::onebit_adam onebit;
     onebit.freeze_step = 9, onebit.non_freeze = true;
-    EXPECT_EQ(common(onebit).freeze_step, 9);
-    EXPECT_EQ(common(onebit).flags, DSOPT_GROUP_NON_FREEZE);
+    EXPECT_EQ(adaptive(onebit).freeze_step, 9);
+    EXPECT_EQ(adaptive(onebit).flags, DSOPT_GROUP_NON_FREEZE);
     dsopt::zero_one_adam zero_one;
     zero_one.freeze_step = 10, zero_one.var_interval_steps = 11, zero_one.local_interval_steps = 12;
     zero_one.max_local_interval = 13;
-    EXPECT_EQ(common(zero_one).freeze_step, 10);
-    EXPECT_EQ(common(zero_one).var_interval_steps, 11);
-    EXPECT_EQ(common(zero_one).local_interval_steps, 12);
-    EXPECT_EQ(common(zero_one).max_local_interval, 13);
+    EXPECT_EQ(adaptive(zero_one).freeze_step, 10);
+    EXPECT_EQ(adaptive(zero_one).var_interval_steps, 11);
+    EXPECT_EQ(adaptive(zero_one).local_interval_steps, 12);
+    EXPECT_EQ(adaptive(zero_one).max_local_interval, 13);
     dsopt::onebit_lamb onebit_lamb;
     onebit_lamb.freeze_step = 14, onebit_lamb.min_trust = 15, onebit_lamb.max_trust = 16;
     onebit_lamb.trust_beta = 17, onebit_lamb.trust_threshold = 18;
     onebit_lamb.trust_min_change = 19, onebit_lamb.trust_max_change = 20;
-    const dsopt_group made = common(onebit_lamb);
+    const dsopt_group made = adaptive(onebit_lamb);
     EXPECT_EQ(made.freeze_step, 14);
     EXPECT_EQ(made.min_trust, 15);
     EXPECT_EQ(made.max_trust, 16);

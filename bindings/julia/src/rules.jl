@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An algorithm with its hyper-parameters, under the names of Optimisers.jl."""
+"""An algorithm with its hyper-parameters: under the names of Optimisers.jl, else under those of the library."""
 struct Rule
     group::ABI.dsopt_group
 end
@@ -7,45 +7,60 @@ end
 # What a keyword is called in the library. `beta` stands for two fields.
 const FIELDS = (eta = :lr, lambda = :weight_decay, epsilon = :eps, max_norm = :max_norm, min_trust = :min_trust,
                 max_trust = :max_trust, freeze_step = :freeze_step, var_interval_steps = :var_interval_steps,
-                local_interval_steps = :local_interval_steps, max_local_interval = :max_local_interval)
+                local_interval_steps = :local_interval_steps, max_local_interval = :max_local_interval,
+                momentum = :momentum, dampening = :dampening, lr_decay = :lr_decay,
+                initial_accumulator_value = :initial_accumulator_value)
+const FLAGS = (nesterov = ABI.DSOPT_GROUP_NESTEROV,)
 
 """A struct with some fields replaced."""
 function changed(value::T, changes) where {T}
     return T((get(changes, name, getfield(value, name)) for name in fieldnames(T))...)
 end
 
-function Rule(algorithm::Int32, flags::Int32; keywords...)
+function Rule(algorithm::Int32; keywords...)
     group = Ref(ABI.dsopt_group())
     check(ABI.dsopt_group_init(group, sizeof(ABI.dsopt_group), algorithm))
-    changes = Dict{Symbol,Any}(:flags => flags)
+    changes = Dict{Symbol,Any}(:flags => Int32(0))
     for (keyword, value) in keywords
         if keyword === :beta
             changes[:beta1], changes[:beta2] = value
         elseif haskey(FIELDS, keyword)
             changes[FIELDS[keyword]] = value
+        elseif haskey(FLAGS, keyword)
+            value && (changes[:flags] |= FLAGS[keyword])
         else
-            throw(ArgumentError("$keyword is no hyper-parameter: there are beta, $(join(keys(FIELDS), ", "))"))
+            names = join((keys(FIELDS)..., keys(FLAGS)...), ", ")
+            throw(ArgumentError("$keyword is no hyper-parameter: there are beta, $names"))
         end
     end
     return Rule(changed(group[], changes))
 end
 
-for (name, algorithm, formula) in (
-    (:Adam, :ADAM, "p -= eta m̂ / (sqrt(v̂) + epsilon), the decay `lambda` being added to the gradient"),
-    (:AdamW, :ADAMW, "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
-    (:Lamb, :LAMB, "Adam with a trust ratio per array, between `min_trust` and `max_trust`"),
-    (:OnebitAdam, :ONEBIT_ADAM, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element"),
-    (:ZeroOneAdam, :ZERO_ONE_ADAM, "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),
-    (:OnebitLamb, :ONEBIT_LAMB, "1-bit LAMB: after step `freeze_step` ranks exchange one bit per element"))
+const ADAPTIVE = "eta = 1e-3, beta = (0.9, 0.999), lambda = 0, epsilon = 1e-8, max_norm = 0, ..."
+for (name, algorithm, defaults, formula) in (
+    (:Adam, :ADAM, ADAPTIVE, "p -= eta m̂ / (sqrt(v̂) + epsilon), the decay `lambda` being added to the gradient"),
+    (:AdamW, :ADAMW, ADAPTIVE, "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
+    (:Lamb, :LAMB, ADAPTIVE, "Adam with a trust ratio per array, between `min_trust` and `max_trust`"),
+    (:SGD, :SGD, "eta = 1e-3, momentum = 0, dampening = 0, nesterov = false, lambda = 0, max_norm = 0",
+     "As torch.optim.SGD: g += lambda p; b = momentum b + (1 - dampening) g, at first g; p -= eta b. With `nesterov`
+     p -= eta (g + momentum b). Without momentum p -= eta g, and there is no state"),
+    (:AdaGrad, :ADAGRAD,
+     "eta = 1e-2, lr_decay = 0, lambda = 0, initial_accumulator_value = 0, epsilon = 1e-10, max_norm = 0",
+     "As torch.optim.Adagrad: g += lambda p; s += g^2; p -= eta / (1 + (t - 1) lr_decay) g / (sqrt(s) + epsilon), where
+     s starts as `initial_accumulator_value`"),
+    (:OnebitAdam, :ONEBIT_ADAM, ADAPTIVE, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element"),
+    (:ZeroOneAdam, :ZERO_ONE_ADAM, ADAPTIVE,
+     "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),
+    (:OnebitLamb, :ONEBIT_LAMB, ADAPTIVE, "1-bit LAMB: after step `freeze_step` ranks exchange one bit per element"))
     constant = Symbol(:DSOPT_ALGORITHM_, algorithm)
     text = """
         $name(eta; keywords...)
-        $name(; eta = 1e-3, beta = (0.9, 0.999), lambda = 0, epsilon = 1e-8, max_norm = 0, ...)
+        $name(; $defaults)
 
     $formula. With `max_norm` the gradients of this rule's arrays are clipped by their norm.
     """
     @eval begin
-        @doc $text $name(; keywords...) = Rule(ABI.$constant, Int32(0); keywords...)
+        @doc $text $name(; keywords...) = Rule(ABI.$constant; keywords...)
         $name(eta::Real; keywords...) = $name(; eta = eta, keywords...)
     end
 end

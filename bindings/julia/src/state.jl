@@ -160,7 +160,10 @@ end
 const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECAY, :epsilon => ABI.DSOPT_KEY_EPS,
                   :max_norm => ABI.DSOPT_KEY_GROUP_MAX_NORM, :min_trust => ABI.DSOPT_KEY_MIN_TRUST,
                   :max_trust => ABI.DSOPT_KEY_MAX_TRUST, :beta1 => ABI.DSOPT_KEY_BETA1, :beta2 => ABI.DSOPT_KEY_BETA2,
-                  :freeze_step => ABI.DSOPT_KEY_FREEZE_STEP)
+                  :freeze_step => ABI.DSOPT_KEY_FREEZE_STEP, :momentum => ABI.DSOPT_KEY_MOMENTUM,
+                  :dampening => ABI.DSOPT_KEY_DAMPENING, :nesterov => ABI.DSOPT_KEY_NESTEROV,
+                  :lr_decay => ABI.DSOPT_KEY_LR_DECAY,
+                  :initial_accumulator_value => ABI.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE)
 
 """
     adjust!(state, eta; group = nothing)

@@ -55,7 +55,11 @@
     problem = thrown(() -> Dsopt.setup(AdamW(freeze_step = 3), (w = same,)))
     @test problem isa DsoptError && occursin("freeze_step", problem.text)
     @test thrown(() -> AdamW(rate = 1)) isa ArgumentError
-    @test thrown(() -> Dsopt.adjust!(state; momentum = 1)) isa ArgumentError
+    @test thrown(() -> Dsopt.adjust!(state; rate = 1)) isa ArgumentError
+    problem = thrown(() -> Dsopt.adjust!(state; momentum = 1))
+    @test problem isa DsoptError && occursin("momentum", problem.text)
+    problem = thrown(() -> Dsopt.setup(SGD(nesterov = true), (w = same,)))
+    @test problem isa DsoptError && occursin("nesterov", problem.text)
     @test thrown(() -> Dsopt.adjust!(state; group = 5, eta = 1)) isa DsoptError
     @test thrown(() -> Dsopt.setup(AdamW(), (w = same,); nonfinite = :ignore)) isa ArgumentError
     @test thrown(() -> Context(threads = -1)) isa DsoptError

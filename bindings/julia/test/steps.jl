@@ -75,6 +75,42 @@ end
     end
 end
 
+"""One weight that starts as 1, after steps with these gradients, and its state."""
+function trained(rule, gradients)
+    model = (w = ones(Float32, 1),)
+    state = Dsopt.setup(rule, model)
+    for g in gradients
+        Dsopt.update!(state, model, (w = Float32[g],))
+    end
+    return model.w[1], state
+end
+
+@testset "SGD is PyTorch's" begin
+    @test trained(SGD(0.5), [0.5, -0.25])[1] == 0.875 # 1 - 0.25 + 0.125
+    # b is 0.5, then 0.25 - 0.125
+    @test trained(SGD(0.5; momentum = 0.5, dampening = 0.5), [0.5, -0.25])[1] == 0.6875
+    # b is 0.5, then 0; g + b/2 is 0.75, then -0.25
+    @test trained(SGD(0.5; momentum = 0.5, nesterov = true), [0.5, -0.25])[1] == 0.75
+    w, state = trained(SGD(0.5; momentum = 0.5, nesterov = false, lambda = 0.5), [0.5, -0.25])
+    @test w == 0.25 # b is 1, then 0.5 + 0
+    @test Dsopt.export_state(state)["w.momentum_buffer"] == [0.5f0]
+    model = (w = ones(Float32, 1),)
+    Dsopt.adjust!(state; momentum = 0.25, nesterov = true, lambda = 0)
+    Dsopt.update!(state, model, (w = [0.5f0],)) # b is 0.125 + 0.5
+    @test model.w == [1 - 0.5f0 * (0.5f0 + 0.25f0 * 0.625f0)]
+end
+
+@testset "AdaGrad is PyTorch's" begin
+    @test trained(AdaGrad(0.5; epsilon = 0.5), [3, 4])[1] ≈ 1 - 0.5 * 3 / 3.5 - 0.5 * 4 / 5.5
+    w, state = trained(AdaGrad(0.5; epsilon = 0.5, lr_decay = 1, initial_accumulator_value = 16), [3, 4])
+    @test w ≈ 1 - 0.5 * 3 / 5.5 - 0.25 * 4 / (sqrt(41) + 0.5)
+    @test Dsopt.export_state(state)["w.sum"] == [41.0f0]
+    model = (w = ones(Float32, 1),)
+    Dsopt.adjust!(state; lr_decay = 0)
+    Dsopt.update!(state, model, (w = [3.0f0],))
+    @test model.w[1] ≈ 1 - 0.5 * 3 / (sqrt(50) + 0.5)
+end
+
 @testset "no gradient leaves arrays alone" begin
     model = (a = (values(1, 3), values(2, 4)), b = values(3, 2))
     before = deepcopy(model)

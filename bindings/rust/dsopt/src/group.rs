@@ -11,7 +11,7 @@ mod sealed {
     }
 }
 
-/// An algorithm and its hyper-parameters: [`AdamW`], [`Adam`], [`Lamb`] and the others. `dsopt.h` has the formulas.
+/// An algorithm and its hyper-parameters: [`AdamW`], [`Lamb`], [`Sgd`] and the others. `dsopt.h` has the formulas.
 pub trait Group: sealed::Sealed {}
 
 pub(crate) fn raw(group: &dyn Group) -> Result<sys::dsopt_group> {
@@ -28,11 +28,28 @@ fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
     }
 }
 
-/// Fields with their defaults, which are those of `dsopt_group_init`; flags that are set or left out with a `bool`.
+/// Texts of the fields that several algorithms have.
+macro_rules! text_of {
+    (lr) => {
+        "Learning rate: finite, not negative."
+    };
+    (beta1) => {
+        "Decay of the mean of gradients, in `[0, 1)`."
+    };
+    (beta2) => {
+        "Decay of the mean of squares, in `[0, 1)`."
+    };
+    (eps) => {
+        "Added to the root of the mean of squares."
+    };
+}
+
+/// Fields with their defaults, which are those of `dsopt_group_init`: in parentheses those of [`text_of`], then those
+/// with a text of their own. Flags are set or left out with a `bool`.
 macro_rules! groups {
     ($(
         $(#[$text:meta])*
-        $name:ident = $algorithm:ident {
+        $name:ident = $algorithm:ident($($shared:ident = $shared_default:expr),*) {
             $($(#[$field_text:meta])* $field:ident: $kind:ty = $default:expr,)*
         }
         set { $($(#[$set_text:meta])* $set:ident = $set_flag:ident,)* }
@@ -42,14 +59,7 @@ macro_rules! groups {
             $(#[$text])*
             #[derive(Clone, Copy, Debug, PartialEq)]
             pub struct $name {
-                /// Learning rate: finite, not negative.
-                pub lr: f64,
-                /// Decay of the mean of gradients, in `[0, 1)`.
-                pub beta1: f64,
-                /// Decay of the mean of squares, in `[0, 1)`.
-                pub beta2: f64,
-                /// Added to the root of the mean of squares.
-                pub eps: f64,
+                $(#[doc = text_of!($shared)] pub $shared: f64,)*
                 /// Weight decay.
                 pub weight_decay: f64,
                 /// Clip by the L2 norm of this group's gradients alone. 0 is off.
@@ -62,10 +72,7 @@ macro_rules! groups {
             impl Default for $name {
                 fn default() -> $name {
                     $name {
-                        lr: 1e-3,
-                        beta1: 0.9,
-                        beta2: 0.999,
-                        eps: 1e-8,
+                        $($shared: $shared_default,)*
                         weight_decay: 0.0,
                         max_norm: 0.0,
                         $($field: $default,)*
@@ -78,10 +85,7 @@ macro_rules! groups {
             impl sealed::Sealed for $name {
                 fn raw(&self) -> Result<sys::dsopt_group> {
                     let mut group = defaults(sys::$algorithm)?;
-                    group.lr = self.lr;
-                    group.beta1 = self.beta1;
-                    group.beta2 = self.beta2;
-                    group.eps = self.eps;
+                    $(group.$shared = self.$shared;)*
                     group.weight_decay = self.weight_decay;
                     group.max_norm = self.max_norm;
                     $(group.$field = self.$field;)*
@@ -120,7 +124,7 @@ groups! {
     /// ```
     /// let group = dsopt::AdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
     /// ```
-    AdamW = DSOPT_ALGORITHM_ADAMW {}
+    AdamW = DSOPT_ALGORITHM_ADAMW(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
     set {
         /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
@@ -131,7 +135,7 @@ groups! {
     }
 
     /// Adam with weight decay as L2 (Kingma and Ba 2015).
-    Adam = DSOPT_ALGORITHM_ADAM {}
+    Adam = DSOPT_ALGORITHM_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
     set {
         /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
@@ -142,7 +146,7 @@ groups! {
     }
 
     /// The first fused Adam of apex: `eps` acts on the uncorrected mean of squares.
-    AdamLegacy = DSOPT_ALGORITHM_ADAM_LEGACY {}
+    AdamLegacy = DSOPT_ALGORITHM_ADAM_LEGACY(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
     set {
         /// `sqrt(v + eps)` in place of `sqrt(v) + eps`.
         eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
@@ -153,7 +157,7 @@ groups! {
     }
 
     /// LAMB (You et al. 2020), as in DeepSpeed's FusedLamb.
-    Lamb = DSOPT_ALGORITHM_LAMB {
+    Lamb = DSOPT_ALGORITHM_LAMB(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Lower bound of the trust ratio.
         min_trust: f64 = 0.01,
         /// Upper bound of the trust ratio.
@@ -168,8 +172,36 @@ groups! {
         bias_correction = DSOPT_GROUP_NO_BIAS_CORRECTION,
     }
 
+    /// Stochastic gradient descent with weight decay as L2, as in torch.optim.SGD.
+    Sgd = DSOPT_ALGORITHM_SGD(lr = 1e-3) {
+        /// Share of the last step's direction in the next one. 0 is no momentum and no state, and stays 0.
+        momentum: f64 = 0.0,
+        /// Share of the gradient that the momentum leaves out after the first step, in `[0, 1]`.
+        dampening: f64 = 0.0,
+    }
+    set {
+        /// Nesterov's momentum. Needs a momentum, and no dampening.
+        nesterov = DSOPT_GROUP_NESTEROV,
+    }
+    unset {}
+
+    /// Adagrad (Duchi et al. 2011) with weight decay as L2, as in torch.optim.Adagrad.
+    Adagrad = DSOPT_ALGORITHM_ADAGRAD(lr = 1e-2) {
+        /// Added to the root of the sum of squares.
+        eps: f64 = 1e-10,
+        /// Step t has the learning rate `lr / (1 + (t - 1) lr_decay)`.
+        lr_decay: f64 = 0.0,
+        /// What the sum of squares starts as.
+        initial_accumulator_value: f64 = 0.0,
+    }
+    set {
+        /// `sqrt(sum + eps)` in place of `sqrt(sum) + eps`, as in optax.
+        eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
+    }
+    unset {}
+
     /// 1-bit Adam (Tang et al. 2021).
-    OneBitAdam = DSOPT_ALGORITHM_ONEBIT_ADAM {
+    OneBitAdam = DSOPT_ALGORITHM_ONEBIT_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Number of the last step that changes the variance.
         freeze_step: i64 = 100_000,
     }
@@ -180,7 +212,7 @@ groups! {
     unset {}
 
     /// 0/1 Adam (Lu et al. 2022).
-    ZeroOneAdam = DSOPT_ALGORITHM_ZERO_ONE_ADAM {
+    ZeroOneAdam = DSOPT_ALGORITHM_ZERO_ONE_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Number of the last step that changes the variance.
         freeze_step: i64 = 100_000,
         /// After so many variance steps their interval doubles.
@@ -194,7 +226,7 @@ groups! {
     unset {}
 
     /// 1-bit LAMB (Li et al. 2021).
-    OneBitLamb = DSOPT_ALGORITHM_ONEBIT_LAMB {
+    OneBitLamb = DSOPT_ALGORITHM_ONEBIT_LAMB(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Number of the last step that changes the variance.
         freeze_step: i64 = 100_000,
         /// Lower bound of the trust ratio.

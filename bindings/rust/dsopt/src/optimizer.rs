@@ -141,6 +141,12 @@ pub enum Key {
     FreezeStep = 12,
     /// 0 or 1.
     EpsUncorrected = 13,
+    Momentum = 14,
+    Dampening = 15,
+    /// 0 or 1.
+    Nesterov = 16,
+    LrDecay = 17,
+    InitialAccumulatorValue = 18,
     /// Of the optimizer.
     MaxNorm = 32,
     /// Of the optimizer: number of steps so far.

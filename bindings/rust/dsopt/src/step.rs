@@ -29,8 +29,8 @@ pub struct Hyper {
     pub group_max_norm: f32,
     /// Clip by the norm of all gradients, of group 0 only. Needs a positive value that is set.
     pub max_norm: f32,
-    #[doc(hidden)] // public, so that `..Default::default()` works; NaN or 0
-    pub _reserved: f32,
+    /// Of [`Sgd`](crate::Sgd) with momentum, above 0. NaN or 0 for the other groups.
+    pub momentum: f32,
 }
 
 impl Default for Hyper {
@@ -44,7 +44,7 @@ impl Default for Hyper {
             weight_decay: nan,
             group_max_norm: nan,
             max_norm: nan,
-            _reserved: nan,
+            momentum: nan,
         }
     }
 }

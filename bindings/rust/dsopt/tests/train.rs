@@ -2,8 +2,8 @@
 //! Trains a small network beside AdamW written down in f64, and the same in half precision with a loss scale.
 mod support;
 use dsopt::{
-    Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Nonfinite, Optimizer, Param, Scaler,
-    ScalerOptions, Step, StepReport, TensorMut, TensorRef, BF16, F16,
+    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Nonfinite, Optimizer, Param, Scaler,
+    ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
 };
 use support::Random;
 
@@ -228,6 +228,63 @@ fn takes_the_formula_of_keras() {
     let refused = opt.add_group(&AdamW { bias_correction: false, ..adamw }, &[]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
     assert!(refused.text().contains("eps_uncorrected"), "{refused}");
+}
+
+/// One weight that starts as 1, after steps with these gradients and the optimizer as it is then.
+fn trained(group: &dyn Group, gradients: &[f32]) -> (f32, Optimizer) {
+    let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
+    opt.add_group(group, &support::f32_params(&[1])).unwrap();
+    let mut w = [1.0f32];
+    for g in gradients.chunks(1) {
+        opt.step(&mut [(&mut w[..]).into()], &[g.into()]).unwrap();
+    }
+    (w[0], opt)
+}
+
+#[test]
+fn trains_with_sgd() {
+    let plain = Sgd { lr: 0.5, ..Default::default() };
+    assert_eq!(trained(&plain, &[0.5, -0.25]).0, 0.875); // 1 - 0.25 + 0.125
+    let damped = Sgd { momentum: 0.5, dampening: 0.5, ..plain };
+    assert_eq!(trained(&damped, &[0.5, -0.25]).0, 0.6875); // b is 0.5, then 0.25 - 0.125
+    let nesterov = Sgd { dampening: 0.0, nesterov: true, ..damped };
+    assert_eq!(trained(&nesterov, &[0.5, -0.25]).0, 0.75); // b is 0.5, then 0; g + b/2 is 0.75, then -0.25
+    let decayed = Sgd { weight_decay: 0.5, nesterov: false, ..nesterov };
+    let (w, mut opt) = trained(&decayed, &[0.5, -0.25]);
+    assert_eq!(w, 0.25); // b is 1, then 0.5 + 0
+    assert_eq!(opt.state_info(0).unwrap().name, "momentum_buffer");
+
+    // A row of Hyper has the momentum of one step: b = 0.25 * 0.5 + 0.5, without the decay.
+    let (mut w, g) = ([1.0f32], [0.5f32]);
+    let rows = [Hyper { momentum: 0.25, weight_decay: 0.0, ..Hyper::default() }];
+    opt.step_with(Step::new(&mut [(&mut w[..]).into()], &[(&g[..]).into()]).hyper(&rows)).unwrap();
+    assert_eq!(w[0], 1.0 - 0.5 * (0.25 * 0.5 + 0.5));
+
+    assert_eq!(opt.get(None, Key::Momentum).unwrap(), 0.5);
+    opt.set(None, Key::Dampening, 0.25).unwrap();
+    assert_eq!(opt.get(None, Key::Dampening).unwrap(), 0.25);
+    let refused = opt.set(None, Key::Nesterov, 1.0).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Argument && refused.text().contains("dampening"), "{refused}");
+    assert_eq!(opt.get(None, Key::Nesterov).unwrap(), 0.0);
+    assert_eq!(opt.set(None, Key::Momentum, 0.0).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(opt.get(None, Key::LrDecay).unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn trains_with_adagrad() {
+    let near = |w: f32, exact: f32| assert!((w - exact).abs() < 1e-6, "{w} beside {exact}");
+    let group = Adagrad { lr: 0.5, eps: 0.5, ..Default::default() };
+    near(trained(&group, &[3.0, 4.0]).0, 1.0 - 0.5 * 3.0 / 3.5 - 0.5 * 4.0 / 5.5);
+    let group = Adagrad { lr_decay: 1.0, initial_accumulator_value: 16.0, ..group };
+    near(trained(&group, &[3.0, 4.0]).0, 1.0 - 0.5 * 3.0 / 5.5 - 0.25 * 4.0 / (41f32.sqrt() + 0.5));
+    let (w, mut opt) = trained(&Adagrad { eps_inside_sqrt: true, ..group }, &[3.0]);
+    near(w, 1.0 - 0.5 * 3.0 / 25.5f32.sqrt());
+    assert_eq!(opt.view(opt.find_state("sum", Some(0)).unwrap().unwrap()).unwrap().unwrap().as_f32().unwrap(), [25.0]);
+    assert_eq!(opt.get(None, Key::InitialAccumulatorValue).unwrap(), 16.0);
+    opt.set(None, Key::LrDecay, 2.0).unwrap();
+    assert_eq!(opt.get(None, Key::LrDecay).unwrap(), 2.0);
+    let refused = opt.set(None, Key::InitialAccumulatorValue, -1.0).unwrap_err();
+    assert!(refused.text().contains("initial_accumulator_value"), "{refused}");
 }
 
 #[test]
