@@ -54,10 +54,10 @@ protected:
                 side.fill_gradients(t, skipped && rank == 1 ? 1 : -1);
                 const dsopt_comm *comm = model ? side.model : side.comm;
                 const Counts before = counts_of(comm);
-                OK(side.step());
+                EXPECT_OK(side.step());
                 const Counts after = counts_of(comm);
                 DSOPT_NEW(dsopt_report, report);
-                OK(dsopt_optimizer_report(side.optimizer, &report));
+                EXPECT_OK(dsopt_optimizer_report(side.optimizer, &report));
                 EXPECT_EQ(report.last_skipped, skipped) << t;
                 if (rank == 0)
                     all.emplace_back(std::get<0>(after) - std::get<0>(before), std::get<1>(after) - std::get<1>(before),
@@ -164,7 +164,7 @@ TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAll
                 FailingSide it(device, algorithm);
                 for (int t = 0; t < kFreeze + 2; ++t) {
                     it.side->fill_gradients(t);
-                    OK(it.side->step());
+                    EXPECT_OK(it.side->step());
                 }
                 it.side->fill_gradients(10);
                 const auto before = it.state();
@@ -172,7 +172,7 @@ TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAll
                 const std::string what = std::to_string(algorithm) + (device ? ", device, " : ", host, ") +
                                          std::to_string(good) + " collectives";
                 if (good == collectives) {
-                    OK(it.side->step());
+                    EXPECT_OK(it.side->step());
                     EXPECT_FALSE(same(it.state(), before)) << what;
                     continue;
                 }
