@@ -29,9 +29,9 @@ int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
     if (active == nullptr) return int32_t(numel);
     int32_t count = 0;
     int64_t at = begin; // at a whole word
-    for (; at + 32 <= begin + numel; at += 32) count += __builtin_popcount(uint32_t(active[at / 32]));
+    for (; at + 32 <= begin + numel; at += 32) count += __builtin_popcount(active_from(active, at));
     const auto rest = unsigned(begin + numel - at);
-    if (rest != 0) count += __builtin_popcount(uint32_t(active[at / 32]) & ((1u << rest) - 1));
+    if (rest != 0) count += __builtin_popcount(active_from(active, at) & ((1u << rest) - 1));
     return count;
 }
 

@@ -16,7 +16,7 @@ void add_error(const float *x, float *__restrict kept, float scale, int64_t n) {
 /// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
 void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
     for (int64_t i = 0; i < n; i += 32) {
-        const auto word = uint32_t(active[(first + i) / 32]);
+        const uint32_t word = active_from(active, first + i);
         if (word == ~0u) continue;
         for (int64_t k = 0; k < least(32, n - i); ++k) x[i + k] = (word >> k) & 1u ? x[i + k] : 0.0f;
     }

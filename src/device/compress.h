@@ -11,8 +11,7 @@
 // Two levels: the ranks of a node first take their exact mean, each that of one slice of the vector; a slice is then
 // compressed and exchanged by the ranks that have it, one a node, and ends in every rank of the node as bits.
 #pragma once
-#include "base/hd.h"
-#include "dsopt.h"
+#include "rules/onebit.h"
 #include <memory>
 #include <vector>
 
@@ -111,14 +110,5 @@ struct ExchangeBuffers {
     static float *scales(char *row) { return reinterpret_cast<float *>(row); }
     uint8_t *bits(char *row) const { return reinterpret_cast<uint8_t *>(row) + layout->row_scales * 4; }
 };
-
-/// A bit for each element, lowest first: it takes part. NULL: all do.
-DSOPT_HD bool takes_part(const int32_t *active, int64_t element) {
-    return active == nullptr || ((uint32_t(active[element / 32]) >> (element % 32)) & 1u) != 0;
-}
-/// The bits of `element` and of those behind it up to the end of the word, lowest first.
-DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
-    return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
-}
 
 } // namespace dsopt

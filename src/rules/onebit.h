@@ -24,6 +24,15 @@ DSOPT_HD float rms_of(double squares, int64_t numel) {
     return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
 }
 
+/// A bit for each element, lowest first: it takes part. NULL: all do.
+DSOPT_HD bool takes_part(const int32_t *active, int64_t element) {
+    return active == nullptr || ((uint32_t(active[element / 32]) >> (element % 32)) & 1u) != 0;
+}
+/// The bits of `element` and of those behind it up to the end of the word, lowest first.
+DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
+    return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
+}
+
 /// What a rank brings to the exchange of a step.
 enum class Feed : uint8_t {
     momentum, // 1-bit Adam: the momentum with the own gradient in it
