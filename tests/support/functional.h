@@ -8,9 +8,18 @@
 
 namespace test {
 
-inline constexpr int32_t kAllAlgorithms[] = {
+/// Those that have a compat mode.
+inline constexpr int32_t kBothModes[] = {
     DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,         DSOPT_ALGORITHM_LAMB,       DSOPT_ALGORITHM_ADAM_LEGACY,
     DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
+inline bool has_compat(int32_t algorithm) {
+    return std::find(std::begin(kBothModes), std::end(kBothModes), algorithm) != std::end(kBothModes);
+}
+inline std::vector<int32_t> all_algorithms() {
+    std::vector<int32_t> list(std::begin(kStandardRules), std::end(kStandardRules));
+    list.insert(list.end(), std::begin(kFamily), std::end(kFamily));
+    return list;
+}
 inline bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 inline bool is_lamb(int32_t algorithm) {
     return algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -80,7 +89,10 @@ inline Optimizer make_optimizer(const Context &ctx, const Form &form, const std:
                                                       : group_of(form.algorithm, 1e-2, 0.1);
         group.max_norm = form.group_norm;
         if (form.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) group.local_interval_steps = 2;
-        if (second) group.lr = 2e-2, group.beta1 = 0.8, group.weight_decay = 0.05;
+        if (second) group.lr = 2e-2, group.weight_decay = 0.05;
+        if (second && group.beta1 != 0) group.beta1 = 0.8;
+        if (second && form.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.8; // the first has no state
+        if (second && form.algorithm == DSOPT_ALGORITHM_ADAGRAD) group.initial_accumulator_value = 0.1;
         std::vector<dsopt_param> params;
         for (size_t i = second ? half : 0; i < (second ? weights.size() : half); ++i) {
             dsopt_param param{};

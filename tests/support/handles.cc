@@ -72,6 +72,9 @@ std::string name_of(int32_t algorithm) {
     case DSOPT_ALGORITHM_ADAMW: return "AdamW";
     case DSOPT_ALGORITHM_LAMB: return "Lamb";
     case DSOPT_ALGORITHM_ADAM_LEGACY: return "AdamLegacy";
+    case DSOPT_ALGORITHM_SGD: return "Sgd";
+    case DSOPT_ALGORITHM_ADAGRAD: return "Adagrad";
+    case DSOPT_ALGORITHM_LION: return "Lion";
     case DSOPT_ALGORITHM_ONEBIT_ADAM: return "OneBitAdam";
     case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return "ZeroOneAdam";
     case DSOPT_ALGORITHM_ONEBIT_LAMB: return "OneBitLamb";

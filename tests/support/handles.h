@@ -52,7 +52,12 @@ std::string name_of(int32_t algorithm);
 
 inline constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
                                           DSOPT_ALGORITHM_ADAM_LEGACY};
-inline constexpr int32_t kElementWise[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY};
+/// With those that have no compat mode.
+inline constexpr int32_t kStandardRules[] = {
+    DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW,   DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY,
+    DSOPT_ALGORITHM_SGD,  DSOPT_ALGORITHM_ADAGRAD, DSOPT_ALGORITHM_LION};
+inline constexpr int32_t kElementWise[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW,   DSOPT_ALGORITHM_ADAM_LEGACY,
+                                           DSOPT_ALGORITHM_SGD,  DSOPT_ALGORITHM_ADAGRAD, DSOPT_ALGORITHM_LION};
 inline constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                       DSOPT_ALGORITHM_ONEBIT_LAMB};
 inline constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};

@@ -43,18 +43,36 @@ double get(const dsopt_optimizer *opt, int32_t group, int32_t key) {
     must(dsopt_optimizer_get(opt, group, key, &value));
     return value;
 }
+
+namespace {
+
+/// Whether the algorithm has this hyper-parameter.
+bool has(int32_t algorithm, int32_t key) {
+    const bool sgd = algorithm == DSOPT_ALGORITHM_SGD, adagrad = algorithm == DSOPT_ALGORITHM_ADAGRAD;
+    switch (key) {
+    case DSOPT_KEY_BETA1:
+    case DSOPT_KEY_BETA2: return !sgd && !adagrad;
+    case DSOPT_KEY_EPS: return !sgd && algorithm != DSOPT_ALGORITHM_LION;
+    case DSOPT_KEY_MIN_TRUST:
+    case DSOPT_KEY_MAX_TRUST: return algorithm == DSOPT_ALGORITHM_LAMB;
+    case DSOPT_KEY_MOMENTUM:
+    case DSOPT_KEY_DAMPENING: return sgd;
+    case DSOPT_KEY_LR_DECAY:
+    case DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE: return adagrad;
+    case DSOPT_KEY_FREEZE_STEP: return false; // of the 1-bit family
+    }
+    return true;
+}
+
+} // namespace
 std::string hyper_text(const dsopt_optimizer *opt) {
     std::string all;
     const auto add = [&](double value) { all.append(reinterpret_cast<const char *>(&value), sizeof value); };
     int64_t groups = 0;
     must(dsopt_optimizer_count(opt, &groups, nullptr));
     for (int32_t group = 0; group < groups; ++group)
-        for (int32_t key = DSOPT_KEY_LR; key <= DSOPT_KEY_ALGORITHM; ++key) {
-            const bool trust = key == DSOPT_KEY_MIN_TRUST || key == DSOPT_KEY_MAX_TRUST;
-            if (!trust || int32_t(get(opt, group, DSOPT_KEY_ALGORITHM)) == DSOPT_ALGORITHM_LAMB)
-                add(get(opt, group, key));
-            if (key == DSOPT_KEY_ALGORITHM) add(get(opt, group, DSOPT_KEY_EPS_UNCORRECTED));
-        }
+        for (int32_t key = DSOPT_KEY_LR; key <= DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE; ++key)
+            if (has(int32_t(get(opt, group, DSOPT_KEY_ALGORITHM)), key)) add(get(opt, group, key));
     for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_SKIP_BUDGET, DSOPT_KEY_CALLS})
         add(get(opt, DSOPT_ALL_GROUPS, key));
     return all;

@@ -9,11 +9,12 @@ namespace {
 
 std::vector<Form> forms() {
     std::vector<Form> list;
-    for (const int32_t algorithm : kAllAlgorithms)
+    for (const int32_t algorithm : all_algorithms())
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const Kind kind : {Kind::f32, Kind::no_master, Kind::per_tensor, Kind::flat})
                 for (const bool scaled : {false, true})
                     for (const int ranks : {1, 2}) {
+                        if (compat != DSOPT_COMPAT_NONE && !has_compat(algorithm)) continue;
                         if (is_onebit(algorithm) ? kind == Kind::no_master : ranks > 1) continue;
                         Form form;
                         form.algorithm = algorithm;
@@ -153,7 +154,7 @@ TEST(InitState, TakesNoParametersWhereNothingStartsFromThem) {
 
 TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
     const Context ctx = make_context(1);
-    for (const int32_t algorithm : kAllAlgorithms)
+    for (const int32_t algorithm : kBothModes)
         for (const Kind kind : {Kind::per_tensor, Kind::flat}) {
             Form form;
             form.algorithm = algorithm;
@@ -451,7 +452,7 @@ TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
 TEST(StateDims, AreThoseOfTheParameterOrOneDimension) {
     const Context ctx = make_context(1);
     const int64_t matrix[] = {2, 3, 5}, nothing[] = {4, 0}, one[] = {1, 1};
-    for (const int32_t algorithm : kAllAlgorithms) {
+    for (const int32_t algorithm : all_algorithms()) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         const Scaler scaler = make_scaler(ctx, 64, 2);
         desc.scaler = scaler.get();

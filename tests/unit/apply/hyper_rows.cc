@@ -46,7 +46,7 @@ Snapshot at_rest(Snapshot all, const Form &form) {
 
 std::vector<Form> forms() {
     std::vector<Form> list;
-    for (const int32_t algorithm : kAllAlgorithms)
+    for (const int32_t algorithm : kBothModes)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool masters : {false, true})
                 for (const int ranks : {1, 2}) {
@@ -306,7 +306,7 @@ TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
 // ------------------------------------------------------------------------------------------------- reports without NaN
 TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
     const Context ctx = make_context(1);
-    for (const int32_t algorithm : kAllAlgorithms)
+    for (const int32_t algorithm : kBothModes)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat})
                 for (const bool scaled : {false, true})

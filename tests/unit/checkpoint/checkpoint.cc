@@ -46,7 +46,7 @@ void train(Trainer &trainer, uint64_t first, uint64_t last) {
 }
 
 class Checkpoint : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Algorithms, Checkpoint, testing::ValuesIn(kAlgorithms), algorithm_name);
+INSTANTIATE_TEST_SUITE_P(Algorithms, Checkpoint, testing::ValuesIn(kStandardRules), algorithm_name);
 
 TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
     const Folder folder;
@@ -72,7 +72,7 @@ TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
         EXPECT_TRUE(same(everything(second), everything(first)));
         EXPECT_EQ(report_of(second.opt()).calls, 5);
         EXPECT_EQ(get(second.opt(), 0, DSOPT_KEY_LR), 0.03125);
-        must(dsopt_optimizer_set(second.opt(), 0, DSOPT_KEY_LR, 1e-3));
+        must(dsopt_optimizer_set(second.opt(), 0, DSOPT_KEY_LR, make_group(GetParam()).lr));
         train(second, 6, 10);
         EXPECT_TRUE(same(everything(second), everything(whole)));
         EXPECT_EQ(steps(second.opt()), (std::vector<int32_t>{10, 10, 10, 5}));

@@ -54,8 +54,7 @@ protected:
 
 TEST_F(Clip, DividesByNormOverMaxNormAndReportsTheUnscaledNorm) {
     const double scale = 64;
-    for (const int32_t algorithm :
-         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
+    for (const int32_t algorithm : kStandardRules)
         for (const double max_norm : {0.25, 1e6}) {
             const Scaler scaler = make_scaler(ctx, scale);
             desc.scaler = scaler.get();

@@ -117,8 +117,7 @@ Groups groups_of(int32_t first, int32_t second) {
 }
 
 TEST(AlternatingGroups, GiveTheBitsOfGroupsThatFollowOneAnother) {
-    for (const int32_t first :
-         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
+    for (const int32_t first : kStandardRules)
         for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
             for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})
                 expect_same_bits(optimizer_desc(), groups_of(first, second), with_dtype(dtype));

@@ -106,10 +106,7 @@ TEST(StochasticRounding, ElementsStepsNamesAndSeedsAreIndependent) {
 }
 
 class Sharding : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(StochasticRounding, Sharding,
-                         testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
-                                         DSOPT_ALGORITHM_ADAM_LEGACY),
-                         [](const auto &info) { return name_of(info.param); });
+INSTANTIATE_TEST_SUITE_P(StochasticRounding, Sharding, testing::ValuesIn(kStandardRules), algorithm_name);
 
 TEST_P(Sharding, SplittingTheListOverOptimizersGivesTheSameBits) {
     const std::vector<size_t> sizes = {3, 70000, 4097, 0, 1};
@@ -209,7 +206,7 @@ TEST(StochasticRounding, OutputAndDeltaFollowTheRoundedWeight) {
     const Context ctx = make_context(2);
     Random random(9);
     const Array start(DSOPT_DTYPE_BF16, random.floats(3000, 1, 2));
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
+    for (const int32_t algorithm : kStandardRules) {
         Trainer written(ctx, rounding(), group_of(algorithm), {{start, "w"}}),
             apart(ctx, rounding(), group_of(algorithm), {{start, "w"}});
         const std::vector<Array> grad = {Array(DSOPT_DTYPE_BF16, random.floats(3000))};
