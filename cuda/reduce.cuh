@@ -104,8 +104,8 @@ __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &ta
 }
 
 // Four blocks per multiprocessor are launched. Left to itself, the compiler aims at more and spills. Where shared memory
-// has no room for so many, it may take more registers.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+// has no room for so many, or 64 registers are too few for the decision, it may take more registers.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ < 900)
 constexpr int kInspectBlocks = 3;
 #else
 constexpr int kInspectBlocks = 4;
