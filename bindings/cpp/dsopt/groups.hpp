@@ -129,6 +129,16 @@ struct adagrad {
     }
 };
 
+struct lion {
+    double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0, max_norm = 0;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_LION, *this);
+        group.beta1 = beta1;
+        group.beta2 = beta2;
+        return group;
+    }
+};
+
 struct onebit_adam {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     std::int64_t freeze_step = 100000;

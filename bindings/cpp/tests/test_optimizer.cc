@@ -348,6 +348,24 @@ TEST(CppOptimizer, TrainsWithAdagrad) {
                    "initial_accumulator_value");
 }
 
+TEST(CppOptimizer, TrainsWithLion) {
+    dsopt::lion lion;
+    lion.lr = 0.25, lion.beta1 = 0.5, lion.beta2 = 0.75;
+    EXPECT_EQ(trained(lion, {4, -0.5f, -4}), 0.75f); // m is 1, then 0.625: two steps down, one up
+    lion.weight_decay = 0.5;
+    EXPECT_EQ(trained(lion, {4, 0}), 0.296875f); // 1 - 0.25 * 1.5 is 0.625, less 0.25 * 1.3125
+
+    dsopt::context ctx;
+    std::vector<float> w = {1};
+    dsopt::optimizer opt(ctx);
+    opt.add_group(lion, {{dsopt::view(w), "w"}});
+    EXPECT_EQ(opt.state_count(), 2); // and the counter
+    EXPECT_STREQ(opt.state_list()[0].name, "exp_avg");
+    EXPECT_EQ(opt.get(dsopt::key::algorithm), DSOPT_ALGORITHM_LION);
+    EXPECT_EQ(opt.get(dsopt::key::beta2), 0.75);
+    EXPECT_REFUSED(opt.set(dsopt::key::eps, 1e-8), dsopt::unsupported_error, "eps");
+}
+
 TEST(CppOptimizer, HandsOutItsState) {
     Model model;
     dsopt::context ctx;

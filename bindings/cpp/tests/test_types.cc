@@ -152,6 +152,7 @@ TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
     expect_defaults(dsopt::lamb{}, DSOPT_ALGORITHM_LAMB);
     expect_defaults(dsopt::sgd{}, DSOPT_ALGORITHM_SGD);
     expect_defaults(dsopt::adagrad{}, DSOPT_ALGORITHM_ADAGRAD);
+    expect_defaults(dsopt::lion{}, DSOPT_ALGORITHM_LION);
     expect_defaults(dsopt::onebit_adam{}, DSOPT_ALGORITHM_ONEBIT_ADAM);
     expect_defaults(dsopt::zero_one_adam{}, DSOPT_ALGORITHM_ZERO_ONE_ADAM);
     expect_defaults(dsopt::onebit_lamb{}, DSOPT_ALGORITHM_ONEBIT_LAMB);
@@ -209,6 +210,10 @@ TEST(CppGroup, GivesEveryFieldToTheLibrary) {
     EXPECT_EQ(sums.lr_decay, 0.5);
     EXPECT_EQ(sums.initial_accumulator_value, 21);
     EXPECT_EQ(sums.flags, DSOPT_GROUP_EPS_INSIDE_SQRT);
+    dsopt::lion lion;
+    lion.beta1 = 0.2, lion.beta2 = 0.3;
+    EXPECT_EQ(common(lion).beta1, 0.2);
+    EXPECT_EQ(common(lion).beta2, 0.3);
     dsopt::onebit_adam onebit;
     onebit.freeze_step = 9, onebit.non_freeze = true;
     EXPECT_EQ(adaptive(onebit).freeze_step, 9);

@@ -21,7 +21,7 @@ include("tree.jl")
 include("state.jl")
 include("files.jl")
 
-export Adam, AdamW, Lamb, SGD, AdaGrad, OnebitAdam, ZeroOneAdam, OnebitLamb
+export Adam, AdamW, Lamb, SGD, AdaGrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb
 export Comm, Context, DsoptError, Scaler
 
 """Path of the library: `DSOPT_LIBRARY`, else what the system finds under its name."""

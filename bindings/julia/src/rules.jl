@@ -48,6 +48,8 @@ for (name, algorithm, defaults, formula) in (
      "eta = 1e-2, lr_decay = 0, lambda = 0, initial_accumulator_value = 0, epsilon = 1e-10, max_norm = 0",
      "As torch.optim.Adagrad: g += lambda p; s += g^2; p -= eta / (1 + (t - 1) lr_decay) g / (sqrt(s) + epsilon), where
      s starts as `initial_accumulator_value`"),
+    (:Lion, :LION, "eta = 1e-4, beta = (0.9, 0.99), lambda = 0, max_norm = 0",
+     "p -= eta (sign(beta[1] m + (1 - beta[1]) g) + lambda p), then m = beta[2] m + (1 - beta[2]) g"),
     (:OnebitAdam, :ONEBIT_ADAM, ADAPTIVE, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element"),
     (:ZeroOneAdam, :ZERO_ONE_ADAM, ADAPTIVE,
      "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),

@@ -63,7 +63,7 @@ end
 end
 
 @testset "every rule steps" begin
-    for rule in (Adam, AdamW, Lamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
+    for rule in (Adam, AdamW, Lamb, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb)
         model = (w = values(6, 33),)
         before = copy(model.w)
         state = Dsopt.setup(rule(0.01; beta = (0.8, 0.9)), model)
@@ -109,6 +109,15 @@ end
     Dsopt.adjust!(state; lr_decay = 0)
     Dsopt.update!(state, model, (w = [3.0f0],))
     @test model.w[1] ≈ 1 - 0.5 * 3 / (sqrt(50) + 0.5)
+end
+
+@testset "Lion is the paper's" begin
+    # m is 1, then 0.625: two steps down, one up
+    @test trained(Lion(0.25; beta = (0.5, 0.75)), [4, -0.5, -4])[1] == 0.75
+    w, state = trained(Lion(0.25; beta = (0.5, 0.75), lambda = 0.5), [4, 0])
+    @test w == 0.296875 # 1 - 0.25 * 1.5 is 0.625, less 0.25 * 1.3125
+    @test Dsopt.export_state(state)["w.exp_avg"] == [0.75f0]
+    @test thrown(() -> Dsopt.setup(Lion(epsilon = 1e-8), (w = ones(Float32, 1),))) isa DsoptError
 end
 
 @testset "no gradient leaves arrays alone" begin

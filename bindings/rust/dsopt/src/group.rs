@@ -200,6 +200,16 @@ groups! {
     }
     unset {}
 
+    /// Lion (Chen et al. 2023): the sign of a mean of gradients, with decoupled weight decay.
+    Lion = DSOPT_ALGORITHM_LION(lr = 1e-4) {
+        /// Share of the running mean in the mean whose sign is taken, in `[0, 1)`.
+        beta1: f64 = 0.9,
+        /// Decay of the running mean of gradients, in `[0, 1)`.
+        beta2: f64 = 0.99,
+    }
+    set {}
+    unset {}
+
     /// 1-bit Adam (Tang et al. 2021).
     OneBitAdam = DSOPT_ALGORITHM_ONEBIT_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Number of the last step that changes the variance.

@@ -27,7 +27,7 @@ pub use comm::{Comm, CommHandle, CommId, CommInfo, CommKind, Op};
 pub use compressed::{Compressed, Errors};
 pub use context::{Context, ContextBuilder, LogLevel, ParallelFor};
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Adagrad, Adam, AdamLegacy, AdamW, Group, Lamb, OneBitAdam, OneBitLamb, Param, Sgd, ZeroOneAdam};
+pub use group::{Adagrad, Adam, AdamLegacy, AdamW, Group, Lamb, Lion, OneBitAdam, OneBitLamb, Param, Sgd, ZeroOneAdam};
 pub use lists::{Norm, NormResult};
 pub use optimizer::{Applier, Key, Optimizer, Reduction, Reset};
 pub use report::{Report, SkipReasons, StepReport};

@@ -2,7 +2,7 @@
 //! Trains a small network beside AdamW written down in f64, and the same in half precision with a loss scale.
 mod support;
 use dsopt::{
-    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Nonfinite, Optimizer, Param, Scaler,
+    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Nonfinite, Optimizer, Param, Scaler,
     ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
 };
 use support::Random;
@@ -285,6 +285,18 @@ fn trains_with_adagrad() {
     assert_eq!(opt.get(None, Key::LrDecay).unwrap(), 2.0);
     let refused = opt.set(None, Key::InitialAccumulatorValue, -1.0).unwrap_err();
     assert!(refused.text().contains("initial_accumulator_value"), "{refused}");
+}
+
+#[test]
+fn trains_with_lion() {
+    let group = Lion { lr: 0.25, beta1: 0.5, beta2: 0.75, ..Default::default() };
+    assert_eq!(trained(&group, &[4.0, -0.5, -4.0]).0, 0.75); // m is 1, then 0.625: two steps down, one up
+    let (w, mut opt) = trained(&Lion { weight_decay: 0.5, ..group }, &[4.0, 0.0]);
+    assert_eq!(w, 0.296875); // 1 - 0.25 * 1.5 is 0.625, less 0.25 * 1.3125
+    assert_eq!(opt.state_info(0).unwrap().name, "exp_avg");
+    assert_eq!(opt.view(0).unwrap().unwrap().as_f32().unwrap(), [0.75]);
+    assert_eq!(opt.get(None, Key::Beta2).unwrap(), 0.75);
+    assert_eq!(opt.set(None, Key::Eps, 1e-8).unwrap_err().kind(), ErrorKind::Unsupported);
 }
 
 #[test]
