@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(const DeviceP
         take_shared_trust(d.plan, i);
 }
 
-template <int V> __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(const DevicePlan d) {
+template <int V> __global__ void __launch_bounds__(kThreads, V == 4 ? 4 : 3) lamb_weights_kernel(const DevicePlan d) {
     __shared__ SharedScalars s;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);
