@@ -965,8 +965,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, co
 
 /**
  * The same as a pure function: reads and writes only what `step` names, and remembers nothing. Nothing is allocated
- * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of
- * the caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
+ * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits only
+ * where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the caller here.
+ * The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
  * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must not see them passes
  * `hyper`.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.
