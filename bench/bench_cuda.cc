@@ -249,13 +249,15 @@ int main(int argc, char **argv) {
                 ->UseManualTime()
                 ->Unit(benchmark::kMillisecond);
         };
-        for (const int bytes : {17, 24, 25, 28, 30, 33, 40, 57})
+        for (const int bytes : {12, 17, 20, 24, 25, 28, 30, 33, 40, 57})
             add("BM_Copy/" + std::to_string(bytes), BM_Copy, bytes);
         add("BM_Fp32", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F32), false, 28);
         add("BM_Mixed/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), true, 30);
         add("BM_Mixed/bf16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_BF16), true, 30);
         add("BM_MixedUpdate/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), false, 28);
         add("BM_Lamb", BM_Step, int32_t(DSOPT_ALGORITHM_LAMB), int32_t(DSOPT_DTYPE_F32), false, 40);
+        add("BM_Sgd", BM_Step, int32_t(DSOPT_ALGORITHM_SGD), int32_t(DSOPT_DTYPE_F32), false, 12);
+        add("BM_Adagrad", BM_Step, int32_t(DSOPT_ALGORITHM_ADAGRAD), int32_t(DSOPT_DTYPE_F32), false, 20);
         add("BM_Compressed", BM_Compressed, 17);
         const auto add_onebit = [&](const std::string &name, int32_t algorithm, uint32_t flags, int32_t reduction,
                                     int bytes) { add(name, BM_OneBit, algorithm, flags, reduction, bytes); };
