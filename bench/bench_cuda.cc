@@ -258,6 +258,7 @@ int main(int argc, char **argv) {
         add("BM_Lamb", BM_Step, int32_t(DSOPT_ALGORITHM_LAMB), int32_t(DSOPT_DTYPE_F32), false, 40);
         add("BM_Sgd", BM_Step, int32_t(DSOPT_ALGORITHM_SGD), int32_t(DSOPT_DTYPE_F32), false, 12);
         add("BM_Adagrad", BM_Step, int32_t(DSOPT_ALGORITHM_ADAGRAD), int32_t(DSOPT_DTYPE_F32), false, 20);
+        add("BM_Lion", BM_Step, int32_t(DSOPT_ALGORITHM_LION), int32_t(DSOPT_DTYPE_F32), false, 20);
         add("BM_Compressed", BM_Compressed, 17);
         const auto add_onebit = [&](const std::string &name, int32_t algorithm, uint32_t flags, int32_t reduction,
                                     int bytes) { add(name, BM_OneBit, algorithm, flags, reduction, bytes); };

@@ -331,6 +331,7 @@ int main(int argc, char **argv) {
         add("BM_Sgd", BM_Rule, int32_t(DSOPT_ALGORITHM_SGD), 0.0, 12);
         add("BM_SgdMomentum", BM_Rule, int32_t(DSOPT_ALGORITHM_SGD), 0.9, 20);
         add("BM_Adagrad", BM_Rule, int32_t(DSOPT_ALGORITHM_ADAGRAD), 0.0, 20);
+        add("BM_Lion", BM_Rule, int32_t(DSOPT_ALGORITHM_LION), 0.0, 20);
         add("BM_SevenPass", BM_SevenPass);
     }
     benchmark::RunSpecifiedBenchmarks();

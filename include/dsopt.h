@@ -316,6 +316,9 @@ enum dsopt_algorithm {
      * With DSOPT_GROUP_EPS_INSIDE_SQRT it is optax.adagrad: g / sqrt(s + eps), and 0 where s is 0. Standard mode only.
      * Since: 0.2 */
     DSOPT_ALGORITHM_ADAGRAD = 9,
+    /** Chen et al. 2023, as in optax.lion: p -= lr (sign(beta1 m + (1 - beta1) g) + wd p), then
+     * m = beta2 m + (1 - beta2) g. The sign of 0 is 0. Standard mode only. Since: 0.2 */
+    DSOPT_ALGORITHM_LION = 10,
     /* The 1-bit family: data-parallel ranks exchange one bit per element. None has bias correction. docs/onebit.md */
     /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v stays, each rank
      * adds its own gradient to m, m becomes the 1-bit mean over the ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
@@ -440,7 +443,7 @@ typedef struct dsopt_param {
 /**
  * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
  * 1e-8, no decay, trust ratio 0.01 to 10. SGD: lr 1e-3, no momentum. Adagrad:
- * lr 1e-2, eps 1e-10, starting at 0. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta
+ * lr 1e-2, eps 1e-10, starting at 0. Lion: lr 1e-4, betas 0.9 and 0.99. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta
  * 0.9, trust_threshold 0.1, change 0.5 to 4.
  * @param[out] group      every byte is written.
  * @param[in]  size       sizeof(dsopt_group) in the caller's header.
@@ -677,7 +680,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *
  *   of each parameter (numel and dims of the parameter)      present
  *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER
- *   exp_avg               F32* running mean of gradients      Adam, LAMB, and the 1-bit family
+ *   exp_avg               F32* running mean of gradients      Adam, LAMB, Lion, and the 1-bit family
  *   exp_avg_sq            F32* running mean of squares        Adam, LAMB, and the 1-bit family
  *   momentum_buffer       F32  momentum                       SGD with momentum
  *   sum                   F32  sum of squares                 Adagrad; starts as initial_accumulator_value

@@ -4,13 +4,14 @@
 #include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/lamb.h"
+#include "rules/lion.h"
 #include "rules/onebit_family.h"
 #include "rules/sgd.h"
 
 namespace dsopt {
 
 inline constexpr const RuleInfo *kRules[] = {&kAdam,        &kAdamW,      &kLamb, &kLegacyAdam, &kOneBitAdam,
-                                             &kZeroOneAdam, &kOneBitLamb, &kSgd,  &kAdagrad};
+                                             &kZeroOneAdam, &kOneBitLamb, &kSgd,  &kAdagrad,    &kLion};
 
 /// What visit() gives for a formula.
 template <class T> struct Formula { using type = T; };
@@ -29,6 +30,7 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     case Rule::sgd_nesterov: f(Formula<SgdMomentum<true>>{}); return;
     case Rule::adagrad: f(Formula<Adagrad<false>>{}); return;
     case Rule::adagrad_eps_inside: f(Formula<Adagrad<true>>{}); return;
+    case Rule::lion: f(Formula<Lion>{}); return;
     }
 }
 

@@ -20,7 +20,8 @@ enum class Rule : uint8_t {
     sgd_momentum,
     sgd_nesterov,
     adagrad,
-    adagrad_eps_inside
+    adagrad_eps_inside,
+    lion
 };
 
 constexpr int kMoments = 2; // of any rule, at most

@@ -65,4 +65,6 @@ TEST_F(CudaRules, StepAdagradLikeTheCpu) {
     expect_same_bits_everywhere(DSOPT_ALGORITHM_ADAGRAD, like_optax, "Adagrad with eps inside");
 }
 
+TEST_F(CudaRules, StepLionLikeTheCpu) { expect_same_bits_everywhere(DSOPT_ALGORITHM_LION, nullptr, "Lion"); }
+
 } // namespace

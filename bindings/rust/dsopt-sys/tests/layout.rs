@@ -359,6 +359,7 @@ fn constants() {
     assert_eq!(DSOPT_ALGORITHM_ADAM_LEGACY, 7);
     assert_eq!(DSOPT_ALGORITHM_SGD, 8);
     assert_eq!(DSOPT_ALGORITHM_ADAGRAD, 9);
+    assert_eq!(DSOPT_ALGORITHM_LION, 10);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_ADAM, 16);
     assert_eq!(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 17);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_LAMB, 18);

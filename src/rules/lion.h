@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lion (Chen et al. 2023) as in the paper and in optax.lion.
+#pragma once
+#include "rules/scalars.h"
+
+namespace dsopt {
+
+struct Lion {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kBeta1 | kBeta2;
+    static constexpr MomentList moments{1, {{"exp_avg"}}};
+    Scalars s;
+    DSOPT_HD void operator()(float g, float &p, float &m) const {
+        g = unscale(s, g);
+        const float c = s.beta1 * m + s.a1 * g;
+        const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // of 0 it is 0, and a NaN stays one
+        p = p - s.lr * (sign + s.wd * p);
+        m = s.beta2 * m + s.a2 * g;
+    }
+};
+
+inline constexpr RuleInfo kLion{.algorithm = DSOPT_ALGORITHM_LION,
+                                .name = "lion",
+                                .fields = kBeta1 | kBeta2,
+                                .flags = 0,
+                                .compat = false,
+                                .defaults =
+                                    [](dsopt_group &group) {
+                                        group.lr = 1e-4;
+                                        group.beta1 = 0.9;
+                                        group.beta2 = 0.99;
+                                    },
+                                .check = [](const dsopt_group &, bool) {},
+                                .formula = [](const dsopt_group &) { return Rule::lion; }};
+
+} // namespace dsopt
