@@ -165,6 +165,17 @@ class Adagrad(Group):
     max_norm: float = 0.0
 
 
+@dataclass
+class Lion(Group):
+    """As in optax.lion, decoupled weight decay."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LION
+    lr: float = 1e-4
+    betas: Tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+
+
 class GroupView:
     """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on."""
 
@@ -330,5 +341,5 @@ class GroupView:
         self._set(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, value)
 
 
-ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, OnebitAdam, ZeroOneAdam, OnebitLamb)
+ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb)
 _SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay")  # in the representation of a GroupView

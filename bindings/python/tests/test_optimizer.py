@@ -273,6 +273,22 @@ class Steps(unittest.TestCase):
             group.lr_decay = -1
         self.assertEqual(group.lr_decay, 0.5)
 
+    def test_lion(self):
+        (w,) = arrays((5,))
+        p, m, lr, (b1, b2), wd = w.astype(np.float64), np.zeros(5), 0.1, (0.75, 0.5), 0.25
+        opt = dsopt.Optimizer({"w": w}, dsopt.Lion(lr, (b1, b2), wd))
+        for t in range(5):
+            (g,) = arrays((5,), seed=t)
+            opt.step([g])
+            p -= lr * (np.sign(b1 * m + (1 - b1) * g) + wd * p)
+            m = b2 * m + (1 - b2) * g
+        np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(opt.state["w.exp_avg"], m, rtol=1e-5, atol=1e-6)
+        with self.assertRaises(NotImplementedError):
+            opt.groups[0].eps = 1e-6
+        opt.groups[0].betas = 0.5, 0.25
+        self.assertEqual(repr(opt.groups[0]), "<Lion lr=0.1 betas=(0.5, 0.25) weight_decay=0.25>")
+
     def test_every_algorithm_steps(self):
         for group in (
             dsopt.Adam(),
@@ -283,6 +299,7 @@ class Steps(unittest.TestCase):
             dsopt.Sgd(momentum=0.9, nesterov=True),
             dsopt.Adagrad(),
             dsopt.Adagrad(eps_inside_sqrt=True, initial_accumulator_value=0.1),
+            dsopt.Lion(),
             dsopt.OnebitAdam(freeze_step=2),
             dsopt.ZeroOneAdam(freeze_step=2),
             dsopt.OnebitLamb(freeze_step=2),
