@@ -60,7 +60,7 @@ def tensors(arrays):
 class Engine:
     """dsopt_optimizer_step by ctypes: what the handler must agree with to the bit."""
 
-    def __init__(self, params, algorithm, comm=None, flags=0, max_norm=0.0, **fields):
+    def __init__(self, params, algorithm, comm=None, flags=0, max_norm=0.0, group_flags=0, **fields):
         self.params = [np.array(p) for p in params]
         self.handles = []
         context = self.make(abi.lib.dsopt_context_create, None)
@@ -70,6 +70,7 @@ class Engine:
         self.optimizer = self.make(abi.lib.dsopt_optimizer_create, context, ctypes.byref(desc))
         group = abi.dsopt_group()
         abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), algorithm))
+        group.flags = group_flags
         for name, value in fields.items():
             setattr(group, name, value)
         list_ = (abi.dsopt_param * len(self.params))()

@@ -34,14 +34,25 @@ class Bits(unittest.TestCase):
             ("adamw", {"weight_decay": 0.125}),
             ("lamb", {"weight_decay": 0.125}),
             ("adam_legacy", {}),
+            ("sgd", {}),
+            ("sgd", {"momentum": 0.875, "dampening": 0.5}),
+            ("sgd", {"momentum": 0.875, "nesterov": True, "weight_decay": 0.125}),
+            ("adagrad", {"lr_decay": 0.125, "initial_accumulator_value": 0.5}),
+            ("adagrad", {"eps_inside_sqrt": True}),
+            ("lion", {"weight_decay": 0.125}),
         ):
-            with self.subTest(name):
+            with self.subTest(name, **fields):
+                flags = {
+                    "nesterov": abi.DSOPT_GROUP_NESTEROV,
+                    "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
+                }
                 engine = Engine(
                     leaves,
                     abi.description["constants"]["DSOPT_ALGORITHM_" + name.upper()],
                     max_norm=1.0,
                     lr=1e-2,
-                    **fields,
+                    **{key: value for key, value in fields.items() if key not in flags},
+                    group_flags=sum(flags[key] for key in fields if key in flags),
                 )
                 opt = FusedStep(name, 1e-2, max_norm=1.0, **fields)
                 step = jax.jit(opt.step, donate_argnums=(0, 2))
@@ -147,6 +158,32 @@ class MixedPrecision(unittest.TestCase):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
             np.testing.assert_allclose(x, y, atol=1e-4)
 
+    def test_other_rules_train_as_optax(self):
+        """The decay is given by a function, so that a row of hyper-parameters is read: momentum stays."""
+        params, loss = model()
+        decay = lambda count: 0.01 / (1 + count)  # noqa: E731
+        start = {"initial_accumulator_value": 0.1}
+        for name, options, theirs in (
+            ("sgd", {}, optax.sgd(5e-3)),
+            ("sgd", {"momentum": 0.9}, optax.sgd(5e-3, momentum=0.9)),
+            ("sgd", {"momentum": 0.9, "nesterov": True}, optax.sgd(5e-3, momentum=0.9, nesterov=True)),
+            ("adagrad", {"eps": 1e-7, "eps_inside_sqrt": True, **start}, optax.adagrad(5e-3)),
+            ("lion", {}, optax.lion(5e-3, weight_decay=decay)),
+        ):
+            with self.subTest(name, **options):
+                tx = theirs if name == "lion" else optax.chain(optax.add_decayed_weights(decay), theirs)
+                opt = FusedStep(name, 5e-3, weight_decay=decay, **options)
+                ours = jax.jit(lambda p, s, opt=opt: opt.step(p, jax.grad(loss)(p), s)[:2])
+                update = jax.jit(lambda p, s, tx=tx: tx.update(jax.grad(loss)(p), s, p))
+                a, s, b, t = params, opt.init(params), params, tx.init(params)
+                for _ in range(30):
+                    a, s = ours(a, s)
+                    updates, t = update(b, t)
+                    b = optax.apply_updates(b, updates)
+                self.assertLess(float(loss(a)), float(loss(params)))
+                for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+                    np.testing.assert_allclose(x, y, atol=1e-4)
+
     def test_static_scale_and_own_scale(self):
         grads = grads_at(PARAMS, 0)
         scaled = jax.tree.map(lambda g: g * 256, grads)
@@ -241,6 +278,18 @@ class Refusals(unittest.TestCase):
             FusedStep("adamw", betas=(0.9, 0.99))
         with self.assertRaisesRegex(dsopt.ArgumentError, "beta1 is 2"):
             FusedStep("adamw", b1=2.0).init(PARAMS)
+        with self.assertRaisesRegex(dsopt.ArgumentError, "lr_decay is -1"):
+            FusedStep("adagrad", lr_decay=-1.0).init(PARAMS)
+        for name, options, text in (
+            ("sgd", {"b1": 0.9}, "beta1"),
+            ("sgd", {"dampening": 0.5}, "dampening has no effect without momentum"),
+            ("sgd", {"nesterov": True}, "nesterov has no effect without momentum"),
+            ("adagrad", {"momentum": 0.9}, "momentum"),
+            ("adamw", {"nesterov": True}, "nesterov has no effect"),
+            ("lion", {"eps": 1e-8}, "eps"),
+        ):
+            with self.subTest(name, **options), self.assertRaisesRegex(NotImplementedError, text):
+                FusedStep(name, **options).init(PARAMS)
         with self.assertRaisesRegex(dsopt.UnsupportedError, "STOCHASTIC_ROUNDING"):
             FusedStep("adamw", stochastic_rounding=True).init(PARAMS)
 

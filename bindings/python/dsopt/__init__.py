@@ -17,7 +17,20 @@ from ._errors import (
     UnsupportedError,
 )
 from ._functions import CompressedAllReduce, NormResult, axpby, build_info, clamp, clip, norm, version, zero
-from ._groups import Adam, AdamLegacy, AdamW, Group, GroupView, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from ._groups import (
+    Adagrad,
+    Adam,
+    AdamLegacy,
+    AdamW,
+    Group,
+    GroupView,
+    Lamb,
+    Lion,
+    OnebitAdam,
+    OnebitLamb,
+    Sgd,
+    ZeroOneAdam,
+)
 from ._handles import Context, Scaler
 from ._hooks import Piece
 from ._optimizer import Optimizer
@@ -26,6 +39,7 @@ from ._report import Report
 from ._state import State
 
 __all__ = [
+    "Adagrad",
     "Adam",
     "AdamLegacy",
     "AdamW",
@@ -42,6 +56,7 @@ __all__ = [
     "Group",
     "GroupView",
     "Lamb",
+    "Lion",
     "MissingError",
     "NormResult",
     "OnebitAdam",
@@ -52,6 +67,7 @@ __all__ = [
     "Piece",
     "Report",
     "Scaler",
+    "Sgd",
     "State",
     "StateError",
     "TimeoutError",

@@ -14,6 +14,7 @@ _FLAGS = {
     "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
     "eps_uncorrected": abi.DSOPT_GROUP_EPS_UNCORRECTED,
     "non_freeze": abi.DSOPT_GROUP_NON_FREEZE,
+    "nesterov": abi.DSOPT_GROUP_NESTEROV,
 }
 _KEYS = {
     number: name[len("DSOPT_KEY_") :].lower()
@@ -32,14 +33,11 @@ def _pair(value: Any, label: str) -> Tuple[Any, Any]:
 
 @dataclass
 class Group:
-    """Hyper-parameters of some parameters. `max_norm` clips by the norm of this group's gradients alone; 0 = off."""
+    """Hyper-parameters of some parameters. In all algorithms `max_norm` clips by the norm of this group's gradients
+    alone; 0 = off."""
 
     algorithm: ClassVar[int]
     lr: float = 1e-3
-    betas: Tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 0.0
 
     def struct(self) -> Any:
         """As a dsopt_group."""
@@ -60,7 +58,17 @@ class Group:
 
 
 @dataclass
-class Adam(Group):
+class _Adaptive(Group):
+    """Two moments."""
+
+    betas: Tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+
+
+@dataclass
+class Adam(_Adaptive):
     """Weight decay as L2. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM
@@ -69,7 +77,7 @@ class Adam(Group):
 
 
 @dataclass
-class AdamW(Group):
+class AdamW(_Adaptive):
     """Decoupled weight decay. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAMW
@@ -78,7 +86,7 @@ class AdamW(Group):
 
 
 @dataclass
-class AdamLegacy(Group):
+class AdamLegacy(_Adaptive):
     """The first fused Adam of apex: eps acts on the uncorrected variance."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM_LEGACY
@@ -87,7 +95,7 @@ class AdamLegacy(Group):
 
 
 @dataclass
-class Lamb(Group):
+class Lamb(_Adaptive):
     """Adam with one trust ratio per tensor."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LAMB
@@ -98,7 +106,7 @@ class Lamb(Group):
 
 
 @dataclass
-class OnebitAdam(Group):
+class OnebitAdam(_Adaptive):
     """1-bit Adam. `non_freeze`: never compressed."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
@@ -107,7 +115,7 @@ class OnebitAdam(Group):
 
 
 @dataclass
-class ZeroOneAdam(Group):
+class ZeroOneAdam(_Adaptive):
     """0/1 Adam."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
@@ -118,7 +126,7 @@ class ZeroOneAdam(Group):
 
 
 @dataclass
-class OnebitLamb(Group):
+class OnebitLamb(_Adaptive):
     """1-bit LAMB."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
@@ -129,6 +137,43 @@ class OnebitLamb(Group):
     trust_threshold: float = 0.1
     trust_min_change: float = 0.5
     trust_max_change: float = 4.0
+
+
+@dataclass
+class Sgd(Group):
+    """Stochastic gradient descent as in torch.optim.SGD, weight decay as L2. Without momentum there is no state."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_SGD
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    max_norm: float = 0.0
+
+
+@dataclass
+class Adagrad(Group):
+    """As in torch.optim.Adagrad, weight decay as L2. `eps_inside_sqrt`: as in optax."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAGRAD
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    eps_inside_sqrt: bool = False
+    max_norm: float = 0.0
+
+
+@dataclass
+class Lion(Group):
+    """As in optax.lion, decoupled weight decay."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LION
+    lr: float = 1e-4
+    betas: Tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
 
 
 class GroupView:
@@ -168,8 +213,9 @@ class GroupView:
         return int(self._get(abi.DSOPT_KEY_ALGORITHM))
 
     def __repr__(self) -> str:
-        kind = next((kind.__name__ for kind in ALGORITHMS if kind.algorithm == self.algorithm), "group")
-        return "<%s lr=%g betas=%r eps=%g weight_decay=%g>" % (kind, self.lr, self.betas, self.eps, self.weight_decay)
+        kind = next(kind for kind in ALGORITHMS if kind.algorithm == self.algorithm)
+        shown = [field.name for field in fields(kind) if field.name in _SHOWN]
+        return "<%s %s>" % (kind.__name__, " ".join("%s=%r" % (name, getattr(self, name)) for name in shown))
 
     @property
     def lr(self) -> float:
@@ -233,7 +279,7 @@ class GroupView:
 
     @property
     def eps_inside_sqrt(self) -> bool:
-        """LAMB and AdamLegacy."""
+        """LAMB, AdamLegacy and Adagrad."""
         return bool(self._get(abi.DSOPT_KEY_EPS_INSIDE_SQRT))
 
     @eps_inside_sqrt.setter
@@ -249,5 +295,51 @@ class GroupView:
     def eps_uncorrected(self, value: bool) -> None:
         self._set(abi.DSOPT_KEY_EPS_UNCORRECTED, value)
 
+    @property
+    def momentum(self) -> float:
+        """SGD. Cannot change between 0 and another value."""
+        return self._get(abi.DSOPT_KEY_MOMENTUM)
 
-ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
+    @momentum.setter
+    def momentum(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_MOMENTUM, value)
+
+    @property
+    def dampening(self) -> float:
+        """SGD."""
+        return self._get(abi.DSOPT_KEY_DAMPENING)
+
+    @dampening.setter
+    def dampening(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_DAMPENING, value)
+
+    @property
+    def nesterov(self) -> bool:
+        """SGD."""
+        return bool(self._get(abi.DSOPT_KEY_NESTEROV))
+
+    @nesterov.setter
+    def nesterov(self, value: bool) -> None:
+        self._set(abi.DSOPT_KEY_NESTEROV, value)
+
+    @property
+    def lr_decay(self) -> float:
+        """Adagrad."""
+        return self._get(abi.DSOPT_KEY_LR_DECAY)
+
+    @lr_decay.setter
+    def lr_decay(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_LR_DECAY, value)
+
+    @property
+    def initial_accumulator_value(self) -> float:
+        """Adagrad: of sums that are made or reset from now on."""
+        return self._get(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE)
+
+    @initial_accumulator_value.setter
+    def initial_accumulator_value(self, value: float) -> None:
+        self._set(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, value)
+
+
+ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb)
+_SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay")  # in the representation of a GroupView

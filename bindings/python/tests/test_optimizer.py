@@ -211,12 +211,95 @@ class Steps(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "eps_uncorrected"):
             dsopt.Optimizer(arrays((5,)), dsopt.Adam(bias_correction=False, eps_uncorrected=True))
 
+    def test_sgd(self):
+        lr, wd = 0.1, 0.25
+        for momentum, dampening, nesterov in ((0, 0, False), (0.5, 0, False), (0.5, 0.25, False), (0.5, 0, True)):
+            with self.subTest(momentum=momentum, dampening=dampening, nesterov=nesterov):
+                (w,) = arrays((5,))
+                p, b = w.astype(np.float64), None
+                options = dict(momentum=momentum, dampening=dampening, nesterov=nesterov)
+                opt = dsopt.Optimizer({"w": w}, dsopt.Sgd(lr=lr, weight_decay=wd, **options))
+                self.assertEqual("w.momentum_buffer" in opt.state, momentum > 0)
+                for t in range(5):
+                    (g,) = arrays((5,), seed=t)
+                    opt.step([g])
+                    g = g + wd * p
+                    b = g if b is None else momentum * b + (1 - dampening) * g
+                    p -= lr * (g + momentum * b if nesterov else b if momentum else g)
+                np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
+
+    def test_sgd_group(self):
+        opt = dsopt.Optimizer(arrays((5,)), dsopt.Sgd(momentum=0.5))
+        (group,) = opt.groups
+        group.momentum, group.dampening = 0.75, 0.5
+        self.assertEqual((group.momentum, group.dampening, group.nesterov, group.lr), (0.75, 0.5, False, 1e-3))
+        with self.assertRaisesRegex(ValueError, "dampening is 0.5, must be 0 with nesterov"):
+            group.nesterov = True
+        group.dampening, group.nesterov = 0, True
+        self.assertTrue(group.nesterov)
+        with self.assertRaisesRegex(NotImplementedError, "momentum"):
+            group.momentum = 0
+        with self.assertRaises(NotImplementedError):
+            group.betas = 0.9, 0.99
+        self.assertEqual(group.momentum, 0.75)
+        with self.assertRaisesRegex(NotImplementedError, "nesterov has no effect without momentum"):
+            dsopt.Optimizer(arrays((5,)), dsopt.Sgd(nesterov=True))
+
+    def test_adagrad(self):
+        for start, inside in ((0.0, False), (0.5, False), (0.5, True)):
+            with self.subTest(start=start, inside=inside):
+                (w,) = arrays((5,))
+                p, s = w.astype(np.float64), start
+                lr, decay, eps, wd = 0.1, 0.125, 1e-3, 0.25
+                group = dsopt.Adagrad(lr, decay, wd, start, eps, inside)
+                opt = dsopt.Optimizer({"w": w}, group)
+                for t in range(5):
+                    (g,) = arrays((5,), seed=t)
+                    opt.step([g])
+                    g = g + wd * p
+                    s = s + g * g
+                    p -= lr / (1 + t * decay) * g / (np.sqrt(s + eps) if inside else np.sqrt(s) + eps)
+                np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(opt.state["w.sum"], s, rtol=1e-5)
+
+    def test_adagrad_group(self):
+        opt = dsopt.Optimizer({"w": arrays((5,))[0]}, dsopt.Adagrad())
+        (group,) = opt.groups
+        self.assertEqual((group.lr, group.eps, group.lr_decay, group.initial_accumulator_value), (1e-2, 1e-10, 0, 0))
+        group.lr_decay, group.initial_accumulator_value = 0.5, 0.25
+        opt.reset("moments")
+        np.testing.assert_array_equal(opt.state["w.sum"], np.full(5, 0.25, np.float32))
+        with self.assertRaisesRegex(ValueError, "lr_decay"):
+            group.lr_decay = -1
+        self.assertEqual(group.lr_decay, 0.5)
+
+    def test_lion(self):
+        (w,) = arrays((5,))
+        p, m, lr, (b1, b2), wd = w.astype(np.float64), np.zeros(5), 0.1, (0.75, 0.5), 0.25
+        opt = dsopt.Optimizer({"w": w}, dsopt.Lion(lr, (b1, b2), wd))
+        for t in range(5):
+            (g,) = arrays((5,), seed=t)
+            opt.step([g])
+            p -= lr * (np.sign(b1 * m + (1 - b1) * g) + wd * p)
+            m = b2 * m + (1 - b2) * g
+        np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(opt.state["w.exp_avg"], m, rtol=1e-5, atol=1e-6)
+        with self.assertRaises(NotImplementedError):
+            opt.groups[0].eps = 1e-6
+        opt.groups[0].betas = 0.5, 0.25
+        self.assertEqual(repr(opt.groups[0]), "<Lion lr=0.1 betas=(0.5, 0.25) weight_decay=0.25>")
+
     def test_every_algorithm_steps(self):
         for group in (
             dsopt.Adam(),
             dsopt.AdamW(),
             dsopt.AdamLegacy(eps_inside_sqrt=True),
             dsopt.Lamb(),
+            dsopt.Sgd(),
+            dsopt.Sgd(momentum=0.9, nesterov=True),
+            dsopt.Adagrad(),
+            dsopt.Adagrad(eps_inside_sqrt=True, initial_accumulator_value=0.1),
+            dsopt.Lion(),
             dsopt.OnebitAdam(freeze_step=2),
             dsopt.ZeroOneAdam(freeze_step=2),
             dsopt.OnebitLamb(freeze_step=2),
@@ -229,6 +312,7 @@ class Steps(unittest.TestCase):
                     opt.step(arrays((9,), seed=5))
                 self.assertTrue((w != before).all())
                 self.assertEqual(opt.groups[0].algorithm, group.algorithm)
+                self.assertIn("<%s lr=" % type(group).__name__, repr(opt.groups[0]))
 
     def test_accumulate(self):
         p, q = arrays((4,)), arrays((4,))

@@ -4,20 +4,37 @@
 from ._build import handler_path, library as register
 from ._comms import register_comm
 from ._fused import DynamicScale, FusedStep, Report, onebit_adam, onebit_lamb, zero_one_adam
-from ._optax import adam, adamw, lamb, scale_by_adam
+from ._optax import (
+    adagrad,
+    adam,
+    adamw,
+    lamb,
+    lion,
+    scale_by_adam,
+    scale_by_lion,
+    scale_by_rss,
+    sgd,
+    trace,
+)
 
 __all__ = [
     "DynamicScale",
     "FusedStep",
     "Report",
+    "adagrad",
     "adam",
     "adamw",
     "handler_path",
     "lamb",
+    "lion",
     "onebit_adam",
     "onebit_lamb",
     "register",
     "register_comm",
     "scale_by_adam",
+    "scale_by_lion",
+    "scale_by_rss",
+    "sgd",
+    "trace",
     "zero_one_adam",
 ]

@@ -43,6 +43,10 @@ _GROUP_REALS = (
     "trust_threshold",
     "trust_min_change",
     "trust_max_change",
+    "momentum",
+    "dampening",
+    "lr_decay",
+    "initial_accumulator_value",
 )
 _SCALER_NUMBERS = ("profile", "flags", "window", "hysteresis")
 _SCALER_REALS = ("init", "factor", "min", "max")
@@ -333,7 +337,7 @@ class Hyper(NamedTuple):
     eps: object
     weight_decay: object
     max_norm: float = 0.0
-    eps_root: object = 0.0  # place 7 of a row, which must be 0
+    eps_root: object = 0.0  # place 7 of a row, which must be 0 without momentum
 
     def known(self) -> dict:
         """Fields of dsopt_group."""

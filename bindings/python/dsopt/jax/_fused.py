@@ -22,10 +22,15 @@ _GROUP_OPTIONS = {
     "trust_threshold",
     "trust_min_change",
     "trust_max_change",
+    "momentum",
+    "dampening",
+    "lr_decay",
+    "initial_accumulator_value",
 }
 _GROUP_FLAGS = {
     "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
     "no_bias_correction": abi.DSOPT_GROUP_NO_BIAS_CORRECTION,
+    "nesterov": abi.DSOPT_GROUP_NESTEROV,
 }
 _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 
@@ -83,7 +88,9 @@ class FusedStep:
         params, state, report = step(params, grads, state)
 
     `algorithm` is a name of dsopt.h's enum dsopt_algorithm in lower case. `learning_rate`, `b1`, `b2`, `eps` and
-    `weight_decay` are numbers, arrays, or functions of the number of steps; None is the engine's default. 16-bit
+    `weight_decay` are numbers, arrays, or functions of the number of steps; None is the engine's default. `momentum`,
+    `dampening`, `nesterov` (SGD), `lr_decay`, `initial_accumulator_value`, `eps_inside_sqrt` (Adagrad) and the other
+    fields of dsopt_group are numbers. 16-bit
     parameters have fp32 masters in the state unless `masters` is False. `loss_scale` is a number or a DynamicScale:
     then gradients are those of opt.loss_scale(state) * loss. `nonfinite` says what to do about Inf and NaN: None (skip
     where the gradients are read anyway), "skip" or "apply". `max_norm` is over the gradients that the call gets: in a

@@ -173,6 +173,10 @@ private:
         kTrustThreshold,
         kTrustMinChange,
         kTrustMaxChange,
+        kMomentum,
+        kDampening,
+        kLrDecay,
+        kInitialAccumulator,
         kGroupReals
     };
     enum { kNameBytes, kNumel, kDtype, kGroup, kParam };
@@ -268,6 +272,10 @@ private:
         group.trust_threshold = r[kTrustThreshold];
         group.trust_min_change = r[kTrustMinChange];
         group.trust_max_change = r[kTrustMaxChange];
+        group.momentum = r[kMomentum];
+        group.dampening = r[kDampening];
+        group.lr_decay = r[kLrDecay];
+        group.initial_accumulator_value = r[kInitialAccumulator];
         check(dl.dsopt_optimizer_add_group(optimizer, &group, nullptr, 0));
     }
 

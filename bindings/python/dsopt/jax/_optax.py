@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adamw, adam and lamb as optax.GradientTransformation: optax's arguments, formulas, dtypes, and its very state."""
+"""Optimizers as optax.GradientTransformation: optax's arguments, formulas, dtypes, and its very state."""
 
-from typing import Any, Callable, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,45 @@ def lamb(
     )
 
 
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: Optional[Scalar] = None,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """optax.sgd over the engine. Without momentum there is nothing for the engine to do, and it is optax's."""
+    return optax.chain(
+        optax.identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def adagrad(
+    learning_rate: ScalarOrSchedule, initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7
+) -> optax.GradientTransformationExtraArgs:
+    """optax.adagrad over the engine."""
+    return optax.chain(
+        scale_by_rss(initial_accumulator_value, eps),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def lion(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 1e-3,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """optax.lion over the engine."""
+    return optax.chain(
+        scale_by_lion(b1, b2, mu_dtype),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
 def scale_by_adam(
     b1: Scalar = 0.9,
     b2: Scalar = 0.999,
@@ -85,28 +124,83 @@ def scale_by_adam(
         if refused:
             raise _call.unsupported("dsopt.jax: %s is not in the engine; optax has it" % name)
     hyper = _call.Hyper(1.0, b1, b2, eps, 0.0, eps_root=eps_root)
-    theirs = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype)
+
+    def engine(leaves, state):
+        """The bias correction is optax's, in fp32, where 1 - b2**1 has an error of 1e-5: with c1 and c2 of the moments
+        the direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps), of which the engine does all but the first
+        factor."""
+        step, one = optax.safe_increment(state.count), jnp.float32(1)
+        root = jnp.sqrt(one / optax.tree.bias_correction(one, hyper.b2, step))
+        factor = root * optax.tree.bias_correction(one, hyper.b1, step)
+        rule = _Rule(abi.DSOPT_ALGORITHM_ADAM, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, ("exp_avg", "exp_avg_sq"))
+        return _direction(rule, hyper._replace(eps=hyper.eps * root), leaves, factor)
+
+    return _over_engine(optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype), ("mu", "nu"), engine)
+
+
+def trace(decay: Scalar, nesterov: bool = False, accumulator_dtype: Any = None) -> optax.GradientTransformation:
+    """optax.trace over the engine. A `decay` of 0, or one that only the program knows, is left to optax."""
+    theirs = optax.trace(decay, nesterov, accumulator_dtype)
+    known = _call.fixed(decay)
+    if not known:
+        return theirs
+    flags = abi.DSOPT_GROUP_NESTEROV if nesterov else 0
+    rule = _Rule(abi.DSOPT_ALGORITHM_SGD, flags, ("momentum_buffer",), (("momentum", known),))
+    hyper = _call.Hyper(1.0, 0.0, 0.0, 0.0, 0.0)
+    return _over_engine(theirs, ("trace",), lambda leaves, state: _direction(rule, hyper, leaves))
+
+
+def scale_by_rss(initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7) -> optax.GradientTransformation:
+    """optax.scale_by_rss over the engine."""
+    rule = _Rule(abi.DSOPT_ALGORITHM_ADAGRAD, abi.DSOPT_GROUP_EPS_INSIDE_SQRT, ("sum",))
+    hyper = _call.Hyper(1.0, 0.0, 0.0, eps, 0.0)
+    theirs = optax.scale_by_rss(initial_accumulator_value, eps)
+    return _over_engine(theirs, ("sum_of_squares",), lambda leaves, state: _direction(rule, hyper, leaves))
+
+
+def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: Any = None) -> optax.GradientTransformation:
+    """optax.scale_by_lion over the engine."""
+    rule = _Rule(abi.DSOPT_ALGORITHM_LION, 0, ("exp_avg",))
+    hyper = _call.Hyper(1.0, b1, b2, 0.0, 0.0)
+    theirs = optax.scale_by_lion(b1, b2, mu_dtype)
+    return _over_engine(theirs, ("mu",), lambda leaves, state: _direction(rule, hyper, leaves))
+
+
+class _Rule(NamedTuple):
+    """What a direction is made by: `moments` are the engine's names of the state, `fields` more of dsopt_group."""
+
+    algorithm: int
+    flags: int
+    moments: tuple
+    fields: tuple = ()
+
+
+def _over_engine(theirs, moments, engine):
+    """optax's transformation `theirs` by the engine. `moments` are the trees of its state; engine(leaves, state) gives
+    direction and moments of each leaf. State is made by optax and has its structure, so a checkpoint of one goes on
+    with the other."""
 
     def update(updates, state, params=None):
         del params
         grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
         names = _call.names_of(updates, is_leaf=_is_none)
-        moments = zip(treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu))
-        done = [(None, *each) for each in moments]
+        old = zip(*(treedef.flatten_up_to(getattr(state, name)) for name in moments))
+        done = [(None, *each) for each in old]
         leaves = {
-            i: _Leaf(name, grad, *done[i][1:]) for i, (name, grad) in enumerate(zip(names, grads)) if grad is not None
+            i: _Leaf(name, grad, done[i][1:]) for i, (name, grad) in enumerate(zip(names, grads)) if grad is not None
         }
         ours = [i for i, leaf in leaves.items() if leaf.known]
-        for i, result in zip(ours, _engine(hyper, [leaves[i] for i in ours], state.count) if ours else ()):
+        for i, result in zip(ours, engine([leaves[i] for i in ours], state) if ours else ()):
             done[i] = result
         for i in leaves.keys() - set(ours):
-            leaf = leaves[i]
-            new, moved = theirs.update(leaf.grad, optax.ScaleByAdamState(state.count, leaf.mu, leaf.nu))
-            done[i] = new, moved.mu, moved.nu
-        new, mu, nu = (treedef.unflatten([each[i] for each in done]) for i in range(3))
-        return new, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
+            new, moved = theirs.update(leaves[i].grad, state._replace(**dict(zip(moments, leaves[i].moments))))
+            done[i] = (new, *(getattr(moved, name) for name in moments))
+        new, *trees = (treedef.unflatten([each[i] for each in done]) for i in range(1 + len(moments)))
+        changed = dict(zip(moments, trees))
+        if "count" in state._fields:
+            changed["count"] = optax.safe_increment(state.count)
+        return new, state._replace(**changed)
 
-    # State is made by optax and has its structure, so a checkpoint of one goes on with the other.
     return optax.GradientTransformation(theirs.init, update)
 
 
@@ -117,44 +211,35 @@ def _is_none(x):
 class _Leaf:
     """One parameter of an update."""
 
-    def __init__(self, name, grad, mu, nu):
-        self.name, self.grad, self.mu, self.nu = name, jnp.asarray(grad), mu, nu
-        if self.grad.shape != mu.shape:
+    def __init__(self, name, grad, moments):
+        self.name, self.grad, self.moments = name, jnp.asarray(grad), moments
+        shape = moments[0].shape
+        if self.grad.shape != shape:
             raise _call.argument_error(
-                "the gradient of %s has shape %s, and the parameter has %s" % (name, self.grad.shape, mu.shape)
+                "the gradient of %s has shape %s, and the parameter has %s" % (name, self.grad.shape, shape)
             )
         # The engine is fp32 inside. Other leaves (double, complex, integer) are left to optax, with the same state.
-        self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, mu, nu))
-        # As in optax: the dtype of a mean of old mu and new gradient
-        self.dtype = jnp.promote_types(self.grad.dtype, mu.dtype)
+        self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, *moments))
+        # As in optax: the dtype of a sum of old moment and new gradient
+        self.dtype = jnp.promote_types(self.grad.dtype, moments[0].dtype)
 
 
-def _engine(hyper, leaves, count):
-    """(direction, mu, nu) of each leaf.
+def _direction(rule, hyper, leaves, factor=1):
+    """Direction, times the factor, and moments of each leaf.
 
     The engine steps from zeros, whose change is the direction to the last bit, which the difference of two weights is
-    not. They are 16-bit zeros, half as much to read, of which XLA makes one array for all parameters of a shape.
-
-    The bias correction is optax's, in fp32, where 1 - b2**1 has an error of 1e-5: with c1 and c2 of the moments the
-    direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps), of which the engine does all but the first factor."""
-    step = optax.safe_increment(count)
-    one = jnp.float32(1)
-    root = jnp.sqrt(one / optax.tree.bias_correction(one, hyper.b2, step))
-    factor = root * optax.tree.bias_correction(one, hyper.b1, step)
-    hyper = hyper._replace(eps=hyper.eps * root)
+    not. They are 16-bit zeros, half as much to read, of which XLA makes one array for all parameters of a shape."""
     recipe = _call.Recipe(
-        groups=(_call.group(abi.DSOPT_ALGORITHM_ADAM, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, **hyper.known()),),
-        params=tuple(_call.Param(leaf.name, leaf.mu.shape, "bfloat16", 0) for leaf in leaves),
+        groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
+        params=tuple(_call.Param(leaf.name, leaf.moments[0].shape, "bfloat16", 0) for leaf in leaves),
         flags=abi.DSOPT_OPTIMIZER_NO_MASTER,
     )
     state, entries = [], recipe.layout.entries
     for entry in entries:
-        if entry.name == "exp_avg":
-            state.append(leaves[entry.param].mu.astype(jnp.float32))
-        elif entry.name == "exp_avg_sq":
-            state.append(leaves[entry.param].nu.astype(jnp.float32))
-        else:
-            state.append(jnp.full(entry.shape, count, entry.dtype))
+        if entry.name in rule.moments:
+            state.append(leaves[entry.param].moments[rule.moments.index(entry.name)].astype(jnp.float32))
+        else:  # "step": no rule here has anything that depends on it, once the first step is behind
+            state.append(jnp.ones(entry.shape, entry.dtype))
     change, state, _ = _call.step(
         recipe,
         [jnp.zeros_like(leaf.grad, jnp.bfloat16) for leaf in leaves],
@@ -165,12 +250,11 @@ def _engine(hyper, leaves, count):
         options=_call.HYPER_IS_ERROR,
         out=[_call.like(leaf.grad, leaf.dtype) for leaf in leaves],
     )
-    moments = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
+    new = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
     return [
         (
             (direction * -factor).astype(leaf.dtype),
-            moments["exp_avg", i].astype(leaf.mu.dtype),
-            moments["exp_avg_sq", i].astype(leaf.nu.dtype),
+            *(new[name, i].astype(old.dtype) for name, old in zip(rule.moments, leaf.moments)),
         )
         for i, (leaf, direction) in enumerate(zip(leaves, change))
     ]

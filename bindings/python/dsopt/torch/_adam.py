@@ -16,14 +16,14 @@ from ._tensors import DEVICES, unsupported
 TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
 
 
-class _Torch(EngineOptimizer):
+class Torch(EngineOptimizer):
     """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
     among torch's implementations; here they are accepted, and change nothing but what is in the groups, and what is
     raised for a device without engine: with fused=True, as torch does, a RuntimeError."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
         for name in REFUSED:
-            if options[name]:
+            if options.get(name):
                 raise unsupported("%s: %s=True" % (type(self).__name__, name))
         known = inspect.signature(base.__init__).parameters
         if options.get("decoupled_weight_decay") and "decoupled_weight_decay" not in known:
@@ -44,7 +44,7 @@ class _Torch(EngineOptimizer):
         super()._plan()
 
 
-class AdamW(_Torch, TorchAdamW):
+class AdamW(Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
     amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
@@ -81,7 +81,7 @@ class AdamW(_Torch, TorchAdamW):
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
 
 
-class Adam(_Torch, TorchAdam):
+class Adam(Torch, TorchAdam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015). What AdamW here refuses, Adam refuses."""
 
     def __init__(self,

@@ -32,6 +32,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     # GradScaler leaves unscaling and skipping to the step. Before torch 2.0 it did so in another way.
     _step_supports_amp_scaling = VERSION >= (2, 0)
     _fields: Tuple[str, ...] = ("lr", "beta1", "beta2", "eps", "weight_decay")  # of dsopt_group, in the order of _hyper
+    _counts = True  # "step" is in the state of each parameter
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
     _reports = False  # dsopt_step.report is wanted
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
@@ -50,6 +51,18 @@ class EngineOptimizer(torch.optim.Optimizer):
             return lr, beta1, beta2, eps, float(decay)
         return (number(lr, g, "lr"), number(beta1, g, "betas[0]"), number(beta2, g, "betas[1]"), number(eps, g, "eps"),
                 number(decay, g, "weight_decay"))
+
+    def _steps_of(self, state: Dict[str, Any]) -> float:
+        """How many steps a parameter has made, by its state."""
+        return float(state.get("step", 0))
+
+    def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
+        """Is this the state of a parameter that has made a step?"""
+        return bool(state)
+
+    def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
+        """What a state tensor that is missing starts as."""
+        return 0.0
 
     def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
         """dsopt_optimizer_desc, what it refers to, and whether steps call functions of Python."""

@@ -129,7 +129,8 @@ class Plan:
         self.state_of: List[List[Tuple[int,
                                        str]]] = [[]
                                                  for _ in self.entries]  # per parameter: index and name of each entry
-        fresh = not any(owner.state.get(p) for p in self.params)
+        fresh = not any(owner._has_begun(owner.state.get(p)) for p in self.params)
+        given: List[torch.Tensor] = []  # state that is there before a first step
         self._take_steps(owner)
         self.of_param = [owner.state[p] for p in self.params]
         self.own: Dict[str, torch.Tensor] = {}
@@ -138,7 +139,10 @@ class Plan:
             abi.check(abi.lib.dsopt_optimizer_state(self.handle, i, byref(info)))
             name = info.name.decode()
             if info.param >= 0:
+                was_there = name in self.of_param[info.param]
                 tensor = self._state_of_param(owner, info, name)
+                if was_there and fresh:
+                    given.append(tensor)
                 self.state_of[info.param].append((i, name))
             elif name == "step":
                 tensor = self.steps
@@ -147,21 +151,23 @@ class Plan:
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
         if fresh and self.entries:
             put(self.param_words, 0, list(map(_data_ptr, self.params)))
+            values = [tensor.clone() for tensor in given]
             abi.check(
                 abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value,
                                                    self._stream()))
+            for tensor, value in zip(given, values):
+                tensor.copy_(value)
             self.steps_seen.copy_(self.steps)
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
         """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one
-        tensor, which
-        is copied from and to that list."""
+        tensor, which is copied from and to that list. Where torch's state has no `step`, none is put there."""
         count = len(self.entries)
-        old = [float(owner.state[p].get("step", 0)) for p in self.params]
+        old = [owner._steps_of(owner.state[p]) for p in self.params]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps_seen = torch.tensor(old, dtype=dtype, device=self.device)
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
-        for p, step in zip(self.params, self.steps_seen.unbind()):
+        for p, step in zip(self.params, self.steps_seen.unbind() if owner._counts else ()):
             owner.state[p]["step"] = step
 
     def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
@@ -172,8 +178,12 @@ class Plan:
         if tensor is None:
             # In the order of the parameter's elements; else in that of its shape.
             like = param.detach() if is_dense(param) else param.detach().contiguous()
-            from_param = info.flags & abi.DSOPT_STATE_FROM_PARAM
-            tensor = like.to(dtype, copy=True) if from_param else torch.zeros_like(like, dtype=dtype)
+            if info.flags & abi.DSOPT_STATE_FROM_PARAM:
+                tensor = like.to(dtype, copy=True)
+            else:
+                start = owner._starts_as(name, owner.param_groups[entry.group])
+                value = complex(start, start) if param.is_complex() else start
+                tensor = torch.full_like(like, value, dtype=dtype)
         elif tensor.shape != param.shape:
             raise wrong("state %r of %s has shape %s, and the parameter %s" %
                         (name, entry.name, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
@@ -222,7 +232,8 @@ class Plan:
             _bump(self.params)
 
     def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
-        for field, old, new in zip(owner._fields, self.hyper[g], now):
+        # What becomes 0 goes first: nesterov and dampening exclude one another.
+        for field, old, new in sorted(zip(owner._fields, self.hyper[g], now), key=lambda change: change[2] != 0):
             if new != old:
                 key = getattr(abi, "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper())
                 abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key, new), "param_groups[%d]: " % g)

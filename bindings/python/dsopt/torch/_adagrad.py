@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adagrad with the arguments of torch.optim."""
+from __future__ import annotations
+
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from ._adam import Torch
+from ._base import number
+
+TorchAdagrad = torch.optim.Adagrad  # as it is on import
+
+
+class Adagrad(Torch, TorchAdagrad):
+    """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
+
+    maximize, differentiable and sparse gradients are refused. Parameters are float32, float16, bfloat16 or complex64;
+    the sums of 16-bit ones are float32.
+    """
+
+    _fields = ("lr", "lr_decay", "weight_decay", "eps")
+
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-2,
+                 lr_decay: float = 0,
+                 weight_decay: float = 0,
+                 initial_accumulator_value: float = 0,
+                 eps: float = 1e-10,
+                 foreach: Optional[bool] = None,
+                 *,
+                 maximize: bool = False,
+                 differentiable: bool = False,
+                 fused: Optional[bool] = None) -> None:
+        self._init(TorchAdagrad,
+                   params,
+                   lr=lr,
+                   lr_decay=lr_decay,
+                   weight_decay=weight_decay,
+                   initial_accumulator_value=initial_accumulator_value,
+                   eps=eps,
+                   foreach=foreach,
+                   maximize=maximize,
+                   differentiable=differentiable,
+                   fused=fused)
+        for group in self.param_groups:  # torch has rounded the sums of 16-bit parameters to their dtype
+            for param in group["params"]:
+                if param.dtype in (torch.float16, torch.bfloat16):
+                    start = group["initial_accumulator_value"]
+                    self.state[param]["sum"] = torch.full_like(param.detach(), start, dtype=torch.float32)
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        return abi.DSOPT_ALGORITHM_ADAGRAD, 0, {"initial_accumulator_value": self._starts_as("sum", group)}
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        return tuple(number(group[key], g, key) for key in self._fields)
+
+    def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
+        return bool(state) and self._steps_of(state) > 0  # torch makes state before the first step
+
+    def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
+        """torch makes the sums of the first groups only; those of groups that are added begin in the same way."""
+        return float(group["initial_accumulator_value"])

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion with the arguments of its authors' implementation for PyTorch."""
+from __future__ import annotations
+
+from typing import Any, Dict, Tuple
+
+from .. import _abi as abi
+from ._base import EngineOptimizer, number
+
+
+class Lion(EngineOptimizer):
+    """Chen et al. 2023, with decoupled decay. State is the authors': exp_avg alone."""
+
+    _fields = ("lr", "beta1", "beta2", "weight_decay")
+    _counts = False
+
+    def __init__(self, params: Any, lr: Any = 1e-4, betas: Tuple[Any, Any] = (0.9, 0.99),
+                 weight_decay: float = 0.0) -> None:
+        if not 0.0 <= lr:
+            raise ValueError("Invalid learning rate: {}".format(lr))
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError("Invalid beta parameter at index {}: {}".format(i, beta))
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        return abi.DSOPT_ALGORITHM_LION, 0, {}
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (number(group["lr"], g, "lr"), number(beta1, g, "betas[0]"), number(beta2, g, "betas[1]"),
+                number(group["weight_decay"], g, "weight_decay"))

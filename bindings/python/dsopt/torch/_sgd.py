@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGD with the arguments of torch.optim."""
+from __future__ import annotations
+
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from .. import _abi as abi
+from ._adam import Torch
+from ._base import number
+
+TorchSGD = torch.optim.SGD  # as it is on import
+
+
+class SGD(Torch, TorchSGD):
+    """torch.optim.SGD, stepped by the engine.
+
+    maximize, differentiable and sparse gradients are refused, and a momentum that changes between 0 and another value.
+    Parameters are float32, float16, bfloat16 or complex64; the momentum of 16-bit ones is float32.
+    """
+
+    _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
+    _counts = False  # torch's state is the buffer alone
+
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-3,
+                 momentum: float = 0,
+                 dampening: float = 0,
+                 weight_decay: Any = 0,
+                 nesterov: bool = False,
+                 *,
+                 maximize: bool = False,
+                 foreach: Optional[bool] = None,
+                 differentiable: bool = False,
+                 fused: Optional[bool] = None) -> None:
+        self._init(TorchSGD,
+                   params,
+                   lr=lr,
+                   momentum=momentum,
+                   dampening=dampening,
+                   weight_decay=weight_decay,
+                   nesterov=nesterov,
+                   maximize=maximize,
+                   foreach=foreach,
+                   differentiable=differentiable,
+                   fused=fused)
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        nesterov = group["nesterov"] and group["momentum"]
+        return abi.DSOPT_ALGORITHM_SGD, abi.DSOPT_GROUP_NESTEROV if nesterov else 0, {}
+
+    def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
+        lr, decay, momentum, dampening = (
+            number(group[key], g, key) for key in ("lr", "weight_decay", "momentum", "dampening"))
+        if not momentum:  # torch ignores the other two
+            return lr, decay, 0.0, 0.0, 0.0
+        return lr, decay, momentum, dampening, float(bool(group["nesterov"]))
+
+    def _steps_of(self, state: Dict[str, Any]) -> float:
+        """The engine only asks whether the next step is the first, which makes the buffer."""
+        return float("momentum_buffer" in state)
+
+    def _plan(self) -> None:
+        self._forget()
+        begun = []
+        for state in self.state.values():
+            if state.get("momentum_buffer", state) is None:  # of a torch that notes that there is none
+                del state["momentum_buffer"]
+            begun.append("momentum_buffer" in state)
+        try:
+            super()._plan()
+        except BaseException:
+            begun += [False] * (len(self.state) - len(begun))
+            for state, was in zip(self.state.values(), begun):
+                if not was:
+                    state.pop("momentum_buffer", None)
+            raise
+
+    def _forget(self) -> None:
+        """Take out buffers whose first step was skipped: the gradient that makes a buffer is not dampened."""
+        if any(group["dampening"] for group in self.param_groups):
+            for plan in self._plans or ():
+                for param, step in zip(plan.params, plan.steps.tolist()):
+                    if not step:
+                        self.state.get(param, {}).pop("momentum_buffer", None)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        self._forget()
+        super().add_param_group(param_group)
+
+    def state_dict(self, *args: Any, **options: Any) -> Dict[str, Any]:
+        self._forget()
+        return super().state_dict(*args, **options)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        self._forget()
+        return super().__getstate__()
