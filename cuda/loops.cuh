@@ -28,7 +28,7 @@ public:
         const OnDevice on(device);
         int processors = 0;
         check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-        blocks_ = unsigned(processors) * 4;
+        multiprocessors_ = unsigned(processors);
     }
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).bytes; }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
@@ -135,7 +135,7 @@ public:
 
 private:
     static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
-    Launcher launcher(void *stream) const { return {blocks_, as_stream(stream), pool_}; }
+    Launcher launcher(void *stream) const { return {multiprocessors_, as_stream(stream), pool_}; }
     unsigned blocks_for(int64_t pieces) const { return launcher(nullptr).blocks_for(pieces); }
     template <class Body>
     void with_exchange(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, void *stream,
@@ -145,7 +145,7 @@ private:
                   const Launch &launch) const;
 
     int device_;
-    unsigned blocks_ = 1;
+    unsigned multiprocessors_ = 1;
     mutable PinnedPool pool_;
 };
 

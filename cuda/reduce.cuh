@@ -103,13 +103,9 @@ __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &ta
                   [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(d.plan, begin, end, group); });
 }
 
-// Four blocks per multiprocessor are launched. Left to itself, the compiler aims at more and spills. Where shared memory
-// has no room for so many, or 64 registers are too few for the decision, it may take more registers.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ < 900)
+/// Blocks per multiprocessor, as many as are launched: with a fourth one, 64 registers would be too few for the decision,
+/// and on some devices shared memory would have no room.
 constexpr int kInspectBlocks = 3;
-#else
-constexpr int kInspectBlocks = 4;
-#endif
 __global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const DevicePlan d, const bool decides) {
     __shared__ float room[kWarps][kStage];
     const StepPlan &plan = d.plan;

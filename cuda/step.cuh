@@ -56,8 +56,9 @@ public:
     void inspect(bool agrees) override {
         d_.decided = d_.decided || agrees;
         if (plan_.read_gradients)
-            check(::gpu::launch("inspect", inspect_kernel, launcher_.blocks_for((d_.leaves + kWarps - 1) / kWarps),
-                                kThreads, 0, launcher_.stream, d_, !agrees),
+            check(::gpu::launch("inspect", inspect_kernel,
+                                launcher_.blocks_for((d_.leaves + kWarps - 1) / kWarps, kInspectBlocks), kThreads, 0,
+                                launcher_.stream, d_, !agrees),
                   "inspect");
         else if (agrees)
             check(::gpu::launch("fold", fold_kernel, 1, kThreads, 0, launcher_.stream, d_), "fold");

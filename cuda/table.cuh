@@ -13,13 +13,14 @@ namespace dsopt::gpu {
 
 /// How the host launches kernels.
 struct Launcher {
-    unsigned most_blocks;
+    unsigned multiprocessors;
     cudaStream_t stream;
     PinnedPool &pool;
 
     /// A grid over so many pieces of work.
-    unsigned blocks_for(int64_t pieces) const {
-        return unsigned(pieces < 1 ? 1 : pieces > int64_t(most_blocks) ? int64_t(most_blocks) : pieces);
+    unsigned blocks_for(int64_t pieces, unsigned per_multiprocessor = 4) const {
+        const int64_t most = int64_t(multiprocessors) * per_multiprocessor;
+        return unsigned(pieces < 1 ? 1 : pieces > most ? most : pieces);
     }
 };
 

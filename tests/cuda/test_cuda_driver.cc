@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One driver for both backends: what goes over the wire, also in skipped steps, and what a failed exchange leaves.
 #include "side.h"
+#include <algorithm>
 #include <memory>
 #include <tuple>
 
@@ -105,7 +106,8 @@ struct Failing {
 /// With a group of 1-bit Adam or LAMB and one of AdamW, whose gradients the engine averages.
 class FailingSide {
 public:
-    FailingSide(bool device, int32_t algorithm) {
+    FailingSide(bool device, int32_t algorithm) : FailingSide(device, setting_of(algorithm, DSOPT_COMPAT_NONE)) {}
+    FailingSide(bool device, Setting s) {
         DSOPT_NEW(dsopt_comm_table, table);
         table.self = &failing;
         table.ranks = 2;
@@ -119,7 +121,6 @@ public:
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         Side::good(dsopt_comm_create(context_, &desc, &comm));
-        Setting s = setting_of(algorithm, DSOPT_COMPAT_NONE);
         s.context = context_;
         s.desc.data = comm;
         s.change = [](dsopt_group &g, int index) {
@@ -181,5 +182,29 @@ TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAll
             }
         }
 }
+
+#if !defined(ON_A_GPU)
+TEST_F(CudaDriver, ZeroesGradientsThatItAveragedInOneLaunchWhateverTheirNumber) {
+    std::vector<size_t> launches;
+    for (const size_t count : {4, 40}) {
+        Setting s = setting_of(DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE);
+        s.sizes.assign(count, 40);
+        s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
+        s.step_flags = DSOPT_STEP_ZERO_GRADS;
+        FailingSide it(true, s);
+        for (int t = 0; t < 2; ++t) { // full steps; the first one makes tables
+            it.side->fill_gradients(t);
+            fakert::mark();
+            EXPECT_OK(it.side->step());
+        }
+        const std::vector<std::string> kernels = fakert::launched_kernels();
+        EXPECT_EQ(std::count(kernels.begin(), kernels.end(), "zero"), 1);
+        launches.push_back(kernels.size());
+        for (const Bytes &bytes : it.side->grads)
+            for (const char byte : bytes.get()) ASSERT_EQ(byte, 0);
+    }
+    EXPECT_EQ(launches[0], launches[1]);
+}
+#endif
 
 } // namespace
