@@ -11,13 +11,13 @@ namespace test {
 
 int Tape::write(void *user, const void *bytes, size_t size) {
     auto *self = static_cast<Tape *>(user);
-    if (self->calls++ == self->fail_at) return 4711;
+    if (self->count_call() == self->fail_at) return 4711;
     self->data.append(static_cast<const char *>(bytes), size);
     return 0;
 }
 int Tape::read(void *user, uint64_t offset, void *bytes, size_t size) {
     auto *self = static_cast<Tape *>(user);
-    if (self->calls++ == self->fail_at) return -42;
+    if (self->count_call() == self->fail_at) return -42;
     if (offset > self->data.size() || size > self->data.size() - offset) return 99;
     std::memcpy(bytes, self->data.data() + offset, size);
     return 0;

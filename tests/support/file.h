@@ -2,6 +2,7 @@
 // Checkpoints in memory, and folders on disk.
 #pragma once
 #include "handles.h"
+#include <atomic>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -14,6 +15,8 @@ class Trainer;
 struct Tape {
     std::string data;
     int calls = 0, fail_at = -1;
+    /// Its number. Several ranks may read one tape at once.
+    int count_call() { return std::atomic_ref(calls)++; }
     static int write(void *user, const void *bytes, size_t size);
     static int read(void *user, uint64_t offset, void *bytes, size_t size);
     dsopt_io io(uint32_t flags = 0);
