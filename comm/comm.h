@@ -42,8 +42,8 @@ public:
     /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
 
-    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory cannot
-    /// be.
+    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory
+    /// cannot be.
     void check_stream(void *stream) const;
     /// Device memory for what travels together, kept for the next call. There must be enough of it when a stream is
     /// captured.

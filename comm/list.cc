@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_comm_all_reduce: a list over the ranks of a comm. Small tensors and those of 16 bits go through a bucket of fp32,
-// so that a list of hundreds takes a few collectives and sums are rounded once; large fp32 tensors go as they are.
+// dsopt_comm_all_reduce: a list over the ranks of a comm. Small tensors and those of 16 bits go through a bucket of
+// fp32, so that a list of hundreds takes a few collectives and sums are rounded once; large fp32 tensors go as they
+// are.
 #include "comm/comm.h"
 #include "device/device.h"
 #include <algorithm>

@@ -13,7 +13,8 @@ struct DeviceList {
     int64_t leaves;
 };
 
-/// The last of `count` stretches, at least one, that begins at `at` or before. Empty ones begin where the next one does.
+/// The last of `count` stretches, at least one, that begins at `at` or before. Empty ones begin where the next one
+/// does.
 template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
     Index low = 0, high = count;
     while (high - low > 1) {

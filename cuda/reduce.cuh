@@ -103,8 +103,8 @@ __device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &ta
                   [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(d.plan, begin, end, group); });
 }
 
-/// Blocks per multiprocessor, as many as are launched: with a fourth one, 64 registers would be too few for the decision,
-/// and on some devices shared memory would have no room.
+/// Blocks per multiprocessor, as many as are launched: with a fourth one, 64 registers would be too few for the
+/// decision, and on some devices shared memory would have no room.
 constexpr int kInspectBlocks = 3;
 __global__ void __launch_bounds__(kThreads, kInspectBlocks) inspect_kernel(const DevicePlan d, const bool decides) {
     __shared__ float room[kWarps][kStage];

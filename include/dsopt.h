@@ -954,20 +954,20 @@ typedef struct dsopt_step {
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters, moments and counters of all
- * groups are unchanged, on every backend, with three exceptions: what 0/1 Adam moves by itself before a synchronisation;
- * the model comm fails between LAMB's two sweeps, when LAMB's moments and other groups have moved; or a comm was made
- * with ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose errors hold sums that were to be
- * sent, load a checkpoint (docs/onebit.md).
+ * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters, moments and counters of
+ * all groups are unchanged, on every backend, with three exceptions: what 0/1 Adam moves by itself before a
+ * synchronisation; the model comm fails between LAMB's two sweeps, when LAMB's moments and other groups have moved; or
+ * a comm was made with ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose errors hold sums
+ * that were to be sent, load a checkpoint (docs/onebit.md).
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
  * The same as a pure function: reads and writes only what `step` names, and remembers nothing. Nothing is allocated
- * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits only
- * where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the caller here.
- * The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
+ * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits
+ * only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the caller
+ * here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
  * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must not see them passes
  * `hyper`.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.

@@ -73,8 +73,8 @@ private:
     std::atomic<int64_t> again_{-1}, outside_{0}; // the last of those that should not have come; 0 is never outside
 };
 
-/// Where there is no OpenMP: a build without it (the thread sanitizer does not see into its runtime), a child of fork().
-/// Where the system gives no thread, its share runs here.
+/// Where there is no OpenMP: a build without it (the thread sanitizer does not see into its runtime), a child of
+/// fork(). Where the system gives no thread, its share runs here.
 void run_on_new_threads(int workers, int64_t parts, Body body, void *arg) {
     constexpr int most = 64;
     std::thread pool[most];

@@ -23,8 +23,8 @@ void watch_forks() {
     if (registered != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(registered));
 }
 
-/// Whether this process came from fork(), with no exec() since. The threads of GNU's OpenMP did not come along then, and
-/// it would wait for them for ever, whoever had started them.
+/// Whether this process came from fork(), with no exec() since. The threads of GNU's OpenMP did not come along then,
+/// and it would wait for them for ever, whoever had started them.
 bool is_forked_child() {
     if (fork_generation.load(std::memory_order_relaxed) > 0) return true;
     // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name.

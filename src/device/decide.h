@@ -30,7 +30,8 @@ struct NormTable {
     }
 };
 
-/// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it there.
+/// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it
+/// there.
 struct NormMove {
     /// take: copy a column and the number of reasons to skip into the message. put: copy them back. mean: divide the
     /// squares by `ranks`.
@@ -184,8 +185,8 @@ DSOPT_HD void fold_nothing(const StepPlan &plan, const NormTable &table, Found &
     note_reasons(plan, table, found);
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in the
-/// list says which lane they are in. Tensors of other cells count as zeros.
+/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in
+/// the list says which lane they are in. Tensors of other cells count as zeros.
 inline void fold_gradients(const StepPlan &plan, const NormTable &table, Found &found) {
     fold_nothing(plan, table, found);
     if (!plan.read_gradients) return;
@@ -290,7 +291,8 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     return !skip;
 }
 
-/// Whether a step has something to decide before its update, by one of `plan` alone: `agrees` adds that ranks agree on it.
+/// Whether a step has something to decide before its update, by one of `plan` alone: `agrees` adds that ranks agree on
+/// it.
 DSOPT_HD bool needs_decision(const StepPlan &plan) {
     return plan.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
            plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||
@@ -323,8 +325,8 @@ DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t en
     return last;
 }
 
-/// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that has
-/// a gradient by itself. Counters move in count_steps(), when nothing can fail any more.
+/// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that
+/// has a gradient by itself. Counters move in count_steps(), when nothing can fail any more.
 DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
     const Hyper hyper = hyper_of(plan, group);
     const double divisor = plan.divisors[group];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of the 1-bit family as devices read it: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li
-// et al. 2021). What becomes of the family's own counters is here, once for all devices.
+// A step of the 1-bit family as devices read it: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB
+// (Li et al. 2021). What becomes of the family's own counters is here, once for all devices.
 #pragma once
 #include "device/compress.h"
 #include "device/decide.h"

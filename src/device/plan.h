@@ -103,8 +103,8 @@ struct PlannedScaler {
 class StepCache;
 struct OneBitPlan;
 
-/// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory (StepTable),
-/// all else is in the backend's.
+/// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
+/// (StepTable), all else is in the backend's.
 struct StepPlan {
     const void *table; // StepTable: memory that `jobs`, `groups` and jobs of the 1-bit family are parts of
     TensorJob *jobs;

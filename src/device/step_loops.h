@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of a step, as the driver (src/step) calls them: on every device in the same order. Each call enqueues work in
-// stream order; where a device fuses loops, a later call finds its work done. Nothing here knows other ranks.
+// The loops of a step, as the driver (src/step) calls them: on every device in the same order. Each call enqueues work
+// in stream order; where a device fuses loops, a later call finds its work done. Nothing here knows other ranks.
 #pragma once
 #include "device/decide.h"
 #include "device/onebit_plan.h"
@@ -16,8 +16,8 @@ public:
     virtual void begin() = 0;
     /// Compat mode of 1-bit LAMB: trust_scaling, unless it is known.
     virtual void scale_momenta() = 0;
-    /// What this rank brings to the exchange, to rows, or with two levels to the message. Before a synchronisation 0/1 Adam
-    /// takes its own step here.
+    /// What this rank brings to the exchange, to rows, or with two levels to the message. Before a synchronisation 0/1
+    /// Adam takes its own step here.
     virtual void feed(Feed feed) = 0;
     /// From rows of results, or without other ranks from the own values, to moments and weights.
     virtual void take(Feed feed) = 0;
@@ -34,8 +34,8 @@ public:
     virtual void end() = 0;
     /// Standard mode: which elements have a variance.
     virtual void find_active() = 0;
-    /// The variance is frozen by this step: anchors and, if wanted, copies of the variance are taken, and errors start anew.
-    /// Compat mode: not in a skipped step.
+    /// The variance is frozen by this step: anchors and, if wanted, copies of the variance are taken, and errors start
+    /// anew. Compat mode: not in a skipped step.
     virtual void freeze(bool copies_variance) = 0;
 
 protected:
@@ -55,8 +55,8 @@ public:
     virtual void decide() = 0;
     /// Whether the decision was to skip. May wait for it.
     virtual bool is_skipped() = 0;
-    /// Everything of element-wise rules. Of rules with two sweeps the first one, and trust ratios of tensors that no other
-    /// rank has a part of.
+    /// Everything of element-wise rules. Of rules with two sweeps the first one, and trust ratios of tensors that no
+    /// other rank has a part of.
     virtual void update() = 0;
     /// The second sweep, after take_shared_trust() where model ranks have added up the sums of `shared` tensors.
     virtual void update_weights(bool shared) = 0;

@@ -12,8 +12,8 @@ struct StepShape {
     const CompressLayout *exchange; // NULL: no other ranks
 };
 
-/// What the host tells a device of tensors and groups, in one block of memory, so that it can be compared and copied as a
-/// whole. Each table begins on its own line.
+/// What the host tells a device of tensors and groups, in one block of memory, so that it can be compared and copied as
+/// a whole. Each table begins on its own line.
 struct StepTable {
     TensorJob *jobs;
     Hyper *groups;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exchanges of compressed values over comms: what devices pack goes over the wire, and what arrives is served. One level
-// or two (device/compress.h).
+// Exchanges of compressed values over comms: what devices pack goes over the wire, and what arrives is served. One
+// level or two (device/compress.h).
 #pragma once
 #include "comm/comm.h"
 #include "device/compress.h"
 
 namespace dsopt {
 
-/// From what a rank brings (rows; with two levels the message) to rows of results on every rank. With one node the result
-/// is the exact mean, in the message. `data` is NULL on one node, `node` with one level.
+/// From what a rank brings (rows; with two levels the message) to rows of results on every rank. With one node the
+/// result is the exact mean, in the message. `data` is NULL on one node, `node` with one level.
 void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,
               void *stream);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit family's part of an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et al.
-// 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
+// The 1-bit family's part of an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et
+// al. 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
 #pragma once
 #include "exchange/exchange.h"
 #include "optimizer/param.h"
@@ -64,9 +64,9 @@ public:
     /// Jobs whose gradients the engine averages in this step.
     void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
 
-    /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode every
-    /// call counts. In compat mode only the device knows whether the last step was taken, so the host waits for it, as
-    /// it does where the state is not the engine's.
+    /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode
+    /// every call counts. In compat mode only the device knows whether the last step was taken, so the host waits for
+    /// it, as it does where the state is not the engine's.
     ScheduleState read_schedule(const void *data, bool own, void *stream) const;
     /// After a step with the engine's schedule.
     void count_step(const OneBitPlan &plan) const;

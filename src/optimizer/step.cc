@@ -6,6 +6,7 @@
 #include <cstring>
 
 namespace dsopt {
+
 void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void *memory,
                     const OfEngine *of_engine) const {
     const Device &device = context_->device();

@@ -15,8 +15,9 @@ struct Optimizer::Arguments {
     bool *met = nullptr;
 };
 
-/// Offsets of the parts of a step's memory, each on its own line. They rise with parameters only, so sizes are constant.
-/// What the host writes comes behind the rest where backend memory is host memory, and in memory of its own otherwise.
+/// Offsets of the parts of a step's memory, each on its own line. They rise with parameters only, so sizes are
+/// constant. What the host writes comes behind the rest where backend memory is host memory, and in memory of its own
+/// otherwise.
 struct Optimizer::Layout {
     size_t shared, scalars, divisors, norms, sums_a, sums_b, bad, factors, shards, extra, exchange, mean, bytes;
     size_t table, lists, host_norms, host_bytes;

@@ -45,9 +45,9 @@ struct OneBitScalars {
     float scaling; // 1-bit LAMB: brings momenta of all tensors to the same size
     float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
     bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
-    /// Standard mode: `track` is the anchor, the weights on which ranks last agreed. Compat mode: it is the drift, the way
-    /// since then. And in standard mode an element whose variance is 0 when it freezes stays where it is: a sign has no
-    /// zero, and would be divided by eps.
+    /// Standard mode: `track` is the anchor, the weights on which ranks last agreed. Compat mode: it is the drift, the
+    /// way since then. And in standard mode an element whose variance is 0 when it freezes stays where it is: a sign
+    /// has no zero, and would be divided by eps.
     bool anchored;
 };
 

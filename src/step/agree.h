@@ -7,9 +7,9 @@
 
 namespace dsopt {
 
-/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to skip
-/// travel along, and go over the data ranks as well. On the device if all comms work there, else through `host`, which has
-/// room for norms_size(), and then the host waits.
+/// Ranks add up their parts: experts' columns over their comms, then everything over the model ranks; the reasons to
+/// skip travel along, and go over the data ranks as well. On the device if all comms work there, else through `host`,
+/// which has room for norms_size(), and then the host waits.
 void agree_on_norms(const StepPlan &plan, const CommSet &comms, const Device &device, StepLoops &loops, double *host);
 /// Of a NormTable with a message behind it.
 constexpr int64_t norms_size(int64_t groups, int64_t classes) { return NormTable::size(groups, classes) + groups + 2; }

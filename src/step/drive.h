@@ -22,8 +22,8 @@ struct StepRun {
 ///
 /// Tensors of the 1-bit family come before the others, because an exchange may fail. What such a failure leaves is the
 /// same on every device: the decision is made (loss scale and outcome), and errors hold sums that were to be sent.
-/// Parameters, moments, counters and schedule are as before the step, except those that 0/1 Adam moves by itself before a
-/// synchronisation.
+/// Parameters, moments, counters and schedule are as before the step, except those that 0/1 Adam moves by itself before
+/// a synchronisation.
 void drive(const StepRun &run);
 
 } // namespace dsopt

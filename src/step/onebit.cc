@@ -35,14 +35,10 @@ void OneBitDriver::lamb() {
 
 void OneBitDriver::exchange() {
     if (one_.trust_factor != nullptr || steps_alone(one_)) own_.begin();
+    if (one_.stage == Stage::dry || one_.stage == Stage::full) return; // nothing goes into an exchange
     if (one_.compat && one_.exchanges && loops_.is_skipped()) return;
-    switch (one_.stage) {
-    case Stage::dry:
-    case Stage::full: return;
-    case Stage::local: return own_.local();
-    case Stage::sync: return through(Feed::distance);
-    case Stage::exchange: break;
-    }
+    if (one_.stage == Stage::local) return own_.local();
+    if (one_.stage == Stage::sync) return through(Feed::distance);
     switch (one_.rules.algorithm) {
     case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return through(Feed::gradient);
     case DSOPT_ALGORITHM_ONEBIT_LAMB: return lamb();

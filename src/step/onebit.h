@@ -15,7 +15,8 @@ public:
         own_(*loops.onebit()) {}
 
     /// What tensors that go into exchanges get, once the step is decided. In standard mode a skipped step makes its
-    /// exchange, too, and drops the result: no rank waits to find out. In compat mode the host waits, and nothing is sent.
+    /// exchange, too, and drops the result: no rank waits to find out. In compat mode the host waits, and nothing is
+    /// sent.
     void exchange();
     /// After everything else of the step.
     void end();
