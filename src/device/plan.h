@@ -103,9 +103,25 @@ struct PlannedScaler {
 class StepCache;
 struct OneBitPlan;
 
+/// What a step writes to between its loops, in the workspace.
+struct StepWorkspace {
+    Control *control;
+    Scalars *scalars;        // one a tensor
+    double *divisors;        // one a group
+    double *norms;           // NormTable, and a message of it
+    double *sums_a, *sums_b; // one a leaf
+    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
+    int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
+    void *extra;             // of the backend, Device::extra_bytes() long
+
+    /// 1-bit LAMB: of every slot the largest counts.
+    DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
+};
+
 /// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
 /// (StepTable), all else is in the backend's.
-struct StepPlan {
+struct StepPlan : StepWorkspace {
     const void *table; // StepTable: memory that `jobs`, `groups` and jobs of the 1-bit family are parts of
     TensorJob *jobs;
     int64_t count;
@@ -129,24 +145,12 @@ struct StepPlan {
     float *trust_ratio;       // one a tensor, or NULL
     float *report;            // or NULL
     Outcome *outcome;
-    // Workspace, sized by Optimizer::layout().
-    Control *control;
-    Scalars *scalars;        // one a tensor
-    double *divisors;        // one a group
-    double *norms;           // NormTable, and a message of it
-    double *sums_a, *sums_b; // one a leaf
-    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
-    ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
-    int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
-    void *extra;             // of the backend, Device::extra_bytes() long
-    StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
+    StepCache *cache; // what the backend keeps between steps; NULL in `apply`
     void *stream;
     Parallel parallel;
     int64_t chunk;
 
     DSOPT_HD int64_t classes() const { return 1 + expert_comms; }
-    /// 1-bit LAMB: of every slot the largest counts.
-    DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
 };
 
 } // namespace dsopt
