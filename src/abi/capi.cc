@@ -10,6 +10,7 @@
 #include "optimizer/optimizer.h"
 #include "optimizer/scaler.h"
 #include "rules/group.h"
+#include "step/agree.h"
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -215,8 +216,8 @@ void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
-dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value); });
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
     return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
@@ -330,7 +331,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
         optimizer.settle_momentum();
-        optimizer.context().device().copy_from_host(entry.data, host, bytes, nullptr);
+        optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();
     });
 }

@@ -49,7 +49,6 @@ public:
     CpuLoops() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
     size_t extra_bytes(const StepShape &shape) const override { return cpu::Step::extra_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
-    void phase_times(StepCache *, double *) const override {} // they are in the outcome
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         cpu::Step step(plan, kernels_, onebit_);
         body(step);
@@ -180,12 +179,10 @@ public:
     void clear(void *data, size_t bytes, void *) const override {
         if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
     }
-    void copy(void *to, const void *from, size_t bytes, void *) const override {
+    void copy(void *to, const void *from, size_t bytes) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
     }
-    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
-        copy(host, from, bytes, nullptr);
-    }
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override { copy(to, from, bytes); }
     std::unique_ptr<HostReader> reader() const override {
         struct InPlace final : HostReader {
             const void *view(const void *from, size_t, size_t) override { return from; }
@@ -193,17 +190,10 @@ public:
         return std::make_unique<InPlace>();
     }
     std::unique_ptr<HostWriter> writer() const override { return nullptr; }
-    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
-        copy(to, host, bytes, nullptr);
-    }
-    void synchronize(void *) const override {}
-    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
-        copy(to, from, bytes, nullptr);
-    }
+    void synchronize() const override {}
     bool finished(void *) const override { return true; }
     void wait(void *) const override {}
-    int ordinal() const override { return 0; }
-    void on_device(void (*body)(void *), void *argument) const override { body(argument); }
+    void on_device(FunctionRef<void()> body) const override { body(); }
 
 private:
     CpuLoops loops_;

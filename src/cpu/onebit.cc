@@ -114,7 +114,7 @@ void OneBitStep::feed(Feed feed) {
         if (rest > 0)
             onebit_.add_error(one_.padding, buffers_.worker + parts[k].begin + used, buffers_.worker_scales()[k], rest);
     }
-    pack(onebit_, buffers_, plan_.parallel);
+    pack(onebit_, buffers_, plan_.how.parallel);
 }
 
 void OneBitStep::take(Feed feed) {

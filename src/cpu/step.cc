@@ -21,17 +21,17 @@ Step::Step(const StepPlan &plan, const Kernels &kernels, const OneBitKernels &on
     plan_(plan),
     kernels_(kernels),
     cut_(
-        plan.count, static_cast<int64_t *>(plan.extra), plan.chunk, plan.parallel,
+        plan.count, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
         [&](int64_t i) { return bytes_of(plan.jobs[i]); }, [&](int64_t i) { return plan.jobs[i].numel; }),
     streaming_(leaves_caches(cut_.bytes())) {
     if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, onebit, cut_, static_cast<const SpanSource &>(*this));
-    if (!plan.timing) return;
+    if (!plan.how.timing) return;
     std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
     last_mark_ = Clock::now();
 }
 
 void Step::mark(int phase) {
-    if (!plan_.timing) return;
+    if (!plan_.how.timing) return;
     const auto now = Clock::now();
     if (phase >= 0) plan_.outcome->ms[phase] += std::chrono::duration<double, std::milli>(now - last_mark_).count();
     last_mark_ = now;
@@ -67,11 +67,11 @@ void Step::inspect(bool) {
                      if (plan_.wrapper == Wrapper::fused && job.expert != 0)
                          kernels_.squares(job.weight, job.weight_type, begin, end, plan_.sums_a, leaf);
                  });
-    fold_gradients(plan_, table(), plan_.control->found);
+    fold_gradients(plan_);
 }
 
 void Step::decide() {
-    if (decide_step(plan_, table()))
+    if (decide_step(plan_))
         for_stretches(plan_,
                       [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(plan_, begin, end, group); });
 }
@@ -117,9 +117,9 @@ void Step::finish() {
         for (int64_t i = 0; i < plan_.count; ++i) count_step(plan_, i);
         for_stretches(plan_,
                       [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
-        if (plan_.report_norms) fold_updates(plan_, *plan_.outcome);
+        if (plan_.report_norms) fold_updates(plan_);
     }
-    if (plan_.report != nullptr) write_report(plan_, *plan_.outcome, plan_.report);
+    write_report(plan_);
 }
 
 } // namespace dsopt::cpu

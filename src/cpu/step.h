@@ -11,7 +11,7 @@ namespace dsopt::cpu {
 class Step final : public StepLoops, private SpanSource {
 public:
     Step(const StepPlan &plan, const Kernels &kernels, const OneBitKernels &onebit);
-    /// Memory for StepPlan::extra.
+    /// Memory for Execution::extra.
     static size_t extra_bytes(const StepShape &shape) { return size_t(shape.tensors + 1) * sizeof(int64_t); }
 
     void mark(int phase) override;
@@ -27,7 +27,6 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
     Span span_of(int64_t tensor, int64_t begin, int64_t end) const override;
-    NormTable table() const { return {plan_.norms, plan_.group_count, plan_.classes()}; }
     bool is_elsewhere(int64_t tensor) const;
 
     const DefaultFloatEnvironment environment_;

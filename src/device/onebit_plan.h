@@ -77,15 +77,15 @@ DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
                                 double with) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);
-    plan.shard_sums[slot] = {without, with, 1};
-    plan.shard_factors()[slot] = factor_to_send(factor);
+    plan.shards.sums[slot] = {without, with, 1};
+    plan.shards.factors()[slot] = factor_to_send(factor);
 }
 /// From what model ranks have added up.
 DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
-    const ShardSums &sums = plan.shard_sums[slot];
-    take_frozen_trust(plan, one, i, plan.shard_factors()[slot], sums.weights, sums.updates);
+    const ShardSums &sums = plan.shards.sums[slot];
+    take_frozen_trust(plan, one, i, plan.shards.factors()[slot], sums.weights, sums.updates);
 }
 
 DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {

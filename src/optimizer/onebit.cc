@@ -141,7 +141,7 @@ ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) co
     const Device &device = context_.device();
     if (own && known_.valid) return known_.state;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
-    device.copy_to_host(&state, data, sizeof state, stream);
+    device.copy(&state, data, sizeof state);
     return state;
 }
 
@@ -242,7 +242,7 @@ void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
     const Device &device = context_.device();
     ScheduleState state;
-    device.copy_to_host(&state, schedule->data, sizeof state, nullptr);
+    device.copy(&state, schedule->data, sizeof state);
     if (state.momentum_in_bits == 0) return;
     ExchangeBuffers exchange(setup_.layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
@@ -257,7 +257,7 @@ void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &
     }
     device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
     state.momentum_in_bits = 0;
-    device.copy_from_host(schedule->data, &state, sizeof state, nullptr);
+    device.copy(schedule->data, &state, sizeof state);
     forget_schedule();
 }
 
@@ -267,12 +267,12 @@ void OneBit::forget_like_original(const StateTable &table) const {
     const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
-    device.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
+    device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
     kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
-    device.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
+    device.copy(entry.data, &kept, sizeof kept);
     for (const StateEntry &other : table) {
         const auto is = [&](StateKind kind) { return other.kind == kind; };
         if (other.is_error() || is(StateKind::exp_avg_pad) || is(StateKind::momentum_accumulator) ||
@@ -293,7 +293,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     if (active == nullptr) return;
     // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
     std::vector<int32_t> words(size_t(active->numel));
-    context_.device().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
+    context_.device().copy(words.data(), active->data, active->bytes());
     const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
         for (int64_t i = 0; i < count; ++i, ++element)
             if (!takes_part(words.data(), element)) errors[i] = 0;

@@ -24,7 +24,7 @@ StepShape Optimizer::shape() const {
 Optimizer::Layout Optimizer::layout() const {
     const StepShape shape = this->shape();
     const size_t count = params_.size(), groups = groups_.size(), leaves = size_t(shape.leaves);
-    const int64_t classes = 1 + desc_.expert_count;
+    const NormTable norms{nullptr, shape.groups, 1 + desc_.expert_count};
     const Device &device = context_->device();
     size_t at = 0;
     const auto place = [&](size_t bytes) {
@@ -36,13 +36,13 @@ Optimizer::Layout Optimizer::layout() const {
     l.shared = place(sizeof(SharedWords));
     l.scalars = place(count * sizeof(Scalars));
     l.divisors = place(groups * sizeof(double));
-    l.norms = place(size_t(NormTable::room(shape.groups, classes)) * sizeof(double));
+    l.norms = place(size_t(norms.size_with_lanes()) * sizeof(double));
     l.sums_a = place(leaves * sizeof(double));
     l.sums_b = place(leaves * sizeof(double));
     l.bad = place(leaves * sizeof(int64_t));
     l.factors =
         place(onebit_ && onebit_->setup().rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? leaves * sizeof(double) : 0);
-    l.shards = place(shard_bytes(shard_count()));
+    l.shards = place(ShardTable{nullptr, shard_count()}.bytes());
     l.extra = place(device.loops().extra_bytes(shape));
     l.exchange = place(shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
     l.mean = place(onebit_ ? size_t(onebit_->setup().mean_numel + onebit_->setup().mean_scratch) * sizeof(float) : 0);
@@ -50,7 +50,7 @@ Optimizer::Layout Optimizer::layout() const {
     if (!device.is_host()) at = 0;
     l.table = place(StepTable::bytes(shape));
     l.lists = place(onebit_ && onebit_->setup().mean_numel != 0 ? 3 * count * sizeof(dsopt_tensor) : 0);
-    l.host_norms = place(device.is_host() ? 0 : size_t(norms_size(shape.groups, classes)) * sizeof(double));
+    l.host_norms = place(device.is_host() ? 0 : size_t(norms.size_with_message()) * sizeof(double));
     l.bytes = device.is_host() ? at : workspace;
     l.host_bytes = at;
     return l;
@@ -178,43 +178,36 @@ StepPlan Optimizer::make_plan(const Arguments &arguments, const dsopt_tensor *st
     if (scales)
         scaler = {static_cast<float *>(state_.find(state, StateKind::loss_scale)->data),
                   static_cast<ScalerState *>(state_.find(state, StateKind::scaler)->data), with_.scaler->rules()};
-    return {.table = table.jobs,
-            .jobs = table.jobs,
-            .count = int64_t(params_.size()),
-            .groups = table.groups,
-            .group_count = int64_t(groups_.size()),
-            .flags = arguments.flags,
-            .wrapper = wrapped,
-            .read_gradients = looks && step.grad_norms == nullptr,
-            .skip_nonfinite = skips,
-            .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
-            .has_lamb = has_lamb,
-            .timing = (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0,
-            .dry = false,
-            .expert_comms = arguments.initial ? 0 : int32_t(experts_.size()),
-            .max_norm = arguments.initial ? 0.0 : desc_.max_norm,
-            .max_value = desc_.max_value > 0 ? float(desc_.max_value) : INFINITY,
-            .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
-            .scaler = scaler,
-            .step = static_cast<int32_t *>(state_.find(state, StateKind::step)->data),
-            .onebit = nullptr,
-            .trust_ratio = has_lamb ? static_cast<float *>(state_.find(state, StateKind::trust_ratio)->data) : nullptr,
-            .report = step.report,
-            .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : &shared->outcome,
-            .control = &shared->control,
-            .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
-            .divisors = doubles(place.divisors),
-            .norms = doubles(place.norms),
-            .sums_a = doubles(place.sums_a),
-            .sums_b = doubles(place.sums_b),
-            .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
-            .shard_sums = part(place.shards, static_cast<ShardSums *>(nullptr)),
-            .shard_count = 0,
-            .extra = workspace + place.extra,
-            .cache = of_engine != nullptr ? cache_.get() : nullptr,
-            .stream = step.stream,
-            .parallel = arguments.parallel,
-            .chunk = context_->chunk()};
+    return {
+        .jobs = table.jobs,
+        .count = int64_t(params_.size()),
+        .groups = table.groups,
+        .group_count = int64_t(groups_.size()),
+        .flags = arguments.flags,
+        .wrapper = wrapped,
+        .read_gradients = looks && step.grad_norms == nullptr,
+        .skip_nonfinite = skips,
+        .report_norms = (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+        .has_lamb = has_lamb,
+        .dry = false,
+        .limits = {arguments.initial ? 0.0 : desc_.max_norm, desc_.max_value > 0 ? float(desc_.max_value) : INFINITY},
+        .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
+        .scaler = scaler,
+        .step = static_cast<int32_t *>(state_.find(state, StateKind::step)->data),
+        .onebit = nullptr,
+        .trust_ratio = has_lamb ? static_cast<float *>(state_.find(state, StateKind::trust_ratio)->data) : nullptr,
+        .report = step.report,
+        .outcome = of_engine != nullptr ? static_cast<Outcome *>(of_engine->outcome->data()) : &shared->outcome,
+        .how = {step.stream, arguments.parallel, context_->chunk(), workspace + place.extra,
+                of_engine != nullptr ? cache_.get() : nullptr, (desc_.flags & DSOPT_OPTIMIZER_TIMING) != 0},
+        .control = &shared->control,
+        .scalars = part(place.scalars, static_cast<Scalars *>(nullptr)),
+        .divisors = doubles(place.divisors),
+        .norms = {doubles(place.norms), int64_t(groups_.size()), 1 + int64_t(arguments.initial ? 0 : experts_.size())},
+        .sums_a = doubles(place.sums_a),
+        .sums_b = doubles(place.sums_b),
+        .bad = part(place.bad, static_cast<int64_t *>(nullptr)),
+        .shards = {part(place.shards, static_cast<ShardSums *>(nullptr)), 0}};
 }
 
 void Optimizer::check_pointers(const StepPlan &plan) const {

@@ -93,7 +93,7 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remember
         words.set(Words::gradients, gradients);
     }
     const Words own = words;
-    reduce_words(&words, sizeof words, plan.stream);
+    reduce_words(&words, sizeof words, plan.how.stream);
 
     const int rank = this->rank();
     if (words.refused != 0)
@@ -105,7 +105,7 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remember
     if (!words.same(Words::list)) {
         std::vector<uint64_t> keys;
         for (const Param &param : params_) keys.push_back(key_of(param, groups_[size_t(param.group)]));
-        const int64_t i = first_different(keys, plan.stream);
+        const int64_t i = first_different(keys, plan.how.stream);
         const Param &param = params_[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
@@ -126,11 +126,11 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remember
     if (!words.same(Words::gradients)) {
         std::vector<uint64_t> keys;
         for (int64_t i = 0; i < plan.count; ++i) keys.push_back(counts(i) && plan.jobs[i].present);
-        const int64_t i = std::max<int64_t>(first_different(keys, plan.stream), 0);
+        const int64_t i = std::max<int64_t>(first_different(keys, plan.how.stream), 0);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
                     params_[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }
-    if (with_.node) check_places(plan.stream);
+    if (with_.node) check_places(plan.how.stream);
 }
 
 /// Two levels: those that exchange a slice must have the same one, or the mean is one of different tensors.

@@ -21,11 +21,11 @@ const Outcome *Optimizer::last_known() const {
 void Optimizer::change_outcome(void (*change)(Outcome &)) {
     if (outcome_memory_.data() == nullptr) return;
     const Device &device = context_->device();
-    device.synchronize(nullptr);
+    device.synchronize();
     Outcome outcome;
-    device.copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
+    device.copy(&outcome, outcome_memory_.data(), sizeof outcome);
     change(outcome);
-    device.copy_from_host(outcome_memory_.data(), &outcome, sizeof outcome, nullptr);
+    device.copy(outcome_memory_.data(), &outcome, sizeof outcome);
     if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &outcome, sizeof outcome);
 }
 
@@ -33,8 +33,8 @@ dsopt_report Optimizer::report() const {
     dsopt_report r{};
     Outcome outcome = no_outcome();
     if (outcome_memory_.data() != nullptr) {
-        context_->device().synchronize(nullptr);
-        context_->device().copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
+        context_->device().synchronize();
+        context_->device().copy(&outcome, outcome_memory_.data(), sizeof outcome);
     }
     r.calls = calls_;
     r.skipped = outcome.total_skipped;
@@ -54,7 +54,7 @@ dsopt_report Optimizer::report() const {
     r.update_norm = outcome.update_norm;
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
-    context_->device().loops().phase_times(cache_.get(), r.ms);
+    if (cache_) cache_->add_phase_times(r.ms);
     r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());

@@ -74,8 +74,8 @@ void Scaler::check(const ScalerRules &rules) {
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
     rules_ = make_rules(desc, init_);
     memory_ = Memory(context_, 128, nullptr);
-    write(first_state(), nullptr);
-    context_->device().synchronize(nullptr);
+    write(first_state());
+    context_->device().synchronize();
 }
 
 ScalerState Scaler::first_state() const {
@@ -110,16 +110,16 @@ void Scaler::check_attached(int64_t ticket) const {
 
 ScalerState Scaler::read() const {
     ScalerState state;
-    context_->device().copy_to_host(&state, this->state(), sizeof state, nullptr);
+    context_->device().copy(&state, this->state(), sizeof state);
     return state;
 }
-void Scaler::write(const ScalerState &state, void *stream) {
+void Scaler::write(const ScalerState &state) {
     const float scale = scale_in_use(state);
-    context_->device().copy_from_host(this->state(), &state, sizeof state, stream);
-    context_->device().copy_from_host(this->scale(), &scale, sizeof scale, stream);
+    context_->device().copy(this->state(), &state, sizeof state);
+    context_->device().copy(this->scale(), &scale, sizeof scale);
 }
 
-void Scaler::set(int32_t what, double value, void *stream) {
+void Scaler::set(int32_t what, double value) {
     ScalerState state = read();
     if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {
         if (value != 0) throw Error(DSOPT_ERR_ARGUMENT, "clearing an override takes no value, got %g", value);
@@ -137,7 +137,7 @@ void Scaler::set(int32_t what, double value, void *stream) {
     } else {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_set: what is %d", what);
     }
-    write(state, stream);
+    write(state);
 }
 
 namespace {
@@ -202,7 +202,7 @@ void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t 
 }
 
 dsopt_scaler_info Scaler::info() const {
-    context_->device().synchronize(nullptr);
+    context_->device().synchronize();
     return decode(read());
 }
 dsopt_scaler_info Scaler::decode(const ScalerState &state) {

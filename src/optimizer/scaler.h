@@ -29,7 +29,7 @@ public:
     /// Throws DSOPT_ERR_STATE if the ticket's optimizer was let go.
     void check_attached(int64_t ticket) const;
 
-    void set(int32_t what, double value, void *stream);
+    void set(int32_t what, double value);
     void update(const int32_t *overflow, void *stream);
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
@@ -47,7 +47,7 @@ public:
 
 private:
     ScalerState read() const;
-    void write(const ScalerState &state, void *stream);
+    void write(const ScalerState &state);
 
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;

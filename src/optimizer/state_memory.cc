@@ -27,7 +27,7 @@ double Optimizer::start_of(const StateEntry &entry) const {
     return groups_[size_t(params_[size_t(entry.param)].group)].*entry.moment->start;
 }
 
-/// By copies in stream order, each twice as long as the last one.
+/// By copies, each twice as long as the last one.
 void Optimizer::fill(const dsopt_tensor &tensor, float value, void *stream) const {
     const Device &device = context_->device();
     const size_t total = size_t(tensor.numel) * sizeof value;
@@ -36,9 +36,9 @@ void Optimizer::fill(const dsopt_tensor &tensor, float value, void *stream) cons
     if (total == 0) return;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     size_t done = std::min(total, sizeof block);
-    device.copy_from_host(tensor.data, block, done, stream);
+    device.copy(tensor.data, block, done);
     for (; done < total; done += std::min(done, total - done))
-        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
+        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done));
 }
 
 void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
@@ -158,7 +158,7 @@ void Optimizer::forget_like_original() {
 void Optimizer::export_entry(const StateEntry &entry, void *host) const {
     if (entry.numel == 0) return; // `host` may be NULL
     if (entry.is_error()) return onebit_->export_errors(state_, entry, static_cast<float *>(host));
-    context_->device().copy_to_host(host, entry.data, entry.bytes(), nullptr);
+    context_->device().copy(host, entry.data, entry.bytes());
 }
 
 const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const {

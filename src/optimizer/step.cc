@@ -29,7 +29,7 @@ void Optimizer::run(const Arguments &arguments, const dsopt_tensor *state, void 
     const int32_t slots = plan_jobs(arguments, state, onebit_ ? &onebit.plan : nullptr, table.jobs);
     plan_groups(table.groups);
     StepPlan plan = make_plan(arguments, state, workspace, place, table, of_engine);
-    plan.shard_count = slots;
+    plan.shards.count = slots;
     if (onebit_) {
         plan.onebit = &onebit.plan;
         // In the call that the original spends on nothing, moments of groups that are not frozen do move.
@@ -94,7 +94,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     // What has arrived of earlier steps; nobody waits for it, but ranks must come to the same answer.
     if (desc_.skip_budget > 0 && mirror_ && has_peers(comms())) {
         (void)context_->device().finished(step.stream); // refuses a stream that is being captured
-        context_->device().synchronize(step.stream);
+        context_->device().synchronize();
     }
     if (const Outcome *known = last_known();
         known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
@@ -168,7 +168,7 @@ void Optimizer::ensure_workspace(void *stream) {
     if (!device.is_host()) mirror_ = device.host_buffer(sizeof(Outcome));
     const Outcome first = no_outcome();
     if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &first, sizeof first);
-    device.copy_from_host(outcome.data(), &first, sizeof first, stream);
+    device.copy(outcome.data(), &first, sizeof first);
     outcome_memory_ = std::move(outcome);
 }
 
