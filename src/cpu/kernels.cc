@@ -67,20 +67,9 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 }
 
 // ------------------------------------------------------------------------------------------------------------- rules
-template <class R>
-void apply(const R rule, const float *__restrict g, float *__restrict p, float *__restrict m, float *__restrict v,
-           int64_t n) {
-    static_assert(R::moments.count >= 0 && R::moments.count <= kMoments);
-    if constexpr (R::moments.count == 0)
-        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i]);
-    else if constexpr (R::moments.count == 1)
-        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i]);
-    else
-        for (int64_t i = 0; i < n; ++i) rule(g[i], p[i], m[i], v[i]);
-}
-
 template <class R> void update_with(const R &rule, const Span &span) {
     constexpr int count = R::moments.count;
+    static_assert(count >= 0 && count <= kMoments);
     const TensorJob &job = *span.job;
     WeightTile weights(span, span.sums);
     Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
@@ -94,7 +83,12 @@ template <class R> void update_with(const R &rule, const Span &span) {
             float *p = weights.open(i, n);
             for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer[k]);
             if (span.sums) weight_sum.add(p, n);
-            apply(rule, g, p, moment[0], moment[1], n);
+            if constexpr (count == 0)
+                apply(rule, n, g, p);
+            else if constexpr (count == 1)
+                apply(rule, n, g, p, moment[0]);
+            else
+                apply(rule, n, g, p, moment[0], moment[1]);
             for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
             weights.close(i, n);
             if (span.sums) change_sum.add(weights.change(), n);
@@ -114,14 +108,9 @@ void update(const Span &span) {
     if (span.streaming) fence_streaming();
 }
 
-template <class R>
-void apply_moments(const R rule, const float *__restrict g, const float *__restrict p, float *__restrict m,
-                   float *__restrict v, float *__restrict u, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) u[i] = rule(g[i], p[i], m[i], v[i]);
-}
-
 template <class R> void lamb_moments_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
+    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
     Buffer g_buffer, p_buffer, m_buffer, v_buffer, u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
@@ -132,7 +121,7 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
             float *m = open(job.moment[0], i, n, m_buffer);
             float *v = open(job.moment[1], i, n, v_buffer);
-            apply_moments(rule, g, p, m, v, u.at, n);
+            apply(moments, n, g, p, m, v, u.at);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
             close(m, job.moment[0], i, n);
@@ -150,11 +139,6 @@ void lamb_moments(const Span &span) {
     });
 }
 
-template <class R>
-void apply_weights(const R rule, float *__restrict p, const float *__restrict m, const float *__restrict v, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) rule(p[i], m[i], v[i]);
-}
-
 template <class R> void lamb_weights_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
     WeightTile weights(span);
@@ -164,7 +148,7 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
         float *p = weights.open(i, n);
         const float *m = open(job.moment[0], i, n, m_buffer);
         const float *v = open(job.moment[1], i, n, v_buffer);
-        apply_weights(rule, p, m, v, n);
+        apply(rule, n, p, m, v);
         weights.close(i, n);
     }
 }
@@ -189,20 +173,17 @@ void unchanged(const Span &span) {
     }
 }
 
-void multiply_add(float a, const float *x, float b, const float *y, float *result, int64_t n) {
-    if (y == nullptr)
-        for (int64_t i = 0; i < n; ++i) result[i] = a * x[i];
-    else
-        for (int64_t i = 0; i < n; ++i) result[i] = a * x[i] + b * y[i];
-}
-
 void axpby(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end) {
     Buffer x_buffer, y_buffer, result;
     for (int64_t i = begin; i < end; i += kTile) {
         const int64_t n = least(kTile, end - i);
         const float *from = view(x.data, Dtype(x.dtype), i, n, x_buffer);
-        const float *old = b != 0 ? view(y.data, Dtype(y.dtype), i, n, y_buffer) : nullptr;
-        multiply_add(a, from, b, old, result.at, n);
+        if (b == 0) {
+            for (int64_t k = 0; k < n; ++k) result.at[k] = a * from[k];
+        } else {
+            const float *old = view(y.data, Dtype(y.dtype), i, n, y_buffer);
+            for (int64_t k = 0; k < n; ++k) result.at[k] = a * from[k] + b * old[k];
+        }
         store(result.at, y.data, Dtype(y.dtype), i, n);
     }
 }

@@ -6,11 +6,11 @@
 namespace dsopt::cpu {
 namespace {
 
-void add_error(const float *x, float *__restrict kept, float scale, int64_t n) {
+void add_error(const float *x, float *kept, float scale, int64_t n) {
     if (x == nullptr)
         for (int64_t i = 0; i < n; ++i) kept[i] = error_of(kept[i], scale);
     else
-        for (int64_t i = 0; i < n; ++i) kept[i] = x[i] + error_of(kept[i], scale);
+        apply([scale](float value, float &sum) { sum = value + error_of(sum, scale); }, n, x, kept);
 }
 
 /// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
@@ -222,38 +222,43 @@ private:
     WeightTile weights_;
 };
 
-template <Feed F> void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *__restrict x) {
-    const Scalars s = *span.scalars;
-    const OneBitScalars o = span.onebit;
-    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
-}
-void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *x) {
-    switch (span.feed) {
-    case Feed::momentum: return feed_tile<Feed::momentum>(span, t, n, x);
-    case Feed::scaled: return feed_tile<Feed::scaled>(span, t, n, x);
-    case Feed::gradient: return feed_tile<Feed::gradient>(span, t, n, x);
-    case Feed::distance: return feed_tile<Feed::distance>(span, t, n, x);
+template <Feed F> struct FeedTag { static constexpr Feed value = F; };
+/// Calls `f` with the tag of what goes into an exchange. No default: -Werror=switch finds what a new one must touch.
+template <class F> void visit(Feed feed, const F &f) {
+    switch (feed) {
+    case Feed::momentum: return f(FeedTag<Feed::momentum>{});
+    case Feed::scaled: return f(FeedTag<Feed::scaled>{});
+    case Feed::gradient: return f(FeedTag<Feed::gradient>{});
+    case Feed::distance: return f(FeedTag<Feed::distance>{});
     }
 }
 
-template <Feed F> void mean_tile(const OneBitSpan &span, const float *__restrict y, const Tile &t, int64_t n) {
-    const Scalars s = *span.scalars;
-    const OneBitScalars o = span.onebit;
-    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.track[k]);
+void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *to) {
+    visit(span.feed, [&](auto tag) {
+        constexpr Feed feed = decltype(tag)::value;
+        const auto rule = [s = *span.scalars, o = span.onebit](float g, float p, float m, float v, float track,
+                                                               float &x) {
+            x = feed_value(feed, s, o, g, p, m, v, track);
+        };
+        apply(rule, n, t.g, t.p, t.m, t.v, t.track, to);
+    });
 }
-void mean_tile(const OneBitSpan &span, const float *y, const Tile &t, int64_t n) {
-    switch (span.feed) {
-    case Feed::scaled: // lamb_mean() does it
-    case Feed::momentum: return mean_tile<Feed::momentum>(span, y, t, n);
-    case Feed::gradient: return mean_tile<Feed::gradient>(span, y, t, n);
-    case Feed::distance: return mean_tile<Feed::distance>(span, y, t, n);
-    }
+
+void mean_tile(const OneBitSpan &span, const float *mean, const Tile &t, int64_t n) {
+    visit(span.feed, [&](auto tag) {
+        constexpr Feed feed = decltype(tag)::value;
+        const auto rule = [s = *span.scalars, o = span.onebit](float y, float &p, float &m, float v, float &track) {
+            take_mean(feed, s, o, y, p, m, v, track);
+        };
+        apply(rule, n, mean, t.p, t.m, t.v, t.track);
+    });
 }
 
 void local_tile(const OneBitSpan &span, const Tile &t, int64_t n) {
-    const Scalars s = *span.scalars;
-    const OneBitScalars o = span.onebit;
-    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
+    const auto rule = [s = *span.scalars, o = span.onebit](float g, float &p, float &m, float v, float &track) {
+        local_step(s, o, g, p, m, v, track);
+    };
+    apply(rule, n, t.g, t.p, t.m, t.v, t.track);
 }
 
 void feed(const OneBitSpan &span) {
@@ -350,7 +355,7 @@ void lamb_weights(const OneBitSpan &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
-        for (int64_t k = 0; k < n; ++k) t.p[k] = t.p[k] - lr * frozen_update(s, t.p[k], t.m[k], t.v[k]);
+        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, t.m, t.v);
         t.close_weights(i, n);
     }
     if (span.streaming) fence_streaming();

@@ -24,6 +24,11 @@ struct alignas(64) Buffer {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only the loop to vectorise.
+template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
+    for (int64_t i = 0; i < n; ++i) rule(x[i]...);
+}
+
 // ------------------------------------------------------------------------------------------------------- conversions
 inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
     int64_t i = 0;
@@ -243,11 +248,8 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     }
 }
 
-inline void round_at_random(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
+inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
-}
-inline void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) old[i] = now[i] - old[i];
 }
 
 /// A tile of the weights of a span, which a rule changes in place.
@@ -270,7 +272,7 @@ public:
         const TensorJob &job = *span_.job;
         // Once they are rounded so, later stores are exact.
         if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.offset + index, n);
-        if (compares_) subtract(at_, change_.at, n);
+        if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
         if (!keeps_) dsopt::cpu::close(at_, job.weight, job.weight_type, index, n);
         if (job.copy != nullptr) store(at_, job.copy, job.copy_type, index, n, span_.streaming);
         write_outputs(span_, at_, change_.at, index, n);
