@@ -31,17 +31,12 @@ public:
         multiprocessors_ = unsigned(processors);
     }
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).bytes; }
-    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(device_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         const OnDevice on(device_);
-        const Launcher launcher = this->launcher(plan.stream);
+        const Launcher launcher = this->launcher(plan.how.stream);
         Step step(plan, launcher);
         body(step);
-    }
-    void phase_times(StepCache *cache, double *ms) const override {
-        if (cache == nullptr) return;
-        const OnDevice on(device_);
-        static_cast<const Cache *>(cache)->marks.times(ms);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {

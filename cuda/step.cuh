@@ -23,7 +23,7 @@ public:
                         static_cast<long long>(shape.leaves));
         const Extra extra(shape);
         const StepTable table = StepTable::at(bring_table(plan, shape, extra, launcher), shape);
-        char *workspace = static_cast<char *>(plan.extra);
+        char *workspace = static_cast<char *>(plan.how.extra);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
               .tensor_of_leaf = reinterpret_cast<const int32_t *>(workspace + extra.map),
@@ -45,8 +45,8 @@ public:
             if (plan.onebit->stage != Stage::full)
                 d_.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
         }
-        Cache *const cache = static_cast<Cache *>(plan.cache);
-        if (plan.timing && cache != nullptr && !capturing(launcher.stream)) marks_ = &cache->marks;
+        Cache *const cache = static_cast<Cache *>(plan.how.cache);
+        if (plan.how.timing && cache != nullptr && !capturing(launcher.stream)) marks_ = &cache->marks;
         if (marks_ != nullptr) marks_->clear();
     }
 

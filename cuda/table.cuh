@@ -24,7 +24,7 @@ struct Launcher {
     }
 };
 
-/// Parts of StepPlan::extra.
+/// What Execution::extra holds.
 struct Extra {
     size_t table, map, squares, updates, cell, layout, bytes;
     explicit Extra(const StepShape &shape) {
@@ -56,7 +56,7 @@ public:
         mark.phase = phase;
         ++count_;
     }
-    void times(double *ms) const {
+    void add_times(double *ms) const {
         for (int k = 1; k < count_; ++k) {
             float time = 0;
             check(cudaEventElapsedTime(&time, marks_[k - 1].event->get(), marks_[k].event->get()),
@@ -77,6 +77,12 @@ private:
 /// The table in device memory that steps of one optimizer read, and what the host knows of its contents.
 class Cache final : public StepCache {
 public:
+    explicit Cache(int device) : device_(device) {}
+    void add_phase_times(double *ms) const override {
+        const OnDevice on(device_);
+        marks.add_times(ms);
+    }
+
     void *table = nullptr;      // in the workspace, or in one of `own`
     std::vector<char> contents; // of `table`; empty = unknown
     const void *workspace = nullptr;
@@ -84,6 +90,9 @@ public:
     std::vector<DeviceMemory> own;
     std::vector<uint32_t> changed; // words, kept for the next step
     Marks marks;
+
+private:
+    const int device_;
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -93,19 +102,19 @@ __global__ void __launch_bounds__(kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
 
-/// StepPlan::table where kernels read it. Lists that stay bound cost nothing, up to kWords changed words a launch of a
+/// The StepTable that begins with StepPlan::jobs, where kernels read it. Lists that stay bound cost nothing, up to kWords changed words a launch of a
 /// small kernel, more than that one upload.
 inline void *bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra, const Launcher &launcher) {
-    char *workspace = static_cast<char *>(plan.extra);
+    char *workspace = static_cast<char *>(plan.how.extra);
     const cudaStream_t stream = launcher.stream;
     const size_t bytes = StepTable::bytes(shape);
-    const char *image = static_cast<const char *>(plan.table);
-    Cache *cache = static_cast<Cache *>(plan.cache);
-    const bool fresh = cache == nullptr || cache->workspace != plan.extra;
+    const char *image = reinterpret_cast<const char *>(plan.jobs);
+    Cache *cache = static_cast<Cache *>(plan.how.cache);
+    const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
     const bool in_capture = capturing(stream);
     if (fresh && cache != nullptr) {
         if (in_capture) throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
-        cache->workspace = plan.extra;
+        cache->workspace = plan.how.extra;
         cache->table = workspace + extra.table;
         cache->contents.clear();
         cache->captured = false;

@@ -30,7 +30,7 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedS
     }
     if (s.step == step && s.group == job.group) return;
     const double divisor = d.decided ? plan.divisors[job.group] : 1.0;
-    s.scalars = make_scalars(hyper_of(plan, job.group), step, divisor, plan.max_value);
+    s.scalars = make_scalars(hyper_of(plan, job.group), step, divisor, plan.limits.max_value);
     s.step = step;
     s.group = job.group;
 }
@@ -227,15 +227,14 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         for_stretches(plan,
                       [&](int64_t begin, int64_t end, int32_t group) { count_together(plan, begin, end, group); });
     if (!d.decided) {
-        const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_nothing(plan, table, plan.control->found);
-        decide(plan, table, *d.plan.outcome);
+        fold_nothing(plan);
+        decide(plan);
     }
     if (!skip && plan.report_norms) {
         d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
         d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
     }
-    if (plan.report != nullptr) write_report(plan, *d.plan.outcome, plan.report);
+    write_report(plan);
 }
 
 /// V: elements a thread has in hand, 4 where everything is fp32, 8 where a 16-byte access must hold 16-bit elements.

@@ -16,10 +16,6 @@ using namespace nccl;
 
 constexpr int kAbortMs = 2000, kDestroyMs = 5000;
 
-template <class Body> void on_device(const Context &context, Body body) {
-    context.device().on_device([](void *argument) { (*static_cast<Body *>(argument))(); }, &body);
-}
-
 /// A communicator, shared with the thread that ends it.
 struct Session {
     Api api;
@@ -58,7 +54,7 @@ void end_bounded(const std::shared_ptr<const Session> &session, bool politely, i
     const Deadline polite(limit_ms / 2);
     (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
         try {
-            on_device(*session->context, [&] { session->end(politely, polite); });
+            session->context->device().on_device([&] { session->end(politely, polite); });
         } catch (const std::exception &) { // the device is lost
         }
     });
@@ -103,8 +99,8 @@ private:
         {
             const std::lock_guard lock(busy_);
             try {
-                on_device(*session_->context,
-                          [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
+                session_->context->device().on_device(
+                    [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
             } catch (const Error &error) {
                 explain(error.what());
                 status = error.status();
@@ -229,16 +225,15 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
         const bool came =
             run_bounded(deadline, [started, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
                 try {
-                    on_device(*context, [&] {
-                        started->second = started->first.api.init(&started->first.comm, ranks, id, rank);
-                    });
+                    context->device().on_device(
+                        [&] { started->second = started->first.api.init(&started->first.comm, ranks, id, rank); });
                 } catch (const std::exception &) { started->second = remote_error; }
             });
         if (!came) throw_not_all_came(desc.ranks, timeout_ms);
         session->comm = started->first.comm;
         result = started->second;
     } else {
-        on_device(*session->context, [&] {
+        session->context->device().on_device([&] {
             Config config;
             result = api.init_config(&session->comm, desc.ranks, id, desc.rank, &config);
             // Success, too, only means that it has begun.
@@ -270,9 +265,9 @@ void borrow(const Session &session, dsopt_comm_table &table) {
     check(session.api.user_rank(session.comm, &table.rank));
     check(session.api.count(session.comm, &table.ranks));
     check(session.api.device(session.comm, &device));
-    if (device != session.context->device().ordinal())
+    if (device != session.context->ordinal())
         throw Error(DSOPT_ERR_DEVICE, "dsopt_comm_desc.native is on device %d, the context on %d", device,
-                    session.context->device().ordinal());
+                    session.context->ordinal());
 }
 
 } // namespace

@@ -7,6 +7,7 @@
 #include "exchange/exchange.h"
 #include "optimizer/optimizer.h"
 #include "rules/group.h"
+#include "step/agree.h"
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -129,7 +130,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     return with;
 }
 
-/// Checks of a list that stands alone; tensors are called by their place in it.
+/// Checks of a list that stands alone; tensors are called by their index.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", ll(count));
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
@@ -241,8 +242,8 @@ void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
-dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value); });
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
     return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
@@ -354,7 +355,7 @@ dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *h
         if (entry.is_error())
             optimizer.onebit()->export_errors(optimizer.state(), entry, static_cast<float *>(host));
         else
-            optimizer.context().device().copy_to_host(host, entry.data, bytes, nullptr);
+            optimizer.context().device().copy(host, entry.data, bytes);
     });
 }
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
@@ -362,7 +363,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
         optimizer.decode_momentum();
-        optimizer.context().device().copy_from_host(entry.data, host, bytes, nullptr);
+        optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();
     });
 }

@@ -163,18 +163,18 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
     find_memory(optimizer, transfers, no_masters);
-    device.synchronize(nullptr);
+    device.synchronize();
     const std::unique_ptr<HostWriter> writer = device.writer();
     try {
         for (const Transfer &transfer : transfers) {
             if (!transfer.from_file()) {
-                device.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
+                device.copy(transfer.memory, transfer.made.data(), transfer.bytes);
                 continue;
             }
             if (transfer.per_param) {
                 file.verify(transfer.index, words.data());
                 reorder(words.data(), order);
-                device.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
+                device.copy(transfer.memory, words.data(), transfer.bytes);
                 continue;
             }
             for (size_t at = 0; at < transfer.bytes; at += kPiece) {

@@ -34,7 +34,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
 
     const Device &device = optimizer.context().device();
-    device.synchronize(nullptr);
+    device.synchronize();
     const std::unique_ptr<HostReader> reader = device.reader();
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
     write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes) {

@@ -62,7 +62,7 @@ void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *wo
     const auto on_host = [&](const float *data, int64_t floats) -> const float * {
         if (device.is_host()) return data;
         copy.resize(size_t(floats));
-        device.copy_to_host(copy.data(), data, size_t(floats) * sizeof(float), nullptr);
+        device.copy(copy.data(), data, size_t(floats) * sizeof(float));
         return copy.data();
     };
     const auto owe = [](const float *kept, float scale, int64_t n, float *errors) {

@@ -68,7 +68,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         group = param.group;
         if (!joins) numels.push_back(0);
         part.push_back(int32_t(numels.size()) - 1);
-        worker.push_back(numels.back()); // within the part; its place is added below
+        worker.push_back(numels.back()); // within the part, whose begin is added below
         numels.back() += param.numel;
     }
     if (node_ranks > 1) {
@@ -136,7 +136,7 @@ ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) co
     const Device &device = context_.device();
     if (own && known_.valid) return known_.state;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
-    device.copy_to_host(&state, data, sizeof state, stream);
+    device.copy(&state, data, sizeof state);
     return state;
 }
 
@@ -166,7 +166,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .compat = setup_.rules.compat,
                     .exchanges = setup_.compresses,
                     .schedule = schedule,
-                    .lr_sum = state.data<int32_t>(list, StateKind::lr_sum),
+                    .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),
                     .trust_average = floats(StateKind::trust_average),
                     .trust_factor = floats(StateKind::trust_factor),
                     .trust_scaling = floats(StateKind::trust_scaling),
@@ -221,7 +221,7 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
     const Device &device = context_.device();
     ScheduleState state;
-    device.copy_to_host(&state, schedule->data, sizeof state, nullptr);
+    device.copy(&state, schedule->data, sizeof state);
     if (state.momentum_in_bits == 0) return;
     ExchangeBuffers exchange(setup_.layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
@@ -236,7 +236,7 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     }
     device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
     state.momentum_in_bits = 0;
-    device.copy_from_host(schedule->data, &state, sizeof state, nullptr);
+    device.copy(schedule->data, &state, sizeof state);
     forget_schedule();
 }
 
@@ -246,12 +246,12 @@ void OneBit::forget_like_original(const StateTable &table) const {
     const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
-    device.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
+    device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
     kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
-    device.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
+    device.copy(entry.data, &kept, sizeof kept);
     const auto forgets = [&](StateKind kind) {
         switch (kind) {
         case StateKind::worker_error:
@@ -281,7 +281,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     if (active == nullptr) return;
     // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
     std::vector<int32_t> words(size_t(active->numel));
-    context_.device().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
+    context_.device().copy(words.data(), active->data, active->bytes());
     const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
         for (int64_t i = 0; i < count; ++i, ++element)
             if (!takes_part(words.data(), element)) errors[i] = 0;

@@ -199,9 +199,9 @@ std::vector<Memory> Optimizer::carry_state(const std::vector<StateEntry> &old) {
         memory.emplace_back(context_, std::max<size_t>(longer.bytes(), 1), nullptr);
         longer.data = memory.back().data();
         device.clear(longer.data, longer.bytes(), nullptr);
-        device.copy(longer.data, entry.data, entry.bytes(), nullptr);
+        device.copy(longer.data, entry.data, entry.bytes());
     }
-    device.synchronize(nullptr);
+    device.synchronize();
     return memory;
 }
 

@@ -115,7 +115,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
         words.set(Words::gradients, gradients);
     }
     const Words own = words;
-    reduce_words(optimizer, &words, sizeof words, plan.stream);
+    reduce_words(optimizer, &words, sizeof words, plan.how.stream);
 
     const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
@@ -127,7 +127,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     if (!words.same(Words::list)) {
         std::vector<uint64_t> keys;
         for (const Param &param : params) keys.push_back(own_key(param));
-        const int64_t i = first_different(optimizer, keys, plan.stream);
+        const int64_t i = first_different(optimizer, keys, plan.how.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
@@ -148,11 +148,11 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     if (!words.same(Words::gradients)) {
         std::vector<uint64_t> keys;
         for (int64_t i = 0; i < plan.count; ++i) keys.push_back(counts(i) && plan.jobs[i].present);
-        const int64_t i = std::max<int64_t>(first_different(optimizer, keys, plan.stream), 0);
+        const int64_t i = std::max<int64_t>(first_different(optimizer, keys, plan.how.stream), 0);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
                     params[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }
-    if (optimizer.attachments().node) check_nodes(optimizer, plan.stream);
+    if (optimizer.attachments().node) check_nodes(optimizer, plan.how.stream);
 }
 
 void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {

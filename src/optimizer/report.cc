@@ -25,15 +25,15 @@ void LastOutcome::make(const std::shared_ptr<const Context> &context, void *stre
     if (!device.is_host()) mirror_ = device.host_buffer(sizeof(Outcome));
     const Outcome first = no_outcome();
     if (mirror_) std::memcpy(mirror_.get(), &first, sizeof first);
-    device.copy_from_host(memory.data(), &first, sizeof first, stream);
+    device.copy(memory.data(), &first, sizeof first);
     memory_ = std::move(memory);
 }
 
 Outcome LastOutcome::read(const Device &device) const {
     Outcome outcome = no_outcome();
     if (data() == nullptr) return outcome;
-    device.synchronize(nullptr);
-    device.copy_to_host(&outcome, data(), sizeof outcome, nullptr);
+    device.synchronize();
+    device.copy(&outcome, data(), sizeof outcome);
     return outcome;
 }
 
@@ -41,7 +41,7 @@ void LastOutcome::change(const Device &device, void (*change)(Outcome &)) {
     if (data() == nullptr) return;
     Outcome outcome = read(device);
     change(outcome);
-    device.copy_from_host(data(), &outcome, sizeof outcome, nullptr);
+    device.copy(data(), &outcome, sizeof outcome);
     if (mirror_) std::memcpy(mirror_.get(), &outcome, sizeof outcome);
 }
 
@@ -70,7 +70,7 @@ dsopt_report Optimizer::report() const {
     r.update_norm = outcome.update_norm;
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
-    context_->device().loops().phase_times(cache_.get(), r.ms);
+    if (cache_) cache_->add_phase_times(r.ms);
     r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());

@@ -74,8 +74,8 @@ void Scaler::check(const ScalerRules &rules) {
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
     rules_ = make_rules(desc, init_);
     memory_ = Memory(context_, 128, nullptr);
-    write(first_state(), nullptr);
-    context_->device().synchronize(nullptr);
+    write(first_state());
+    context_->device().synchronize();
 }
 
 ScalerState Scaler::first_state() const {
@@ -105,16 +105,16 @@ void Scaler::check_attached(const std::shared_ptr<void> &token) const {
 
 ScalerState Scaler::read() const {
     ScalerState state;
-    context_->device().copy_to_host(&state, this->state(), sizeof state, nullptr);
+    context_->device().copy(&state, this->state(), sizeof state);
     return state;
 }
-void Scaler::write(const ScalerState &state, void *stream) {
+void Scaler::write(const ScalerState &state) {
     const float scale = scale_in_use(state);
-    context_->device().copy_from_host(this->state(), &state, sizeof state, stream);
-    context_->device().copy_from_host(this->scale(), &scale, sizeof scale, stream);
+    context_->device().copy(this->state(), &state, sizeof state);
+    context_->device().copy(this->scale(), &scale, sizeof scale);
 }
 
-void Scaler::set(int32_t what, double value, void *stream) {
+void Scaler::set(int32_t what, double value) {
     ScalerState state = read();
     if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {
         if (value != 0) throw Error(DSOPT_ERR_ARGUMENT, "clearing an override takes no value, got %g", value);
@@ -132,7 +132,7 @@ void Scaler::set(int32_t what, double value, void *stream) {
     } else {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_set: what is %d", what);
     }
-    write(state, stream);
+    write(state);
 }
 
 namespace {
@@ -186,7 +186,7 @@ void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
 }
 
 dsopt_scaler_info Scaler::info() const {
-    context_->device().synchronize(nullptr);
+    context_->device().synchronize();
     return decode(read());
 }
 dsopt_scaler_info Scaler::decode(const ScalerState &state) {

@@ -28,7 +28,7 @@ public:
     /// Throws DSOPT_ERR_STATE if the optimizer with this token was let go.
     void check_attached(const std::shared_ptr<void> &token) const;
 
-    void set(int32_t what, double value, void *stream);
+    void set(int32_t what, double value);
     void update(const int32_t *overflow, void *stream);
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
@@ -46,7 +46,7 @@ public:
 
 private:
     ScalerState read() const;
-    void write(const ScalerState &state, void *stream);
+    void write(const ScalerState &state);
 
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;

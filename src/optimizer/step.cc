@@ -39,7 +39,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
     if (request.remembers) {
         plan.outcome = outcome_.data();
-        plan.cache = cache_.get();
+        plan.how.cache = cache_.get();
     }
     if (context_->checks_pointers()) check_pointers(*this, plan);
     if (request.met != nullptr && checks_ranks(*this)) {
@@ -85,7 +85,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     // What has arrived of earlier steps; nobody waits for it, but ranks must come to the same answer.
     if (desc_.skip_budget > 0 && outcome_.is_copied() && has_peers(comms())) {
         (void)context_->device().finished(step.stream); // refuses a stream that is being captured
-        context_->device().synchronize(step.stream);
+        context_->device().synchronize();
     }
     if (const Outcome *known = outcome_.known();
         known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)

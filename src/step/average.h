@@ -15,10 +15,9 @@ public:
     /// The job's gradient becomes that of `mean`, which has `padded` elements.
     void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
     /// Copies, adds up and divides. `scratch`: for sum_over_ranks().
-    void average(const Context &context, const CommSet &comms, float *scratch, const Parallel &parallel,
-                 void *stream) const;
+    void average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const;
     /// The caller's gradients, of which the step saw copies.
-    void zero_originals(const Device &device, const Parallel &parallel, void *stream) const;
+    void zero_originals(const Device &device, const Execution &how) const;
 
 private:
     dsopt_tensor *from_, *to_; // gradients that are there, and where they go

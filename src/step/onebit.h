@@ -7,30 +7,28 @@ namespace dsopt {
 
 class OneBitDriver {
 public:
-    OneBitDriver(const StepRun &run, StepLoops &loops) :
+    OneBitDriver(const StepRun &run, StepLoops &steps) :
         run_(run),
-        plan_(run.plan),
-        one_(*run.plan.onebit),
-        loops_(loops),
-        own_(*loops.onebit()) {}
+        family_(*run.plan.onebit),
+        steps_(steps),
+        loops_(*steps.onebit()) {}
 
     /// What tensors that go into exchanges get, once the step is decided. In standard mode a skipped step makes its
     /// exchange, too, and drops the result: no rank waits to find out. In compat mode the host waits, and nothing is
     /// sent.
-    void exchange();
+    void update();
     /// After everything else of the step.
     void end();
 
 private:
-    void send(Feed feed);
-    void through(Feed feed);
-    void lamb();
+    void feed_and_exchange(Feed feed);
+    void update_adam(Feed feed);
+    void update_lamb();
 
     const StepRun &run_;
-    const StepPlan &plan_;
-    const OneBitPlan &one_;
-    StepLoops &loops_;
-    OneBitLoops &own_;
+    const OneBitPlan &family_;
+    StepLoops &steps_;
+    OneBitLoops &loops_; // of the family
 };
 
 } // namespace dsopt
