@@ -43,6 +43,20 @@ DSOPT_HD float float_of(uint32_t bits) {
     return value;
 }
 
+/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
+struct DoubleWords {
+    int32_t words[2];
+    DSOPT_HD operator double() const {
+        double value;
+        memcpy(&value, words, sizeof value);
+        return value;
+    }
+    DSOPT_HD DoubleWords &operator=(double value) {
+        memcpy(words, &value, sizeof value);
+        return *this;
+    }
+};
+
 DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
 
 /// To nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to infinity.

@@ -2,16 +2,20 @@
 // The loops of the CPU backend. kernels.cc is compiled once per instruction set; all of them give the same bits.
 #pragma once
 #include "device/plan.h"
+#include "rules/all.h"
 
 namespace dsopt::cpu {
 
-/// A piece of one tensor. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
+struct OneBitKernels;
+
+/// A piece of one tensor in a step. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
 struct Span {
     const TensorJob *job;
     const Scalars *scalars;
+    Rule rule;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 a leaf
+    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 of each leaf
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
@@ -20,16 +24,17 @@ struct Span {
 
 struct Kernels {
     const char *name;
-    /// Pass 1, of a piece as in Span: sum of squares, number of non-finite elements (NaNs times 2^32 on top) and, where
-    /// wanted, the largest magnitude (NaN if there is one), a leaf each. `leaf` is the index of the first one.
+    const OneBitKernels &onebit;
+    /// Pass 1, of a piece as in Span. For each leaf: the sum of squares, the number of non-finite elements (NaNs times
+    /// 2^32 on top) and, where wanted, the largest magnitude (NaN if there is one). `leaf` is the index of the first.
     void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
                     float *largest, int64_t leaf);
     void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
     /// Element-wise rules: everything in one read-modify-write.
-    void (*update)(Rule rule, const Span &span);
-    /// LAMB: moments, and sums of weight^2 and update^2 a leaf; then the weights.
-    void (*lamb_moments)(Rule rule, const Span &span);
-    void (*lamb_weights)(Rule rule, const Span &span);
+    void (*update)(const Span &span);
+    /// LAMB: moments, and sums of weight^2 and update^2 of each leaf; then the weights.
+    void (*lamb_moments)(const Span &span);
+    void (*lamb_weights)(const Span &span);
     /// A tensor that stays as it is: outputs and zeroed gradients all the same.
     void (*unchanged)(const Span &span);
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.

@@ -24,6 +24,11 @@ struct alignas(64) Buffer {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only the loop to vectorise.
+template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
+    for (int64_t i = 0; i < n; ++i) rule(x[i]...);
+}
+
 // ------------------------------------------------------------------------------------------------------- conversions
 inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
     int64_t i = 0;
@@ -150,14 +155,16 @@ inline void close(const float *tile, void *data, Dtype type, int64_t index, int6
 inline const float *view(const void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer) {
     return open(const_cast<void *>(data), type, index, n, buffer);
 }
+inline float *open(const Moment &moment, int64_t index, int64_t n, Buffer &buffer) {
+    return open(moment.data, moment.type, index, n, buffer);
+}
+inline void close(const float *tile, const Moment &moment, int64_t index, int64_t n) {
+    close(tile, moment.data, moment.type, index, n);
+}
 inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
     if (job.grad != nullptr) return view(job.grad, job.grad_type, index, n, buffer);
     __builtin_memset(buffer.at, 0, sizeof buffer.at);
     return buffer.at;
-}
-inline void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
-    const size_t size = dtype_size(job.grad_type);
-    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
@@ -231,30 +238,59 @@ struct LeafSum {
 };
 
 // ------------------------------------------------------------------------------------------------- where results go
-/// old becomes now - old, or what `out` gets with the delta flag.
-inline void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) old[i] = now[i] - old[i];
-}
-
-/// Where the new weights of a tile go: the weight itself, the low-precision copy, the output.
-inline void publish(const Span &span, const float *tile, const float *delta, int64_t index, int64_t n) {
+/// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
+inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n, span.streaming);
-    if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
-    if (job.zeroes) zero_gradient(job, index, n);
+    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n);
+    if (job.zeroes) {
+        const size_t size = dtype_size(job.grad_type);
+        __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+    }
 }
 
-inline void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
+inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
-/// Applies stochastic rounding where it is wanted; later stores of the tile are then exact.
-inline void settle(const Span &span, float *tile, int64_t index, int64_t n) {
-    const TensorJob &job = *span.job;
-    if (job.stochastic) round_stochastic(tile, rounding_key(job.random_key, span.step), job.offset + index, n);
-}
 
-/// OUT_ONLY leaves parameters alone, but a master is state.
-inline bool keeps_weight(const Span &span) { return (span.flags & kOutOnly) && !span.job->has_master; }
+/// A tile of the weights of a span, which a rule changes in place.
+class WeightTile {
+public:
+    /// `sums_change`: change() is wanted even where no output is.
+    explicit WeightTile(const Span &span, bool sums_change = false) :
+        span_(span),
+        // OUT_ONLY leaves parameters alone, but a master is state.
+        keeps_(!span.job->has_master && (span.flags & kOutOnly) != 0),
+        compares_(sums_change || (span.flags & kDelta) != 0) {}
+
+    float *open(int64_t index, int64_t n) {
+        at_ = dsopt::cpu::open(span_.job->weight, span_.job->weight_type, index, n, buffer_, keeps_);
+        if (compares_) widen(at_, change_.at, n, F32{});
+        return at_;
+    }
+    /// New weights go to where they are wanted: to the tensor, its low-precision copy, the output.
+    void close(int64_t index, int64_t n) {
+        const TensorJob &job = *span_.job;
+        // Once they are rounded so, later stores are exact.
+        if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.offset + index, n);
+        if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
+        if (!keeps_) dsopt::cpu::close(at_, job.weight, job.weight_type, index, n);
+        if (job.copy != nullptr) store(at_, job.copy, job.copy_type, index, n, span_.streaming);
+        write_outputs(span_, at_, change_.at, index, n);
+    }
+    const float *change() const { return change_.at; }
+
+private:
+    const Span &span_;
+    const bool keeps_, compares_;
+    float *at_ = nullptr;
+    Buffer buffer_, change_;
+};
 
 } // namespace
 } // namespace dsopt::cpu
+
+// What each instruction set calls its table.
+#define DSOPT_JOIN_(a, b) a##b
+#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
+#define DSOPT_TEXT_(x) #x
+#define DSOPT_TEXT(x) DSOPT_TEXT_(x)

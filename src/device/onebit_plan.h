@@ -36,7 +36,7 @@ struct OneBitPlan {
     bool compat;
     bool exchanges; // there are other ranks
     ScheduleState *schedule;
-    int32_t *lr_sum; // a double a group; 0/1 Adam
+    DoubleWords *lr_sum; // one a group; 0/1 Adam
     // One a tensor; 1-bit LAMB.
     float *trust_average, *trust_factor;
     float *trust_scaling; // compat mode: what momenta are multiplied with before they are sent; or NULL
@@ -50,7 +50,7 @@ struct OneBitPlan {
 /// What the rules take beside Scalars for a tensor of the exchange.
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, Feed feed, int64_t tensor, int32_t group) {
     return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
-            one.lr_sum != nullptr ? float(read_double(one.lr_sum + 2 * group)) : 0.0f,
+            one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
             one.compat && !one.exchanges && feed == Feed::gradient, !one.compat};
 }
 
@@ -62,7 +62,7 @@ DSOPT_HD void begin_tensor(const OneBitPlan &one, int64_t i) {
     if (one.trust_factor != nullptr && one.trust_factor[i] == 0) one.trust_factor[i] = 1;
 }
 DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g) {
-    if (steps_alone(one)) write_double(one.lr_sum + 2 * g, read_double(one.lr_sum + 2 * g) + hyper_of(plan, g).lr);
+    if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
 /// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
@@ -95,7 +95,7 @@ DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i)
                   one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
 }
 DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
-    if (one.stage == Stage::sync) write_double(one.lr_sum + 2 * g, 0);
+    if (one.stage == Stage::sync) one.lr_sum[g] = 0;
 }
 /// Of a skipped step, too: the original alone never hears of one.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {

@@ -180,7 +180,7 @@ PlannedOneBit OneBit::plan(const StateTable &state, const dsopt_tensor *list, co
                     .compat = setup.rules.compat,
                     .exchanges = setup.compresses,
                     .schedule = schedule,
-                    .lr_sum = words(StateKind::lr_sum),
+                    .lr_sum = reinterpret_cast<DoubleWords *>(words(StateKind::lr_sum)),
                     .trust_average = floats(StateKind::trust_average),
                     .trust_factor = floats(StateKind::trust_factor),
                     .trust_scaling = floats(StateKind::trust_scaling),

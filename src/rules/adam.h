@@ -9,6 +9,12 @@ namespace dsopt {
 inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
+/// What an unscaled gradient does to both.
+DSOPT_HD void take_gradient(const Scalars &s, float g, float &m, float &v) {
+    m = s.beta1 * m + s.a1 * g;
+    v = s.beta2 * v + (s.a2 * g) * g;
+}
+
 /// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is
 /// part of the result: both moments are divided by their correction first, then root, sum with eps, quotient.
 template <bool Decoupled> struct Adam {
@@ -19,8 +25,7 @@ template <bool Decoupled> struct Adam {
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
-        m = s.beta1 * m + s.a1 * g;
-        v = s.beta2 * v + (s.a2 * g) * g;
+        take_gradient(s, g, m, v);
         float update = (m / s.c1) / (sqrtf(v / s.c2) + s.eps);
         if (Decoupled) update = update + s.wd * p;
         p = p - s.lr * update;
@@ -39,9 +44,7 @@ template <bool EpsInside> struct LegacyAdam {
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
-        g = unscale(s, g);
-        m = s.beta1 * m + s.a1 * g;
-        v = s.beta2 * v + (s.a2 * g) * g;
+        take_gradient(s, unscale(s, g), m, v);
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);
     }
 };
@@ -65,7 +68,7 @@ inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
                                 .compat = true,
                                 .defaults = adam_defaults,
                                 .check = check_adam,
-                                .formula = [](const dsopt_group &) { return Rule::adam; }};
+                                .formula = always<Rule::adam>};
 inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .name = "adamw",
                                  .fields = kAdamFields,
@@ -73,18 +76,13 @@ inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .compat = true,
                                  .defaults = adam_defaults,
                                  .check = check_adam,
-                                 .formula = [](const dsopt_group &) { return Rule::adamw; }};
+                                 .formula = always<Rule::adamw>};
 inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .name = "adam_legacy",
                                       .fields = kAdamFields,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
                                       .compat = true,
                                       .defaults = adam_defaults,
-                                      .check = [](const dsopt_group &, bool) {},
-                                      .formula =
-                                          [](const dsopt_group &group) {
-                                              return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::legacy_eps_inside
-                                                                                               : Rule::legacy;
-                                          }};
+                                      .formula = by_eps<Rule::legacy, Rule::legacy_eps_inside>};
 
 } // namespace dsopt

@@ -40,11 +40,6 @@ DSOPT_HD int sweeps_of(Rule rule) {
     visit(rule, [&](auto formula) { sweeps = decltype(formula)::type::sweeps; });
     return sweeps;
 }
-DSOPT_HD int moments_of(Rule rule) {
-    int moments = 0;
-    visit(rule, [&](auto formula) { moments = decltype(formula)::type::moments.count; });
-    return moments;
-}
 DSOPT_HD uint32_t fields_of(Rule rule) {
     uint32_t fields = 0;
     visit(rule, [&](auto formula) { fields = decltype(formula)::type::fields; });

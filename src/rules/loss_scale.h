@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loss-scale machine. It lives in backend memory and moves there, so no step waits for it.
 #pragma once
-#include "base/hd.h"
+#include "base/dtype.h"
 #include "dsopt.h"
 #include <cfloat>
-#include <string.h>
 
 namespace dsopt {
 
@@ -12,20 +11,6 @@ struct ScalerRules {
     double factor, min, max; // max: HUGE_VAL = none
     int32_t window, hysteresis;
     uint32_t flags; // DSOPT_SCALER_STATIC, _REFILL, _FAIL_AT_MIN, _GROWTH_AT_WINDOW
-};
-
-/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
-struct DoubleWords {
-    int32_t words[2];
-    DSOPT_HD operator double() const {
-        double value;
-        memcpy(&value, words, sizeof value);
-        return value;
-    }
-    DSOPT_HD DoubleWords &operator=(double value) {
-        memcpy(words, &value, sizeof value);
-        return *this;
-    }
 };
 
 /// State tensor "scaler", as 12 I32 words.
@@ -41,10 +26,6 @@ static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t) && alignof(ScalerState
 DSOPT_HD float scale_in_use(const ScalerState &s) {
     const double scale = s.overridden ? s.forced : s.dynamic;
     return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
-}
-
-DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
-    s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
 }
 
 /// False for words that no transition leaves behind, such as zeros or those of another array.
@@ -84,7 +65,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
                 s.failures = one_more(s.failures);
                 return; // the original throws here, before it counts
             }
-            shrink(rules, s);
+            s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
         }
         s.last_overflow = s.updates;
     } else {

@@ -2,7 +2,6 @@
 // 1-bit compression with error feedback, and the rules of the optimizers that use it. One element each.
 #pragma once
 #include "rules/scalars.h"
-#include <string.h>
 
 namespace dsopt {
 
@@ -10,14 +9,6 @@ namespace dsopt {
 DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
 /// What a kept sum still owes: nothing is lost, so the next message makes up for it.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
-
-/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
-DSOPT_HD double read_double(const int32_t *words) {
-    double value;
-    memcpy(&value, words, sizeof value);
-    return value;
-}
-DSOPT_HD void write_double(int32_t *words, double value) { memcpy(words, &value, sizeof value); }
 
 /// The scale of a part: so that signs have its mean square.
 DSOPT_HD float rms_of(double squares, int64_t numel) {

@@ -28,10 +28,10 @@ constexpr int kMoments = 2; // of any rule, at most
 
 /// A state tensor that a formula keeps beside each weight.
 struct MomentInfo {
-    const char *name = nullptr;           // in dsopt_state_info and in checkpoints
+    const char *name = "";                // in dsopt_state_info and in checkpoints
     double dsopt_group::*start = nullptr; // the value that it starts with; nullptr: zeros
 };
-/// All of them, in the order in which the functor takes them. What is not listed has no memory and no traffic.
+/// All of them, in the order in which the functor takes them. What is not listed has no name, memory or traffic.
 struct MomentList {
     int count;
     MomentInfo at[kMoments];
@@ -92,14 +92,20 @@ inline constexpr GroupFlag kGroupFlags[] = {
 
 /// The record of an algorithm.
 struct RuleInfo {
-    int32_t algorithm;                                    // DSOPT_ALGORITHM_...
-    const char *name;                                     // in checkpoints and messages
-    uint32_t fields;                                      // an OR of Field
-    int32_t flags;                                        // of enum dsopt_group_flags that have an effect
-    bool compat;                                          // compat mode has it
-    void (*defaults)(dsopt_group &group);                 // of fields that do not start as 0
-    void (*check)(const dsopt_group &group, bool compat); // what the tables above do not say
-    Rule (*formula)(const dsopt_group &group);            // which one its options choose
+    int32_t algorithm;                                              // DSOPT_ALGORITHM_...
+    const char *name;                                               // in checkpoints and messages
+    uint32_t fields;                                                // an OR of Field
+    int32_t flags;                                                  // of enum dsopt_group_flags that have an effect
+    bool compat;                                                    // compat mode has it
+    void (*defaults)(dsopt_group &group);                           // of fields that do not start as 0
+    void (*check)(const dsopt_group &group, bool compat) = nullptr; // what the tables above do not say
+    Rule (*formula)(const dsopt_group &group);                      // which one its options choose
 };
+
+/// RuleInfo::formula of an algorithm with one formula, and of one that may have eps inside the root.
+template <Rule Only> Rule always(const dsopt_group &) { return Only; }
+template <Rule Outside, Rule Inside> Rule by_eps(const dsopt_group &group) {
+    return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Inside : Outside;
+}
 
 } // namespace dsopt
