@@ -147,7 +147,7 @@ void Optimizer::plan_groups(Hyper *hypers) const {
                      g.momentum,
                      g.dampening,
                      g.lr_decay,
-                     formula_of(g),
+                     formula_of(g, compat),
                      !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
                      (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,
