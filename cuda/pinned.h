@@ -69,7 +69,7 @@ private:
 class PinnedWriter final : public HostWriter {
 public:
     explicit PinnedWriter(int device) : pair_(device) {}
-    void *room() override {
+    void *buffer() override {
         if (used_[next_]) pair_.wait(next_);
         return pair_.buffer(next_);
     }

@@ -179,7 +179,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
             }
             for (size_t at = 0; at < transfer.bytes; at += kPiece) {
                 const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                file.read(transfer.index, at, writer->room(), bytes);
+                file.read(transfer.index, at, writer->buffer(), bytes);
                 writer->write(static_cast<char *>(transfer.memory) + at, bytes);
             }
         }

@@ -62,8 +62,8 @@ DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value,
 }
 
 /// A value of a row of dsopt_step.hyper, or what the host has where the row says NaN.
-DSOPT_HD double row_or(const float *row, int place, double host) {
-    const float value = row[place];
+DSOPT_HD double row_or(const float *row, int column, double host) {
+    const float value = row[column];
     return value == value ? double(value) : host;
 }
 
@@ -160,8 +160,8 @@ DSOPT_HD void fold_nothing(const StepPlan &plan) {
     note_reasons(plan);
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in
-/// the list says which lane they are in. Tensors of other cells count as zeros.
+/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table. A tensor is in
+/// the lane that its index in the list says. Tensors of other cells count as zeros.
 inline void fold_gradients(const StepPlan &plan) {
     fold_nothing(plan);
     if (!plan.read_gradients) return;

@@ -23,9 +23,9 @@ public:
 class HostWriter {
 public:
     virtual ~HostWriter() = default;
-    /// Room for a piece of at most 4 MiB.
-    virtual void *room() = 0;
-    /// Copies what is in the room to `to`.
+    /// For a piece of at most 4 MiB.
+    virtual void *buffer() = 0;
+    /// Copies what is in the buffer to `to`.
     virtual void write(void *to, size_t bytes) = 0;
     virtual void finish() = 0; // all copies have arrived
 };

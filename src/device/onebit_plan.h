@@ -15,7 +15,7 @@ struct OneBitJob {
     float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
     float *fresh;      // 1-bit LAMB: the variance as it would be
     const float *mask; // or NULL
-    int64_t worker;    // place of its first element among the worker's; -1: never compressed
+    int64_t worker;    // index of its first element among the worker's; -1: never compressed
     int32_t part;
     bool averaged;       // in exchange steps the engine averages its gradient
     uint8_t reserved[3]; // no padding, as in TensorJob

@@ -43,8 +43,6 @@ void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuff
     node->all_gather(buffers.slice_results, buffers.results, layout.row_bytes() * layout.ranks, stream, Place::backend);
 }
 
-int64_t padded_numel(int node_ranks, int64_t numel) { return (numel + node_ranks - 1) / node_ranks * node_ranks; }
-
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream) {
     if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);

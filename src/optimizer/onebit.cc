@@ -56,7 +56,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         mean.push_back(-1);
         if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
-            mean_numel += padded_numel(node_ranks, param.numel);
+            mean_numel += round_up(param.numel, int64_t(node_ranks));
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
@@ -195,7 +195,8 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
     for (size_t i = 0; i < setup_.mean.size(); ++i) {
         const int64_t at = setup_.mean[i];
         if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        means.add(jobs[i], mean + at, padded_numel(setup_.layout.node_ranks, jobs[i].numel), context_.device(), stream);
+        means.add(jobs[i], mean + at, round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)), context_.device(),
+                  stream);
     }
 }
 

@@ -98,7 +98,7 @@ void plan_groups(const std::vector<dsopt_group> &groups, bool compat, Hyper *hyp
                      g.momentum,
                      g.dampening,
                      g.lr_decay,
-                     formula_of(g),
+                     formula_of(g, compat),
                      !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
                      compat && !is_onebit(g.algorithm),
                      (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,

@@ -53,7 +53,7 @@ DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, f
     return (o.anchored ? p - track : track) * (sqrtf(v) + s.eps);
 }
 
-/// Adam's step with a variance that stays: the same order as Adam<true> without bias correction.
+/// Adam's step with a variance that stays: the same order as in plain_update().
 DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
     const float update = m / (sqrtf(v) + s.eps);
     return s.wd > 0 ? update + s.wd * p : update;

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients that the engine averages itself, in full precision over all data ranks.
 #pragma once
-#include "device/device.h"
-#include "step/ranks.h"
+#include "comm/comm.h"
 
 namespace dsopt {
 
 /// Jobs that get the mean of all ranks' gradients in place of their own, in memory of the step.
 class GradientMeans {
 public:
-    /// `lists`: room for three of `count` tensors.
+    /// `lists`: memory for three lists of `count` tensors.
     GradientMeans(dsopt_tensor *lists, int64_t count) : from_(lists), to_(lists + count), runs_(lists + 2 * count) {}
 
     /// The job's gradient becomes that of `mean`, which has `padded` elements.

@@ -2,7 +2,6 @@
 #include "step/drive.h"
 #include "step/agree.h"
 #include "step/onebit.h"
-#include <optional>
 
 namespace dsopt {
 namespace {
@@ -30,11 +29,9 @@ void drive(const StepRun &run) {
         loops.mark(DSOPT_MS_COMPUTE_NORM);
         loops.decide();
         loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-        std::optional<OneBitDriver> onebit;
-        if (loops.onebit() != nullptr) onebit.emplace(run, loops);
-        if (onebit) onebit->update();
+        if (loops.onebit() != nullptr) update_onebit(run, loops);
         update(run, loops);
-        if (onebit) onebit->end();
+        if (loops.onebit() != nullptr) end_onebit(run, loops);
         loops.finish();
         loops.mark(DSOPT_MS_BASIC_STEP);
     });

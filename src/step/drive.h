@@ -25,4 +25,6 @@ struct StepRun {
 /// a synchronisation.
 void drive(const StepRun &run);
 
+bool has_peers(const CommSet &comms);
+
 } // namespace dsopt
