@@ -125,7 +125,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     request.own_schedule = !complete && own;
     run(request, state, workspace_.data());
     lists_compared_ = true;
-    ++calls_;
+    calls_ = std::min(calls_ + 1, kMostCalls);
     if (request.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;
 }
