@@ -27,6 +27,7 @@ public:
                         value.c_str());
         return number;
     }
+    template <class T> void read(const std::string &key, T &value) const { value = number<T>(key); }
 
 private:
     const SafetensorsReader &file_;

@@ -61,9 +61,7 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
     list_(io.files != 0),
-    rank_(optimizer.rank()),
-    ranks_(optimizer.ranks()),
-    node_ranks_(optimizer.node_ranks()) {
+    own_(optimizer.data_rank()) {
     open(path, io);
     for (const auto &file : files_)
         if (Fields(*file).text("format") != "dsopt")
@@ -79,7 +77,7 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
     if (!list_) return;
     sort_by_rank();
     check_one_save();
-    main_ = resharded() ? 0 : rank_;
+    main_ = resharded() ? 0 : own_.rank;
 }
 
 void RankFiles::open(const char *path, const dsopt_io &io) {
@@ -137,9 +135,9 @@ void RankFiles::check_one_save() const {
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
     if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
     if (!resharded()) {
-        if (errors && !list_ && saved_rank_ != rank_)
+        if (errors && !list_ && saved_rank_ != own_.rank)
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_rank_,
-                        saved_, rank_);
+                        saved_, own_.rank);
         return;
     }
     // One rank alone always has the common parameters, and all gradients.
@@ -147,7 +145,7 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
                     "its %d ranks have no common parameters, and %d cannot go on with them",
-                    saved_, ranks_);
+                    saved_, own_.ranks);
     if (saved_ > 1)
         for (const auto &file : files_) {
             const auto found = file->metadata().find("accumulated");
@@ -156,13 +154,13 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
                         "ranks has its own, and %d cannot go on with them",
-                        param, saved_, ranks_);
+                        param, saved_, own_.ranks);
         }
     if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
-                    saved_rank_, saved_, rank_, ranks_);
+                    saved_rank_, saved_, own_.rank, own_.ranks);
 }
 
 void RankFiles::check_alike(size_t index) const {

@@ -46,17 +46,6 @@ constexpr std::string_view kHeaderKey = "header_xxh3";
 constexpr std::string_view kTensorKey = "xxh3.";
 constexpr std::string_view kStart = R"({"__metadata__":{"header_xxh3":")"; // the digits follow
 
-constexpr struct {
-    std::string_view name;
-    int32_t dtype;
-} kDtypes[] = {{"F32", DSOPT_DTYPE_F32},
-               {"F16", DSOPT_DTYPE_F16},
-               {"BF16", DSOPT_DTYPE_BF16},
-               {"I32", DSOPT_DTYPE_I32},
-               {"U8", kU8},
-               {"I64", kI64},
-               {"F64", DSOPT_DTYPE_F64}};
-
 // ---- checksums ----
 
 [[noreturn]] void refuse(const std::string &why) { throw Error(DSOPT_ERR_FORMAT, "%s", why.c_str()); }
@@ -186,10 +175,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
             header.data_bytes > INT64_MAX - 2 * kMaxHeader)
             throw Error(DSOPT_ERR_SHAPE, "tensor %s: the file would have 2^63 bytes", shown(tensor.name).c_str());
         append_quoted(text += ',', tensor.name);
-        text += R"(:{"dtype":")";
-        for (const auto &known : kDtypes)
-            if (known.dtype == tensor.dtype) text += known.name;
-        text += R"(","shape":[)";
+        text.append(R"(:{"dtype":")").append(dtype_name(tensor.dtype)).append(R"(","shape":[)");
         for (size_t d = 0; d < tensor.shape.size(); ++d) text += (d ? "," : "") + std::to_string(tensor.shape[d]);
         text += R"(],"data_offsets":[)" + std::to_string(begin) + ',' + std::to_string(header.data_bytes) + "]}";
     }
@@ -341,11 +327,10 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
     Header header = make_header(metadata, tensors, order);
     sink.begin(header.text.size() + header.data_bytes);
 
-    const auto buffer = piece_buffer(header.data_bytes);
     const auto digest_of = [&](size_t index, auto &&use) {
         Digest digest;
         for_pieces(tensors[index].bytes, [&](uint64_t offset, size_t bytes) {
-            const void *const data = deliver(index, offset, bytes, buffer.get());
+            const void *const data = deliver(index, offset, bytes);
             digest.add(data, bytes);
             use(data, bytes);
         });
