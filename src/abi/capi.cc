@@ -130,7 +130,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     return with;
 }
 
-/// Checks of a list that stands alone; tensors are called by their place in it.
+/// Checks of a list that stands alone; tensors are called by their index.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", ll(count));
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));

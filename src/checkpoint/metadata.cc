@@ -127,12 +127,12 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
     return groups;
 }
 
-/// Where the parameter that the file has at a place is in this optimizer.
+/// The index in this optimizer of each parameter of the file.
 std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fields, const std::vector<int64_t> &sizes) {
     const std::vector<std::string> names = split_names(fields.text("params"));
     const std::vector<Param> &params = optimizer.params();
-    std::unordered_map<std::string, int64_t> places;
-    for (size_t i = 0; i < params.size(); ++i) places.emplace(params[i].name, int64_t(i));
+    std::unordered_map<std::string, int64_t> indices;
+    for (size_t i = 0; i < params.size(); ++i) indices.emplace(params[i].name, int64_t(i));
     for (size_t i = 0; i < sizes.size(); ++i)
         if (sizes[i] < 0 || sizes[i] > int64_t(names.size()))
             throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i, ll(sizes[i]),
@@ -141,8 +141,8 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
     std::vector<int64_t> order;
     for (const std::string &name : names) {
         const size_t group = saved_groups[order.size()];
-        const auto found = places.find(name);
-        if (found == places.end() || found->second < 0)
+        const auto found = indices.find(name);
+        if (found == indices.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
         if (size_t(params[size_t(found->second)].group) != group)
@@ -153,7 +153,7 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         found->second = -1; // a name counts once
     }
     for (const Param &param : params)
-        if (places[param.name] >= 0)
+        if (indices[param.name] >= 0)
             throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
     for (size_t i = 0; i < sizes.size(); ++i) {
         const auto here =
@@ -189,8 +189,8 @@ Metadata metadata_of(const Optimizer &optimizer) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
-    if (std::string places = join_groups(optimizer.params()); !places.empty())
-        metadata.emplace_back("param_groups", std::move(places));
+    if (std::string list = join_groups(optimizer.params()); !list.empty())
+        metadata.emplace_back("param_groups", std::move(list));
     if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) {
         std::string digits;
         for (const Param &param : optimizer.params()) digits += param.accumulated ? '1' : '0';

@@ -85,12 +85,12 @@ void RankFiles::open(const char *path, const dsopt_io &io) {
         files_.push_back(std::make_unique<SafetensorsReader>(std::move(source)));
     };
     for (int32_t i = 0; i < io.files; ++i) {
-        dsopt_io part = io;
+        dsopt_io own = io;
         if (io.users != nullptr) {
-            part.user = io.users[i];
-            part.total = io.totals[i];
+            own.user = io.users[i];
+            own.total = io.totals[i];
         }
-        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(part));
+        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(own));
     }
     if (!list_) add(path != nullptr ? file_source(path) : callback_source(io));
 }
@@ -105,10 +105,10 @@ void RankFiles::sort_by_rank() {
         if (origin.node_ranks != saved_node_)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
                         saved_node_);
-        auto &place = sorted[size_t(origin.rank)];
-        if (place)
+        auto &slot = sorted[size_t(origin.rank)];
+        if (slot)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
-        place = std::move(files_[i]);
+        slot = std::move(files_[i]);
     }
     for (size_t rank = 0; rank < sorted.size(); ++rank)
         if (!sorted[rank])
@@ -249,15 +249,16 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
     for (size_t part = 0; part < to.parts.size(); ++part)
         for (int64_t at = 0, count = 0; at < to.parts[part].numel; at += count) {
             // Tensors are at the same places of the whole vector for any number of ranks.
-            const int64_t begin = to.parts[part].begin + at, place = to.slice_begin + begin, of = place / slice;
-            count = std::min({kFloats, to.parts[part].numel - at, (of + 1) * slice - place});
+            const int64_t begin = to.parts[part].begin + at, whole = to.slice_begin + begin,
+                          node = whole / slice; // the element in the whole vector, and whose slice that is
+            count = std::min({kFloats, to.parts[part].numel - at, (node + 1) * slice - whole});
             std::fill_n(sums.begin(), count, 0.0);
-            for (int64_t rank = of * nodes; rank < (of + 1) * nodes; ++rank) {
-                ranks[size_t(rank)].errors(place - of * slice, count, int64_t(part), errors.data());
+            for (int64_t rank = node * nodes; rank < (node + 1) * nodes; ++rank) {
+                ranks[size_t(rank)].errors(whole - node * slice, count, int64_t(part), errors.data());
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
-                if (is_active(takes_part, place + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
+                if (is_active(takes_part, whole + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
         }
     return result;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/safetensors.h"
-#include "base/dtype.h"
+#include "base/sizes.h"
 #include "base/text.h"
 #include <algorithm>
 #include <bit>
@@ -38,8 +38,7 @@ using ull = unsigned long long; // for printf
 
 constexpr uint64_t kMaxHeader = 100'000'000; // the format's limit
 constexpr size_t kMaxDims = 8;
-constexpr size_t kMaxKeys = size_t(1) << 20;   // of metadata; more need more memory than their header
-constexpr uint64_t kPiece = uint64_t(4) << 20; // no read, write or copy is larger, the header apart
+constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more need more memory than their header
 constexpr size_t kDigits = 32;
 constexpr std::string_view kMetadataKey = "__metadata__";
 constexpr std::string_view kHeaderKey = "header_xxh3";
@@ -88,10 +87,11 @@ bool tensor_bytes(int32_t dtype, const std::vector<int64_t> &shape, uint64_t *by
 }
 
 template <class F> void for_pieces(uint64_t total, F &&use) {
-    for (uint64_t offset = 0; offset < total; offset += kPiece) use(offset, size_t(std::min(total - offset, kPiece)));
+    for (uint64_t offset = 0; offset < total; offset += kPiece)
+        use(offset, size_t(std::min<uint64_t>(total - offset, kPiece)));
 }
 auto piece_buffer(uint64_t total) {
-    return std::make_unique_for_overwrite<std::byte[]>(size_t(std::min(total, kPiece)));
+    return std::make_unique_for_overwrite<std::byte[]>(size_t(std::min<uint64_t>(total, kPiece)));
 }
 
 // ---- writing ----

@@ -154,20 +154,9 @@ struct Execution {
 
 struct OneBitPlan;
 
-/// What a step writes to between its loops, in the workspace.
-struct StepWorkspace {
-    Control *control;
-    Scalars *scalars; // one a tensor
-    double *divisors; // one a group
-    NormTable norms;
-    double *sums_a, *sums_b; // one a leaf
-    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
-    ShardTable shards;
-};
-
 /// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
 /// (StepTable), all else is in the backend's.
-struct StepPlan : StepWorkspace {
+struct StepPlan {
     TensorJob *jobs; // StepTable: what else there is of it is behind them
     int64_t count;
     const Hyper *groups;
@@ -188,6 +177,14 @@ struct StepPlan : StepWorkspace {
     float *report;            // or NULL
     Outcome *outcome;
     Execution how;
+    // Workspace, cut by StepMemory.
+    Control *control;
+    Scalars *scalars; // one a tensor
+    double *divisors; // one a group
+    NormTable norms;
+    double *sums_a, *sums_b; // one a leaf
+    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    ShardTable shards;
 };
 
 } // namespace dsopt

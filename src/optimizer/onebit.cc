@@ -68,7 +68,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         group = param.group;
         if (!joins) numels.push_back(0);
         part.push_back(int32_t(numels.size()) - 1);
-        worker.push_back(numels.back()); // within the part; its place is added below
+        worker.push_back(numels.back()); // within the part, whose begin is added below
         numels.back() += param.numel;
     }
     if (node_ranks > 1) {

@@ -119,6 +119,7 @@ StepShape shape_of(const Optimizer &optimizer) {
 StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) {
     const StepShape shape = shape_of(optimizer);
     const size_t count = size_t(shape.tensors), groups = size_t(shape.groups), leaves = size_t(shape.leaves);
+    const NormTable table_of_norms{nullptr, shape.groups, 1 + optimizer.desc().expert_count};
     const OneBitSetup *const onebit = shape.onebit ? &optimizer.onebit()->setup() : nullptr;
     const bool lamb = onebit != nullptr && onebit->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const Device &device = optimizer.context().device();
@@ -127,14 +128,12 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     pieces.take(outcome, 1);
     pieces.take(scalars, count);
     pieces.take(divisors, groups);
-    norms = {nullptr, shape.groups, 1 + optimizer.desc().expert_count};
-    pieces.take(norms.at, size_t(norms.size_with_lanes()));
+    pieces.take(norms, size_t(table_of_norms.size_with_lanes()));
     pieces.take(sums_a, leaves);
     pieces.take(sums_b, leaves);
     pieces.take(bad, leaves);
     pieces.take(factors, lamb ? leaves : 0);
-    shards.count = optimizer.trust_slots();
-    shards.sums = reinterpret_cast<ShardSums *>(pieces.take_bytes(shards.bytes()));
+    shards = reinterpret_cast<ShardSums *>(pieces.take_bytes(ShardTable{nullptr, optimizer.trust_slots()}.bytes()));
     extra = pieces.take_bytes(device.loops().extra_bytes(shape));
     exchange = pieces.take_bytes(shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
     pieces.take(mean, onebit != nullptr ? size_t(onebit->mean_numel + onebit->mean_scratch) : 0);
@@ -142,7 +141,7 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     Pieces &host_pieces = device.is_host() ? pieces : apart;
     table = host_pieces.take_bytes(StepTable::bytes(shape));
     host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * count : 0);
-    host_pieces.take(host_norms, device.is_host() ? 0 : size_t(norms.size_with_message()));
+    host_pieces.take(host_norms, device.is_host() ? 0 : size_t(table_of_norms.size_with_message()));
     bytes = pieces.bytes();
     host_bytes = apart.bytes();
 }
@@ -169,35 +168,40 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const bool looks =
         (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !request.initial;
     const bool reports_only = wrapped == Wrapper::fused && !scales && desc.nonfinite == DSOPT_NONFINITE_AUTO;
-    const bool skips = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only;
-    StepPlan plan{};
-    static_cast<StepWorkspace &>(plan) = memory;
-    plan.jobs = table.jobs;
-    plan.count = int64_t(optimizer.params().size());
-    plan.groups = table.groups;
-    plan.group_count = int64_t(groups.size());
-    plan.flags = request.flags;
-    plan.wrapper = wrapped;
-    plan.read_gradients = looks && step.grad_norms == nullptr;
-    plan.skip_nonfinite = skips;
-    plan.report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0;
-    plan.has_lamb = has_lamb;
-    // In the call that the original spends on nothing, moments of groups that are not frozen do move.
-    plan.dry = onebit != nullptr && onebit->stage == Stage::dry;
-    plan.norms.classes = 1 + (request.initial ? 0 : int64_t(with.experts.size()));
-    plan.limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY};
-    plan.given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip};
+    PlannedScaler scaler{};
     if (scales)
-        plan.scaler = {entries.data<float>(state, StateKind::loss_scale),
-                       entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
-    plan.step = entries.data<int32_t>(state, StateKind::step);
-    plan.onebit = onebit;
-    plan.trust_ratio = entries.data<float>(state, StateKind::trust_ratio);
-    plan.report = step.report;
-    plan.outcome = memory.outcome;
-    plan.how = {step.stream, request.parallel, optimizer.context().chunk(), memory.extra, nullptr,
-                (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0};
-    return plan;
+        scaler = {entries.data<float>(state, StateKind::loss_scale),
+                  entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
+    return {.jobs = table.jobs,
+            .count = int64_t(optimizer.params().size()),
+            .groups = table.groups,
+            .group_count = int64_t(groups.size()),
+            .flags = request.flags,
+            .wrapper = wrapped,
+            .read_gradients = looks && step.grad_norms == nullptr,
+            .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
+            .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
+            .has_lamb = has_lamb,
+            // In the call that the original spends on nothing, moments of groups that are not frozen do move.
+            .dry = onebit != nullptr && onebit->stage == Stage::dry,
+            .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
+            .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
+            .scaler = scaler,
+            .step = entries.data<int32_t>(state, StateKind::step),
+            .onebit = onebit,
+            .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
+            .report = step.report,
+            .outcome = memory.outcome,
+            .how = {step.stream, request.parallel, optimizer.context().chunk(), memory.extra, nullptr,
+                    (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0},
+            .control = memory.control,
+            .scalars = memory.scalars,
+            .divisors = memory.divisors,
+            .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
+            .sums_a = memory.sums_a,
+            .sums_b = memory.sums_b,
+            .bad = memory.bad,
+            .shards = {memory.shards, optimizer.trust_slots()}};
 }
 
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {

@@ -26,9 +26,14 @@ constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);
 /// The memory of one step, cut into pieces that begin on lines of their own. Their order depends on nothing except
 /// parameters and groups, so sizes are constant. What the host writes comes behind the rest where backend memory is
 /// host memory, and in memory of its own otherwise.
-struct StepMemory : StepWorkspace {
+struct StepMemory {
+    Control *control;
     Outcome *outcome; // of calls that bring none
-    void *extra;
+    Scalars *scalars;
+    double *divisors, *norms, *sums_a, *sums_b;
+    int64_t *bad;
+    ShardSums *shards;
+    char *extra;
     double *factors;
     char *exchange;
     float *mean;

@@ -11,7 +11,7 @@ const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
     return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-/// By copies in stream order, each twice as long as the last one.
+/// By copies, each twice as long as the last one.
 void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
     const size_t total = size_t(tensor.numel) * sizeof value;
     float block[256];

@@ -127,7 +127,7 @@ public:
         of_optimizer_ = no_slots();
     }
 
-    /// Its place in lists of all state tensors; -1: there is none.
+    /// Its index in lists of all state tensors; -1: there is none.
     int64_t slot(int64_t param, StateKind kind) const {
         if (param >= int64_t(of_params_.size())) return -1;
         return (param < 0 ? of_optimizer_ : of_params_[size_t(param)])[size_t(kind)];
