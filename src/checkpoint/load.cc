@@ -31,7 +31,7 @@ Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
             .hyper = !(flags & DSOPT_IO_NO_HYPER),
             .params = (flags & DSOPT_IO_PARAMS) != 0,
             .errors = owes && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
-            .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler()};
+            .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
 /// A tensor between file and memory.
@@ -190,7 +190,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
 void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
     if (!files.resharded() || optimizer.onebit() == nullptr) return;
     optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
-                            files.saved_ranks(), optimizer.rank(), optimizer.ranks(),
+                            files.saved_ranks(), optimizer.data_rank().rank, optimizer.data_rank().ranks,
                             !with_errors               ? "error feedback is dropped"
                             : files.saved_nodes() == 1 ? "nothing was owed, error feedback begins with zeros"
                                                        : "the mean of the worker errors and this rank's part of the "
@@ -204,7 +204,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
     check_io(path, io, io.read != nullptr, known);
-    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    check_groups(optimizer);
     const Wanted wanted = wanted_of(optimizer, io.flags);
     if (wanted.scaler != nullptr) optimizer.check_scaler();
 
@@ -223,24 +223,24 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                     rules.hysteresis);
     check_contents(optimizer, files, transfers, rules);
     const bool accumulates = (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && wanted.state;
-    const std::string accumulated = accumulates ? read_accumulated(fields, saved.order) : "";
     verify_others(files, transfers);
 
     // Made before anything changes: what follows the tensors must not fail.
-    std::vector<dsopt_group> groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups();
+    Restored restored{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
+                      .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
+                      .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
+                      .calls = wanted.state ? saved.calls : optimizer.calls(),
+                      .accumulated = accumulates ? read_accumulated(fields, saved.order) : "",
+                      .resharded_from = files.resharded() ? files.saved_ranks() : 0};
     if (optimizer.context().device().is_host())
         load_in_host_memory(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     else
         load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
-    if (wanted.state) optimizer.set_accumulated(accumulated);
-    optimizer.restore(std::move(groups), wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
-                      wanted.hyper ? saved.max_value : optimizer.desc().max_value,
-                      wanted.state ? saved.calls : optimizer.calls());
-    if (wanted.state) optimizer.forget_like_original();
+    optimizer.restore(std::move(restored));
+    if (wanted.state && optimizer.onebit() != nullptr) optimizer.onebit()->forget_like_original(optimizer.state());
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
-    optimizer.note_loaded(files.resharded() ? files.saved_ranks() : 0);
     log_resharding(optimizer, files, wanted.errors);
 }
 

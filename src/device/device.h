@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means and where it runs. One Device per kind of memory.
 #pragma once
+#include "base/sizes.h"
 #include "device/loops.h"
 #include <memory>
 
@@ -28,7 +29,6 @@ public:
     virtual void write(void *to, size_t bytes) = 0;
     virtual void finish() = 0; // all copies have arrived
 };
-constexpr size_t kPiece = size_t(4) << 20;
 
 /// Memory, streams and copies of one kind of device.
 class Device {

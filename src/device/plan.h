@@ -177,7 +177,7 @@ struct StepPlan {
     float *report;            // or NULL
     Outcome *outcome;
     Execution how;
-    // Workspace, sized by Optimizer::layout().
+    // Workspace, cut by StepMemory.
     Control *control;
     Scalars *scalars; // one a tensor
     double *divisors; // one a group

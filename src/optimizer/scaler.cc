@@ -86,26 +86,21 @@ ScalerState Scaler::first_state() const {
     return state;
 }
 
-int64_t Scaler::attach() {
+std::shared_ptr<void> Scaler::attach() const {
     const std::lock_guard lock(mutex_);
-    if (attached_ != 0 && !(rules_.flags & DSOPT_SCALER_SHARED))
+    if (token_.use_count() > 1 && !(rules_.flags & DSOPT_SCALER_SHARED))
         throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
                                      "dsopt_scaler_detach first");
-    ++attached_;
-    return ticket_;
+    return token_;
 }
-void Scaler::detach(int64_t ticket) noexcept {
+void Scaler::detach_all() {
+    std::shared_ptr<void> fresh = std::make_shared<char>();
     const std::lock_guard lock(mutex_);
-    if (ticket == ticket_) --attached_;
+    token_.swap(fresh);
 }
-void Scaler::detach_all() noexcept {
+void Scaler::check_attached(const std::shared_ptr<void> &token) const {
     const std::lock_guard lock(mutex_);
-    attached_ = 0;
-    ++ticket_;
-}
-void Scaler::check_attached(int64_t ticket) const {
-    const std::lock_guard lock(mutex_);
-    if (ticket != ticket_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
+    if (token != token_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
 }
 
 ScalerState Scaler::read() const {
@@ -142,28 +137,6 @@ void Scaler::set(int32_t what, double value) {
 
 namespace {
 
-void check_overflow(const int32_t *overflow) {
-    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
-                    static_cast<const void *>(overflow));
-}
-
-} // namespace
-
-void Scaler::update(const int32_t *overflow, void *stream) {
-    check_overflow(overflow);
-    context_->device().loops().update_scaler(rules(), state(), scale(), overflow, stream);
-}
-
-void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
-    check_float_tensor(loss, {"loss", ""});
-    check_numel(loss, 1, {"loss", ""});
-    if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
-    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
-}
-
-namespace {
-
 /// The list of the two state tensors, "loss_scale" and "scaler".
 struct ScalerArrays {
     float *scale;
@@ -171,34 +144,45 @@ struct ScalerArrays {
 };
 ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
     if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
-    if (count != 2)
-        throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2",
-                    static_cast<long long>(count));
-    const struct {
-        const char *name;
-        int32_t dtype;
-        int64_t numel;
-    } wanted[] = {{"loss_scale", DSOPT_DTYPE_F32, 1}, {"scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4}};
-    for (int i = 0; i < 2; ++i) {
-        const Label label{wanted[i].name, "the scaler"};
-        check_tensor(list[i], label);
-        check_dtype(list[i], wanted[i].dtype, label);
-        check_numel(list[i], wanted[i].numel, label);
-        if (list[i].data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", label.role);
-    }
+    if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
+    const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
+        const Label label{name, "the scaler"};
+        check_tensor(tensor, label);
+        check_dtype(tensor, dtype, label);
+        check_numel(tensor, numel, label);
+        if (tensor.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", name);
+    };
+    check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);
+    check(list[1], "scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
     return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
+}
+
+void move_scale(const Context &context, const ScalerRules &rules, ScalerArrays arrays, const int32_t *overflow,
+                void *stream) {
+    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
+                    static_cast<const void *>(overflow));
+    context.device().loops().update_scaler(rules, arrays.state, arrays.scale, overflow, stream);
 }
 
 } // namespace
 
+void Scaler::update(const int32_t *overflow, void *stream) {
+    move_scale(*context_, rules(), {scale(), state()}, overflow, stream);
+}
+void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
+    move_scale(*context_, rules(), check_arrays(state, count), overflow, stream);
+}
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const ScalerArrays arrays = check_arrays(state, count);
     context_->device().loops().write_scaler(first_state(), arrays.state, arrays.scale, stream);
 }
-void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
-    const ScalerArrays arrays = check_arrays(state, count);
-    check_overflow(overflow);
-    context_->device().loops().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
+
+void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
+    check_float_tensor(loss, {"loss", ""});
+    check_numel(loss, 1, {"loss", ""});
+    if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
+    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
 dsopt_scaler_info Scaler::info() const {

@@ -97,6 +97,8 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
 struct TrustRules {
     double beta, threshold, min_change, max_change;
     bool compat;
+
+    bool operator==(const TrustRules &) const = default;
 };
 /// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
 /// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used. NULL in compat mode.

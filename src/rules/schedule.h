@@ -13,6 +13,8 @@ struct ScheduleRules {
     int64_t local_interval_steps; // 0/1 Adam: steps until the interval between synchronisations doubles
     int64_t max_local_interval;
     bool compat; // the first call is spent on nothing, the last full step has number freeze_step
+
+    bool operator==(const ScheduleRules &) const = default;
 };
 
 /// State tensor "schedule", as 8 I32 words.

@@ -56,7 +56,7 @@ struct Content {
         Tape tape;
         const auto sink = dsopt::callback_sink(tape.io());
         dsopt::write_safetensors(*sink, metadata, tensors,
-                                 [&](size_t i, uint64_t offset, size_t, void *) { return bytes[i].data() + offset; });
+                                 [&](size_t i, uint64_t offset, size_t) { return bytes[i].data() + offset; });
         return tape.data;
     }
     dsopt::Metadata metadata;

@@ -126,7 +126,7 @@ TEST(SafetensorsFile, TwoSaversToOneNameBothSucceed) {
     const auto slow = file_sink((folder / "a").c_str());
     bool first = true;
     write_safetensors(*slow, content.metadata, content.tensors,
-                      [&](size_t index, uint64_t offset, size_t, void *) -> const void * {
+                      [&](size_t index, uint64_t offset, size_t) -> const void * {
                           if (std::exchange(first, false))
                               save(folder / "a", other); // must not sweep the temporary of `slow`
                           return content.bytes[index].data() + offset;
@@ -174,7 +174,7 @@ TEST(SafetensorsFile, NoRoomForTheFileLeavesTheOldOneAndNothingElse) {
     const std::string before = slurp(folder / "a");
     Content large;
     large.add("large", dsopt::kU8, {3'000'000}, 3'000'000);
-    const auto not_asked = [](size_t, uint64_t, size_t, void *) -> const void * { throw std::logic_error("too late"); };
+    const auto not_asked = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
     const Outcome early = outcome([&] {
         const FileSizeLimit limit(100'000);
         write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors, not_asked);
@@ -186,7 +186,7 @@ TEST(SafetensorsFile, NoRoomForTheFileLeavesTheOldOneAndNothingElse) {
         const FileSizeLimit limit(RLIM_INFINITY);
         int asked = 0;
         write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors,
-                          [&](size_t index, uint64_t offset, size_t, void *) {
+                          [&](size_t index, uint64_t offset, size_t) {
                               if (++asked == 2) limit.set(2'000'000);
                               return static_cast<const void *>(large.bytes[index].data() + offset);
                           });
