@@ -56,6 +56,7 @@ void check_max_value(double value, const char *field) {
 }
 
 void Optimizer::set(int32_t group, int32_t key, double value) {
+    last_step_.forget();
     if (is_optimizer_key(key, group)) {
         const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_KEY_MAX_NORM) {

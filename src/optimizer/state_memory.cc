@@ -93,6 +93,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     for (const size_t i : missing) state_[i].data = list[i].data;
     state_list_.swap(list);
     mapped_ = false;
+    last_step_.forget();
 }
 
 void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const {
@@ -161,6 +162,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
     mapped_ = true;
+    last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
 
@@ -181,6 +183,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     mapped_ = true;
     for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
     state_list_.clear();
+    last_step_.forget();
     state_changed();
 }
 

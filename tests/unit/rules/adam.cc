@@ -18,9 +18,7 @@ struct Drift {
     }
 };
 
-template <class T> struct Moments {
-    std::vector<T> m = std::vector<T>(kElements), v = std::vector<T>(kElements);
-};
+template <class T> struct Moments { std::vector<T> m = std::vector<T>(kElements), v = std::vector<T>(kElements); };
 
 /// One step of every element in double.
 void exact_step(const dsopt_group &c, int t, const std::vector<float> &g, std::vector<double> &p, Moments<double> &at) {
