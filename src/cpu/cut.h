@@ -120,7 +120,7 @@ public:
                           .sums_a = plan_.sums_a,
                           .sums_b = plan_.sums_b,
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-                          .step = plan_.step[i] + 1,
+                          .step = int64_t(plan_.step[i]) + 1,
                           .streaming = streaming_,
                           .ahead = asks_ahead_ ? &ahead : nullptr});
         });

@@ -51,6 +51,9 @@ struct Restored {
     int resharded_from;      // ranks; 0 = as many as these
 };
 
+/// Calls are counted so far: a double holds the number, as dsopt_optimizer_get returns it.
+constexpr int64_t kMostCalls = int64_t(1) << 53;
+
 struct StepRequest;
 
 class Optimizer {

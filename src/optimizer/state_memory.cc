@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "base/sizes.h"
-#include "optimizer/optimizer.h"
+#include "optimizer/contents.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -168,6 +168,13 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     check_state_list(*this, list, count, false);
+    std::vector<char> words;
+    for (size_t i = 0; i < state_.size(); ++i) {
+        if (list[i].data == nullptr || state_[i].numel == 0 || !has_meaning(state_[i].kind)) continue;
+        words.resize(state_[i].bytes());
+        context_->device().copy(words.data(), list[i].data, words.size());
+        check_contents(*this, state_[i], words.data(), "bound memory");
+    }
     decode_momentum();
     std::vector<dsopt_tensor> bound = state_.list();
     for (size_t i = 0; i < bound.size(); ++i)

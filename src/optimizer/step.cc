@@ -137,7 +137,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
             last_step_.keep(step, request.flags);
     }
     lists_compared_ = true;
-    ++calls_;
+    calls_ = std::min(calls_ + 1, kMostCalls);
     if (request.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;
 }
