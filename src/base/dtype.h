@@ -14,18 +14,30 @@ enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 
 /// Dtypes of safetensors files that no tensor of the ABI has.
 constexpr int32_t kU8 = 101, kI64 = 102;
 
-/// Size in bytes of any dtype of the ABI and of files, state tensors included; 0 for an unknown one.
+/// Every dtype of the ABI and of files, those of state tensors included.
+struct DtypeInfo {
+    int32_t dtype;
+    size_t size;
+    const char *name; // in files and messages
+};
+inline constexpr DtypeInfo kDtypes[] = {{DSOPT_DTYPE_F32, 4, "F32"},
+                                        {DSOPT_DTYPE_F16, 2, "F16"},
+                                        {DSOPT_DTYPE_BF16, 2, "BF16"},
+                                        {DSOPT_DTYPE_I32, 4, "I32"},
+                                        {DSOPT_DTYPE_F64, 8, "F64"},
+                                        {kU8, 1, "U8"},
+                                        {kI64, 8, "I64"}};
+/// 0 for an unknown one.
 constexpr size_t dtype_size(int32_t dtype) {
-    switch (dtype) {
-    case DSOPT_DTYPE_F64:
-    case kI64: return 8;
-    case DSOPT_DTYPE_F32:
-    case DSOPT_DTYPE_I32: return 4;
-    case DSOPT_DTYPE_F16:
-    case DSOPT_DTYPE_BF16: return 2;
-    case kU8: return 1;
-    }
+    for (const DtypeInfo &info : kDtypes)
+        if (info.dtype == dtype) return info.size;
     return 0;
+}
+/// NULL for an unknown one.
+constexpr const char *dtype_name(int32_t dtype) {
+    for (const DtypeInfo &info : kDtypes)
+        if (info.dtype == dtype) return info.name;
+    return nullptr;
 }
 constexpr size_t dtype_size(Dtype dtype) { return dtype_size(static_cast<int32_t>(dtype)); }
 constexpr bool is_float_dtype(int32_t dtype) {

@@ -1,51 +1,53 @@
 // SPDX-License-Identifier: Apache-2.0
 // How lists are shared out among threads.
 #pragma once
+#include "cpu/caches.h"
 #include "cpu/kernels.h"
 #include <algorithm>
 #include <vector>
 
 namespace dsopt::cpu {
 
-/// Lists that do not stay in a last-level cache of usual size; below it who reads next finds the results there.
-constexpr bool leaves_caches(int64_t bytes) { return bytes > int64_t(64) << 20; }
-
 /// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
 /// the number of parts alone, so nothing has to be handed out while it runs. A List has `count`, numel(i), and
 /// bytes(i): how many an element of tensor i moves.
 template <class List> class Cut {
 public:
-    /// `ruler` has memory for count + 1.
-    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel) :
+    /// `ruler` has memory for count + 1. `repeats`: it holds what the same list left there.
+    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel, bool repeats = false) :
         list_(list),
         ruler_(ruler),
         chunk_(chunk),
         parallel_(parallel) {
         ruler[0] = 0;
-        for (int64_t i = 0; i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
+        for (int64_t i = 0; !repeats && i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
         // A part below 256 KiB is done before another thread has woken up.
         parts_ = std::clamp<int64_t>(bytes() >> 18, 1, parallel.threads);
     }
 
-    /// visit(tensor, begin, end) for every piece, on all threads.
-    template <class Visit> void run(const Visit &visit) const {
+    struct Position {
+        int64_t tensor, element;
+    };
+
+    /// On all threads: start(first, last) of a thread's part, then visit(tensor, begin, end, what start gave) for every
+    /// piece of it.
+    template <class Start, class Visit> void run(const Start &start, const Visit &visit) const {
         parallel_.run(parts_, [&](int64_t part) {
             const DefaultFloatEnvironment environment;
             const Position first = position(part), last = position(part + 1);
+            auto of_part = start(first, last);
             for (int64_t i = first.tensor; i < list_.count && i <= last.tensor; ++i) {
                 const int64_t begin = i == first.tensor ? first.element : 0;
                 const int64_t end = i == last.tensor ? last.element : list_.numel(i);
-                if (begin < end) visit(i, begin, end);
+                if (begin < end) visit(i, begin, end, of_part);
             }
         });
     }
 
     int64_t bytes() const { return ruler_[list_.count]; }
+    int64_t bytes_of_part() const { return bytes() / parts_; }
 
 private:
-    struct Position {
-        int64_t tensor, element;
-    };
     Position position(int64_t part) const {
         if (part == parts_) return {list_.count, 0};
         const int64_t at = int64_t(__int128(bytes()) * part / parts_);
@@ -67,7 +69,11 @@ public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
         long_ruler_(count < kShort ? 0 : size_t(count) + 1),
         cut_({list, count}, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel) {}
-    template <class Visit> void run(const Visit &visit) const { cut_.run(visit); }
+    /// visit(tensor, begin, end) for every piece, on all threads.
+    template <class Visit> void run(const Visit &visit) const {
+        cut_.run([](auto, auto) { return 0; },
+                 [&](int64_t i, int64_t begin, int64_t end, int) { visit(i, begin, end); });
+    }
 
 private:
     struct List {
@@ -86,16 +92,22 @@ private:
 /// The tensors of a step.
 class StepCut {
 public:
-    explicit StepCut(const StepPlan &plan) :
+    StepCut(const StepPlan &plan, const CacheSizes &caches) :
         plan_(plan),
-        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel) {}
+        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
+             plan.how.repeats),
+        streaming_(cut_.bytes() > caches.last),
+        asks_ahead_(cut_.bytes_of_part() > caches.core) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
     /// visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
-        const bool streaming = leaves_caches(cut_.bytes());
-        cut_.run([&](int64_t i, int64_t begin, int64_t end) {
+        using Position = typename Cut<List>::Position;
+        const auto start = [&](const Position &first, const Position &last) {
+            return Ahead{plan_.jobs, first.tensor, first.element, last.tensor, last.element};
+        };
+        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Ahead &ahead) {
             const TensorJob &job = plan_.jobs[i];
             const Rule rule = plan_.groups[job.group].rule;
             visit(i, Span{.job = &job,
@@ -108,8 +120,9 @@ public:
                           .sums_a = plan_.sums_a,
                           .sums_b = plan_.sums_b,
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-                          .step = plan_.step[i] + 1,
-                          .streaming = streaming});
+                          .step = int64_t(plan_.step[i]) + 1,
+                          .streaming = streaming_,
+                          .ahead = asks_ahead_ ? &ahead : nullptr});
         });
     }
 
@@ -130,6 +143,7 @@ private:
     };
     const StepPlan &plan_;
     const Cut<List> cut_;
+    const bool streaming_, asks_ahead_;
 };
 
 } // namespace dsopt::cpu

@@ -40,7 +40,7 @@ public:
     size_t extra_bytes(const StepShape &shape) const override { return cpu::StepCut::extra_bytes(shape.tensors); }
     std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
-        cpu::run_step(plan, kernels_, body);
+        cpu::run_step(plan, kernels_, caches_, body);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
@@ -97,11 +97,14 @@ public:
     }
     void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
                          const Parallel &parallel, void *) const override {
-        cpu::decode(kernels_.onebit, buffers, list, count, parallel);
+        int64_t bytes = 0;
+        for (int64_t i = 0; i < count; ++i) bytes += list[i].numel * int64_t(sizeof(float));
+        cpu::decode(kernels_.onebit, buffers, list, bytes > caches_.last, parallel);
     }
 
 private:
     const Kernels &kernels_ = choose_kernels();
+    const cpu::CacheSizes caches_ = cpu::cache_sizes();
 };
 
 void CpuLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
@@ -187,6 +190,12 @@ private:
 } // namespace
 
 const char *cpu_isa_name() { return choose_kernels().name; }
+const char *unknown_isa() {
+    const char *const wanted = secure_getenv("DSOPT_ISA");
+    for (const char *known : {"generic", "avx2", "avx512"})
+        if (wanted == nullptr || std::strcmp(wanted, known) == 0) return nullptr;
+    return wanted;
+}
 std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 
 } // namespace dsopt

@@ -67,6 +67,15 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 }
 
 // ------------------------------------------------------------------------------------------------------------- rules
+/// How much is worked on at a time: a leaf where nothing goes through buffers and no memory is asked for.
+int64_t tile_of(const Span &span, const WeightTile &weights) {
+    const TensorJob &job = *span.job;
+    bool in_place = weights.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
+    for (const Moment &moment : job.moment)
+        in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
+    return in_place && span.ahead == nullptr ? kLeaf : kTile;
+}
+
 template <class R> void update_with(const R &rule, const Span &span) {
     constexpr int count = R::moments.count;
     static_assert(count >= 0 && count <= kMoments);
@@ -74,11 +83,13 @@ template <class R> void update_with(const R &rule, const Span &span) {
     WeightTile weights(span, span.sums);
     Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
     float *moment[kMoments] = {};
+    const int64_t tile = tile_of(span, weights);
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;
-        for (int64_t i = leaf; i < stop; i += kTile) {
-            const int64_t n = least(kTile, stop - i);
+        for (int64_t i = leaf; i < stop; i += tile) {
+            const int64_t n = least(tile, stop - i);
+            ask_ahead(span, n);
             const float *g = open_gradient(job, i, n, g_buffer);
             float *p = weights.open(i, n);
             for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer[k]);
@@ -117,6 +128,7 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
         LeafSum weight_sum, update_sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
+            ask_ahead(span, n);
             const float *g = open_gradient(job, i, n, g_buffer);
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
             float *m = open(job.moment[0], i, n, m_buffer);

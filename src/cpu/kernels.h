@@ -8,6 +8,16 @@ namespace dsopt::cpu {
 
 struct OneBitKernels;
 
+/// Where the loop of a thread will be next. Kernels ask for memory that far in front of themselves, across the ends of
+/// tensors, which the processor's own prefetchers do not see coming.
+struct Ahead {
+    static constexpr int64_t kDistance = 512; // elements
+    const TensorJob *jobs;
+    int64_t tensor, element;           // nothing before it needs to be asked for
+    int64_t last_tensor, last_element; // the end of the thread's share
+    int64_t due = kDistance;           // elements that are still to be asked for beside those of the next call
+};
+
 /// A piece of one tensor in a step. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
 struct Span {
     const TensorJob *job;
@@ -20,6 +30,7 @@ struct Span {
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
     bool streaming;          // 16-bit copies go past the caches
+    Ahead *ahead;            // NULL where the list stays in the cores' own caches
 };
 
 struct Kernels {

@@ -9,7 +9,10 @@ namespace {
 
 class Step final : public StepLoops {
 public:
-    Step(const StepPlan &plan, const Kernels &kernels) : plan_(plan), kernels_(kernels), cut_(plan) {
+    Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
+        plan_(plan),
+        kernels_(kernels),
+        cut_(plan, caches) {
         if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
         if (plan.how.timing) std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
     }
@@ -98,8 +101,9 @@ private:
 
 } // namespace
 
-void run_step(const StepPlan &plan, const Kernels &kernels, FunctionRef<void(StepLoops &)> body) {
-    Step step(plan, kernels);
+void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
+              FunctionRef<void(StepLoops &)> body) {
+    Step step(plan, kernels, caches);
     body(step);
 }
 

@@ -2,11 +2,13 @@
 // A step on the CPU: each call of the driver runs at once, on all threads.
 #pragma once
 #include "base/function_ref.h"
+#include "cpu/caches.h"
 #include "cpu/kernels.h"
 #include "device/step_loops.h"
 
 namespace dsopt::cpu {
 
-void run_step(const StepPlan &plan, const Kernels &kernels, FunctionRef<void(StepLoops &)> body);
+void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
+              FunctionRef<void(StepLoops &)> body);
 
 } // namespace dsopt::cpu

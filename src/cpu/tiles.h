@@ -167,6 +167,37 @@ inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n
     return buffer.at;
 }
 
+// ------------------------------------------------------------------------------------------------------- asking ahead
+/// Asks for the lines of elements [index, index + n); `Write`: they will be written.
+template <bool Write> void ask_for(const void *data, Dtype type, int64_t index, int64_t n) {
+    if (data == nullptr) return;
+    const size_t size = dtype_size(type);
+    const char *line = static_cast<const char *>(data) + size_t(index) * size, *const end = line + size_t(n) * size;
+    for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line, Write);
+}
+/// Called for each n elements that are worked on. What the loops of a step write past the caches is not asked for.
+inline void ask_ahead(const Span &span, int64_t n) {
+    if (span.ahead == nullptr) return;
+    Ahead &ahead = *span.ahead;
+    n += ahead.due;
+    ahead.due = 0;
+    while (n > 0) {
+        const bool last = ahead.tensor == ahead.last_tensor;
+        if (ahead.tensor > ahead.last_tensor || (last && ahead.element == ahead.last_element)) return;
+        const TensorJob &job = ahead.jobs[ahead.tensor];
+        const int64_t end = last ? ahead.last_element : job.numel, size = least(n, end - ahead.element);
+        if (job.present) {
+            ask_for<false>(job.grad, job.grad_type, ahead.element, size);
+            ask_for<true>(job.weight, job.weight_type, ahead.element, size);
+            for (const Moment &moment : job.moment) ask_for<true>(moment.data, moment.type, ahead.element, size);
+            if (!span.streaming) ask_for<true>(job.copy, job.copy_type, ahead.element, size);
+        }
+        n -= size;
+        ahead.element += size;
+        if (ahead.element == end) ++ahead.tensor, ahead.element = 0;
+    }
+}
+
 // -------------------------------------------------------------------------------------------------------- reductions
 typedef float Float8 __attribute__((vector_size(32), aligned(4)));
 typedef double Double8 __attribute__((vector_size(64)));
@@ -278,6 +309,8 @@ public:
         write_outputs(span_, at_, change_.at, index, n);
     }
     const float *change() const { return change_.at; }
+    /// Tiles may be of any length: no buffer is used.
+    bool is_in_place() const { return span_.job->weight_type == Dtype::f32 && !keeps_ && !compares_; }
 
 private:
     const Span &span_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means and where it runs. One Device per kind of memory.
 #pragma once
+#include "base/sizes.h"
 #include "device/loops.h"
 #include <memory>
 
@@ -28,7 +29,6 @@ public:
     virtual void write(void *to, size_t bytes) = 0;
     virtual void finish() = 0; // all copies have arrived
 };
-constexpr size_t kPiece = size_t(4) << 20;
 
 /// Memory, streams and copies of one kind of device.
 class Device {
@@ -61,6 +61,8 @@ public:
 
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
 const char *cpu_isa_name();
+/// What DSOPT_ISA asks for that is no instruction set; NULL: nothing. The generic loops run then.
+const char *unknown_isa();
 std::unique_ptr<Device> make_cpu_device();
 /// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
 std::unique_ptr<Device> make_cuda_device(int device);

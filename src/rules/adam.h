@@ -15,9 +15,26 @@ DSOPT_HD void take_gradient(const Scalars &s, float g, float &m, float &v) {
     v = s.beta2 * v + (s.a2 * g) * g;
 }
 
-/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is
-/// part of the result: both moments are divided by their correction first, then root, sum with eps, quotient.
+/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one root:
+/// the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
+/// factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
 template <bool Decoupled> struct Adam {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kAdamFields | kStepSize;
+    static constexpr MomentList moments = kMeans;
+    Scalars s; // lr = lr / c1
+    DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
+        g = unscale(s, g);
+        if (!Decoupled) g = g + s.wd * p;
+        take_gradient(s, g, m, v);
+        const float change = s.lr * (m / (sqrtf(v) * s.inverse_root + s.eps));
+        p = p - (Decoupled ? change + s.lr_wd * p : change);
+    }
+};
+
+/// The same as the original has it, whose order of operations is part of the result: both moments are divided by their
+/// correction first, then root, sum with eps, quotient.
+template <bool Decoupled> struct AdamCompat {
     static constexpr int sweeps = 1;
     static constexpr uint32_t fields = kAdamFields;
     static constexpr MomentList moments = kMeans;
@@ -32,7 +49,7 @@ template <bool Decoupled> struct Adam {
     }
 };
 
-/// The quotient that LAMB and the legacy Adam share: moments without bias correction, decay added.
+/// The quotient that LAMB, the legacy Adam and the 1-bit family share: moments without bias correction, decay added.
 template <bool EpsInside> DSOPT_HD float plain_update(const Scalars &s, float p, float m, float v) {
     const float denominator = EpsInside ? sqrtf(v + s.eps) : sqrtf(v) + s.eps;
     return m / denominator + s.wd * p;
@@ -61,6 +78,9 @@ inline void check_adam(const dsopt_group &group, bool compat) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
     if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
 }
+template <Rule Standard, Rule Compat> Rule by_mode(const dsopt_group &, bool compat) {
+    return compat ? Compat : Standard;
+}
 inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
                                 .name = "adam",
                                 .fields = kAdamFields,
@@ -68,7 +88,7 @@ inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
                                 .compat = true,
                                 .defaults = adam_defaults,
                                 .check = check_adam,
-                                .formula = always<Rule::adam>};
+                                .formula = by_mode<Rule::adam, Rule::adam_compat>};
 inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .name = "adamw",
                                  .fields = kAdamFields,
@@ -76,7 +96,7 @@ inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .compat = true,
                                  .defaults = adam_defaults,
                                  .check = check_adam,
-                                 .formula = always<Rule::adamw>};
+                                 .formula = by_mode<Rule::adamw, Rule::adamw_compat>};
 inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .name = "adam_legacy",
                                       .fields = kAdamFields,

@@ -21,6 +21,8 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     switch (rule) {
     case Rule::adam: f(Formula<Adam<false>>{}); return;
     case Rule::adamw: f(Formula<Adam<true>>{}); return;
+    case Rule::adam_compat: f(Formula<AdamCompat<false>>{}); return;
+    case Rule::adamw_compat: f(Formula<AdamCompat<true>>{}); return;
     case Rule::lamb: f(Formula<Lamb<false>>{}); return;
     case Rule::lamb_eps_inside: f(Formula<Lamb<true>>{}); return;
     case Rule::legacy: f(Formula<LegacyAdam<false>>{}); return;

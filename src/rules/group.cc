@@ -81,11 +81,11 @@ void check_group(const dsopt_group &group, bool compat) {
     check_onebit_fields(group);
 }
 
-Rule formula_of(const dsopt_group &group) { return info_of(group.algorithm).formula(group); }
+Rule formula_of(const dsopt_group &group, bool compat) { return info_of(group.algorithm).formula(group, compat); }
 
 const MomentList &moments_of(const dsopt_group &group) {
     const MomentList *moments = nullptr;
-    visit(formula_of(group), [&](auto formula) { moments = &decltype(formula)::type::moments; });
+    visit(formula_of(group, false), [&](auto formula) { moments = &decltype(formula)::type::moments; });
     return *moments;
 }
 
@@ -97,7 +97,7 @@ const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
     return nullptr;
 }
 
-bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group)) == 2; }
+bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group, false)) == 2; }
 
 const GroupField *find_field(int32_t key) {
     for (const GroupField &field : kGroupFields)

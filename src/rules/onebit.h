@@ -53,7 +53,7 @@ DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, f
     return (o.anchored ? p - track : track) * (sqrtf(v) + s.eps);
 }
 
-/// Adam's step with a variance that stays: the same order as Adam<true> without bias correction.
+/// Adam's step with a variance that stays: the same order as in plain_update().
 DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
     const float update = m / (sqrtf(v) + s.eps);
     return s.wd > 0 ? update + s.wd * p : update;
@@ -97,6 +97,8 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
 struct TrustRules {
     double beta, threshold, min_change, max_change;
     bool compat;
+
+    bool operator==(const TrustRules &) const = default;
 };
 /// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
 /// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used. NULL in compat mode.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The records of the algorithms that exchange one bit per element. Steps without an exchange run the formulas of AdamW
-// and LAMB; what the others do is in onebit.h, and when in schedule.h.
+// The records of the algorithms that exchange one bit per element. Steps without an exchange run AdamW's formula without
+// bias correction, in compat mode as the legacy Adam has it, or LAMB's; what the others do is in onebit.h, and when in
+// schedule.h.
 #pragma once
 #include "rules/lamb.h"
 
@@ -23,7 +24,7 @@ inline constexpr RuleInfo kOneBitAdam{.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_NON_FREEZE,
                                       .compat = true,
                                       .defaults = onebit_adam_defaults,
-                                      .formula = always<Rule::adamw>};
+                                      .formula = by_mode<Rule::adamw, Rule::legacy>};
 
 inline void zero_one_adam_defaults(dsopt_group &group) {
     onebit_adam_defaults(group);
@@ -37,7 +38,7 @@ inline constexpr RuleInfo kZeroOneAdam{.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADA
                                        .flags = DSOPT_GROUP_NO_BIAS_CORRECTION,
                                        .compat = true,
                                        .defaults = zero_one_adam_defaults,
-                                       .formula = always<Rule::adamw>};
+                                       .formula = by_mode<Rule::adamw, Rule::legacy>};
 
 inline void onebit_lamb_defaults(dsopt_group &group) {
     lamb_defaults(group);

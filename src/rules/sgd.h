@@ -39,7 +39,7 @@ inline void check_sgd(const dsopt_group &group, bool) {
     if (nesterov && group.dampening != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be 0 with nesterov", group.dampening);
 }
-inline Rule sgd_formula(const dsopt_group &group) {
+inline Rule sgd_formula(const dsopt_group &group, bool) {
     if (group.momentum == 0) return Rule::sgd;
     return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov : Rule::sgd_momentum;
 }
