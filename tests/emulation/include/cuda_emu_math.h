@@ -71,6 +71,14 @@ inline unsigned __brev(unsigned v) {
     return reversed;
 }
 
+/// Four of the eight bytes of y and x, x being the lower one, as the lowest digits of `selector` say.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> (4 * i) & 7u) * 8 & 0xffu) << (8 * i);
+    return result;
+}
+
 inline int __float_as_int(float v) { return cuemu::from_bits<int>(cuemu::to_bits(v)); }
 inline unsigned __float_as_uint(float v) { return cuemu::from_bits<unsigned>(cuemu::to_bits(v)); }
 inline float __int_as_float(int v) { return cuemu::from_bits<float>(cuemu::to_bits(v)); }
