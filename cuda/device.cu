@@ -31,10 +31,16 @@ public:
     }
     HostBuffer host_buffer(size_t bytes) const override {
         const OnDevice on(device_);
+        const RelaxedCaptures relaxed;
         return HostBuffer(pinned_memory(bytes).release(), PinnedFree());
     }
-    void *allocate(size_t bytes, void *) const override {
+    void *allocate(size_t bytes, void *stream) const override {
         const OnDevice on(device_);
+        if (stream != nullptr && capturing(as_stream(stream)))
+            throw Error(DSOPT_ERR_STATE,
+                        "%zu bytes cannot be allocated while the stream is being captured: make this call once before",
+                        bytes);
+        const RelaxedCaptures relaxed;
         return device_memory(bytes).release();
     }
     void release(void *memory, size_t, void *) const noexcept override {
@@ -75,6 +81,7 @@ public:
         const OnDevice on(device_);
         if (capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE, "the host waits here: this call cannot be captured");
+        const RelaxedCaptures relaxed;
         const cudaError_t error = cudaStreamQuery(as_stream(stream));
         if (error == cudaErrorNotReady) {
             (void)cudaGetLastError(); // "not ready" is no error

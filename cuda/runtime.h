@@ -46,26 +46,6 @@ inline DeviceMemory device_memory(size_t bytes) {
     return DeviceMemory(memory);
 }
 
-/// Memory for work on one stream, given back in its order.
-class AsyncMemory {
-public:
-    AsyncMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
-        check(cudaMallocAsync(&memory_, bytes, stream), "cudaMallocAsync");
-    }
-    ~AsyncMemory() {
-        if (memory_ != nullptr) (void)cudaFreeAsync(memory_, stream_);
-    }
-    AsyncMemory(const AsyncMemory &) = delete;
-    AsyncMemory &operator=(const AsyncMemory &) = delete;
-    void *get() const { return memory_; }
-    /// Says if it fails, unlike the destructor.
-    void release() { check(cudaFreeAsync(std::exchange(memory_, nullptr), stream_), "cudaFreeAsync"); }
-
-private:
-    void *memory_ = nullptr;
-    cudaStream_t stream_;
-};
-
 struct PinnedFree {
     void operator()(void *memory) const { (void)cudaFreeHost(memory); }
 };
@@ -94,40 +74,82 @@ inline bool capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-/// Page-locked buffers for uploads. One goes back to the pool at once and is taken again when its copy has run.
-class PinnedPool {
+/// While it lives, calls of this thread that may allocate or look at other streams spoil no other thread's capture.
+class RelaxedCaptures {
 public:
-    struct Buffer {
-        PinnedMemory memory;
-        size_t bytes;
-        std::unique_ptr<Event> copied;
+    RelaxedCaptures() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+    ~RelaxedCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+    RelaxedCaptures(const RelaxedCaptures &) = delete;
+    RelaxedCaptures &operator=(const RelaxedCaptures &) = delete;
+
+private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+/// Blocks of memory that the work of streams uses for a while. A block goes back to the pool while that work is still
+/// to come, with an event behind it, and is taken again when the event has come.
+template <class Memory, Memory (*allocate)(size_t)> class BlockPool {
+public:
+    struct Block {
+        Memory memory;
+        size_t bytes = 0;
+        std::unique_ptr<Event> used;
     };
-    /// Copies `bytes` from host memory that may change afterwards. Not for streams that are being captured.
-    void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
-        Buffer buffer = take(bytes);
-        memcpy(buffer.memory.get(), from, bytes);
-        check(cudaMemcpyAsync(to, buffer.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
-        check(cudaEventRecord(buffer.copied->get(), stream), "cudaEventRecord");
+    Block take(size_t bytes) {
+        const RelaxedCaptures relaxed;
         const std::lock_guard lock(mutex_);
-        pool_.push_back(std::move(buffer));
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used->get()) != cudaSuccess) continue;
+            Block block = std::move(blocks_[i]);
+            blocks_.erase(blocks_.begin() + long(i));
+            return block;
+        }
+        (void)cudaGetLastError(); // "not ready" is no error
+        return {allocate(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
+    }
+    void give_back(Block block, cudaStream_t stream) {
+        check(cudaEventRecord(block.used->get(), stream), "cudaEventRecord");
+        const std::lock_guard lock(mutex_);
+        blocks_.push_back(std::move(block));
+    }
+    /// A block that a graph uses, as long as the pool lives.
+    void *keep(Block block) {
+        const std::lock_guard lock(mutex_);
+        kept_.push_back(std::move(block.memory));
+        return kept_.back().get();
     }
 
 private:
-    Buffer take(size_t bytes) {
-        {
-            const std::lock_guard lock(mutex_);
-            for (size_t i = 0; i < pool_.size(); ++i) {
-                if (pool_[i].bytes < bytes || cudaEventQuery(pool_[i].copied->get()) != cudaSuccess) continue;
-                Buffer buffer = std::move(pool_[i]);
-                pool_.erase(pool_.begin() + long(i));
-                return buffer;
-            }
-        }
-        (void)cudaGetLastError(); // "not ready" is no error
-        return {pinned_memory(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
-    }
     std::mutex mutex_;
-    std::vector<Buffer> pool_;
+    std::vector<Block> blocks_;
+    std::vector<Memory> kept_;
+};
+using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
+using ScratchPool = BlockPool<DeviceMemory, device_memory>;
+
+/// Device memory for what a call enqueues on a stream.
+class Scratch {
+public:
+    Scratch(ScratchPool &pool, size_t bytes, cudaStream_t stream) : pool_(pool), stream_(stream) {
+        block_ = pool.take(bytes);
+        memory_ = capturing(stream) ? pool.keep(std::move(block_)) : block_.memory.get();
+    }
+    ~Scratch() {
+        if (!block_.memory) return;
+        try {
+            pool_.give_back(std::move(block_), stream_);
+        } catch (const std::exception &) { // cudaFree() waits for the work
+        }
+    }
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    char *get() const { return static_cast<char *>(memory_); }
+
+private:
+    ScratchPool &pool_;
+    cudaStream_t stream_;
+    ScratchPool::Block block_;
+    void *memory_;
 };
 
 } // namespace dsopt::gpu

@@ -114,7 +114,7 @@ void Step::update_weights(bool shared) {
 
 void Step::finish() {
     if (!is_skipped()) {
-        for (int64_t i = 0; i < plan_.count; ++i) count_step(plan_, i);
+        for (int64_t i = 0; i < plan_.count; ++i) plan_.step[i] += counts_alone(plan_, i);
         for_stretches(plan_,
                       [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
         if (plan_.report_norms) fold_updates(plan_, *plan_.outcome);
