@@ -10,8 +10,8 @@ namespace {
 
 class CudaDevice final : public Device {
 public:
-    explicit CudaDevice(int device) : device_(device), loops_(device) {
-        const OnDevice on(device);
+    explicit CudaDevice(int device) : gpu_(device), loops_(gpu_) {
+        const OnDevice on(gpu_);
         check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
     }
     ~CudaDevice() override { (void)cudaStreamDestroy(own_stream_); }
@@ -20,39 +20,37 @@ public:
     const Loops &loops() const override { return loops_; }
     bool is_host() const override { return false; }
     bool owns(const void *pointer) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         cudaPointerAttributes attributes{};
         if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
             (void)cudaGetLastError();
             return false;
         }
         if (attributes.type == cudaMemoryTypeUnregistered) return false;
-        return attributes.type != cudaMemoryTypeDevice || attributes.device == device_;
+        return attributes.type != cudaMemoryTypeDevice || attributes.device == gpu_.ordinal();
     }
     HostBuffer host_buffer(size_t bytes) const override {
-        const OnDevice on(device_);
-        const RelaxedCaptures relaxed;
+        const OnDevice on(gpu_);
         return HostBuffer(pinned_memory(bytes).release(), PinnedFree());
     }
     void *allocate(size_t bytes, void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (stream != nullptr && capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE,
                         "%zu bytes cannot be allocated while the stream is being captured: make this call once before",
                         bytes);
-        const RelaxedCaptures relaxed;
         return device_memory(bytes).release();
     }
     void release(void *memory, size_t, void *) const noexcept override {
         try {
-            const OnDevice on(device_);
+            const OnDevice on(gpu_);
             (void)cudaFree(memory);
         } catch (const std::exception &) { // the device is lost, and the memory with it
         }
     }
 
     void clear(void *data, size_t bytes, void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (bytes != 0) check(cudaMemsetAsync(data, 0, bytes, as_stream(stream)), "cudaMemsetAsync");
     }
 
@@ -66,22 +64,21 @@ public:
     void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
         wait_copy(to, host, bytes, cudaMemcpyHostToDevice);
     }
-    std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(device_); }
-    std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(device_); }
+    std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
+    std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
     void synchronize(void *) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
     void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (bytes != 0)
             check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, as_stream(stream)), "cudaMemcpyAsync");
     }
     bool finished(void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE, "the host waits here: this call cannot be captured");
-        const RelaxedCaptures relaxed;
         const cudaError_t error = cudaStreamQuery(as_stream(stream));
         if (error == cudaErrorNotReady) {
             (void)cudaGetLastError(); // "not ready" is no error
@@ -91,12 +88,12 @@ public:
         return true;
     }
     void wait(void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
     }
-    int ordinal() const override { return device_; }
+    int ordinal() const override { return gpu_.ordinal(); }
     void on_device(void (*body)(void *), void *argument) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         body(argument);
     }
 
@@ -105,13 +102,13 @@ private:
 
     void wait_copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) const {
         if (bytes == 0) return;
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
         check(cudaMemcpyAsync(to, from, bytes, kind, own_stream_), "cudaMemcpyAsync");
         check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
     }
 
-    int device_;
+    Gpu gpu_;
     CudaLoops loops_;
     cudaStream_t own_stream_ = nullptr;
 };

@@ -22,10 +22,11 @@ private:
 /// What all streams of a device share.
 class Shared {
 public:
-    explicit Shared(int device) {
-        const OnDevice on(device);
+    explicit Shared(const Gpu &gpu) {
+        const OnDevice on(gpu);
         int processors = 0;
-        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu.ordinal()),
+              "cudaDeviceGetAttribute");
         multiprocessors_ = unsigned(processors);
     }
     /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.

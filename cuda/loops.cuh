@@ -18,9 +18,43 @@ __global__ void write_reduction_kernel(const ScheduleRules rules, const Schedule
     *reduction = next_reduction_of(rules, schedule);
 }
 
+/// Every kernel.
+template <class Visit> void for_kernels(const Visit &visit) {
+    const auto of_feed = [&](auto feed) {
+        visit(feed_kernel<decltype(feed)::value>);
+        if constexpr (decltype(feed)::value != Feed::scaled) visit(finish_kernel<decltype(feed)::value>);
+    };
+    of_feed(std::integral_constant<Feed, Feed::momentum>{});
+    of_feed(std::integral_constant<Feed, Feed::scaled>{});
+    of_feed(std::integral_constant<Feed, Feed::gradient>{});
+    of_feed(std::integral_constant<Feed, Feed::distance>{});
+    const auto all = [&](auto... kernels) { (visit(kernels), ...); };
+    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, fold_kernel, move_norms_kernel, decide_kernel,
+        update_kernel, shared_trust_kernel, lamb_weights_kernel);
+    all(zero_kernel, axpby_kernel, add_up_rows_kernel, clamp_kernel, no_norm_kernel, norm_kernel, update_scaler_kernel,
+        write_scaler_kernel, write_reduction_kernel);
+    all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
+        clear_gaps_kernel, fill_message_kernel, feed_slice_kernel, mean_slice_kernel);
+    all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
+        finish_padding_kernel, keep_momentum_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
+        onebit_shared_trust_kernel, onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
+}
+
 class CudaLoops final : public Loops {
 public:
-    explicit CudaLoops(int device) : device_(device), shared_(device) {}
+    /// Loads every kernel now: at its first launch the driver may wait for everything on the device, and so for other
+    /// ranks that wait for this one.
+    explicit CudaLoops(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
+        const OnDevice on(gpu_);
+        for_kernels([&](auto kernel) {
+            cudaFuncAttributes attributes;
+            const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+            if (error != cudaErrorNoKernelImageForDevice) return check(error, "cudaFuncGetAttributes");
+            (void)cudaGetLastError();
+            throw Error(DSOPT_ERR_MISSING,
+                        "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
+        });
+    }
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
@@ -31,7 +65,7 @@ public:
     }
     void phase_times(StepCache *cache, double *ms) const override {
         if (cache == nullptr) return;
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         static_cast<const Cache *>(cache)->marks.times(ms);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
@@ -131,7 +165,7 @@ public:
 
 private:
     template <class Body> void run(void *stream, const Body &body) const {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         body(Launcher{shared_, static_cast<cudaStream_t>(stream)});
     }
     /// body(launcher, exchange, list) with everything in device memory: in a step the layout is there, otherwise it
@@ -186,7 +220,7 @@ private:
         });
     }
 
-    int device_;
+    const Gpu &gpu_;
     mutable Shared shared_;
 };
 

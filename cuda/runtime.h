@@ -17,23 +17,74 @@ inline void check(cudaError_t error, const char *what) {
                 cudaGetErrorString(error));
 }
 
-/// Makes a device current and gives the caller's back.
+/// A device, and its primary context, which is there as long as this.
+class Gpu {
+public:
+    explicit Gpu(int ordinal) :
+        ordinal_(ordinal),
+        push_(function<Status(void *)>("cuCtxPushCurrent")),
+        pop_(function<Status(void **)>("cuCtxPopCurrent")),
+        release_(function<Status(int)>("cuDevicePrimaryCtxRelease")) {
+        say(function<Status(void **, int)>("cuDevicePrimaryCtxRetain")(&context_, ordinal), "cuDevicePrimaryCtxRetain");
+    }
+    ~Gpu() { (void)release_(ordinal_); }
+    Gpu(const Gpu &) = delete;
+    Gpu &operator=(const Gpu &) = delete;
+    int ordinal() const { return ordinal_; }
+    void enter() const { say(push_(context_), "cuCtxPushCurrent"); }
+    void leave() const {
+        void *context = nullptr;
+        (void)pop_(&context);
+    }
+
+private:
+    using Status = int; // of the driver; 0 is success
+    template <class F> static F *function(const char *name) {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result), name);
+        if (found == nullptr) throw Error(DSOPT_ERR_MISSING, "the CUDA driver has no %s", name);
+        return reinterpret_cast<F *>(found);
+    }
+    static void say(Status status, const char *what) {
+        if (status != 0) throw Error(DSOPT_ERR_BACKEND, "%s: error %d of the CUDA driver", what, status);
+    }
+
+    int ordinal_;
+    Status (*push_)(void *);
+    Status (*pop_)(void **);
+    Status (*release_)(int);
+    void *context_ = nullptr;
+};
+
+/// While it lives, the device is current in this thread, and what the thread does may allocate, or ask about streams,
+/// beside captures of others without spoiling them. The context is pushed: cudaSetDevice(), which would give the
+/// caller's device back, makes a context on a device that the caller may never have used.
 class OnDevice {
 public:
-    explicit OnDevice(int device) {
-        check(cudaGetDevice(&before_), "cudaGetDevice");
-        if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-        changed_ = before_ != device;
+    explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
+        int before = 0;
+        check(cudaGetDevice(&before), "cudaGetDevice");
+        check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+        try {
+            if (before != gpu.ordinal()) gpu.enter();
+        } catch (...) {
+            (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+            throw;
+        }
+        entered_ = before != gpu.ordinal();
     }
     ~OnDevice() {
-        if (changed_) (void)cudaSetDevice(before_);
+        if (entered_) gpu_.leave();
+        (void)cudaThreadExchangeStreamCaptureMode(&mode_);
     }
     OnDevice(const OnDevice &) = delete;
     OnDevice &operator=(const OnDevice &) = delete;
 
 private:
-    int before_ = 0;
-    bool changed_ = false;
+    const Gpu &gpu_;
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+    bool entered_ = false;
 };
 
 struct DeviceFree {
@@ -74,18 +125,6 @@ inline bool capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-/// While it lives, calls of this thread that may allocate or look at other streams spoil no other thread's capture.
-class RelaxedCaptures {
-public:
-    RelaxedCaptures() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
-    ~RelaxedCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-    RelaxedCaptures(const RelaxedCaptures &) = delete;
-    RelaxedCaptures &operator=(const RelaxedCaptures &) = delete;
-
-private:
-    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 /// Blocks of memory that the work of streams uses for a while. A block goes back to the pool while that work is still
 /// to come, with an event behind it, and is taken again when the event has come.
 template <class Memory, Memory (*allocate)(size_t)> class BlockPool {
@@ -96,7 +135,6 @@ public:
         std::unique_ptr<Event> used;
     };
     Block take(size_t bytes) {
-        const RelaxedCaptures relaxed;
         const std::lock_guard lock(mutex_);
         for (size_t i = 0; i < blocks_.size(); ++i) {
             if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used->get()) != cudaSuccess) continue;

@@ -24,13 +24,7 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
 
 /// A store as it is written. The compiler would make single ones of a wide one, and keep a whole job in registers if it
 /// knew that a store does not change it.
-template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) {
-#if defined(__CUDA_ARCH__)
-    __stwb(to, value);
-#else
-    *to = value;
-#endif
-}
+template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
 /// Whether all of these arrays can be read and written by fours. NULL is no obstacle.
 template <class... P> __device__ __forceinline__ bool all_aligned(const P *...data) {

@@ -120,7 +120,7 @@ Setting onebit(int32_t algorithm, size_t count) {
 TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     allow_many_blocks();
     const std::vector<std::string> adam{"decide", "finish", "update", "end_onebit"},
-        lamb{"decide",  "begin_onebit",  "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
+        lamb{"decide", "begin_onebit", "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
              "update", "lamb_weights", "end_onebit"},
         local{"decide", "begin_onebit", "local", "update", "end_onebit"},
         sync{"decide", "begin_onebit", "feed", "finish", "update", "end_onebit"};
