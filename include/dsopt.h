@@ -101,7 +101,8 @@ DSOPT_API int32_t dsopt_abi_version(void);
 /**
  * What the loaded library is, as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are built in
  * and usable on this machine, "isa" (the CPU instruction set in use), "isa_unknown" (what DSOPT_ISA asks for, only if
- * that is none), "threads", "checkpoint_format".
+ * that is none), "threads", "checkpoint_format". In a build with CUDA it counts the devices, which starts the CUDA
+ * driver: a child of a later fork() cannot use CUDA then.
  * @return static storage, "{}" if memory is short. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);
@@ -1437,6 +1438,7 @@ enum dsopt_comm_flags {
      *    and state: load a checkpoint.
      *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use.
      *    dsopt_comm_destroy may abort what is still there.
+     *  - Destroy graphs that hold exchanges of NCCL before the comm: NCCL waits for them, and the comm is aborted.
      *  - Counters count what is enqueued or captured, not replays.
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,

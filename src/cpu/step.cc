@@ -78,7 +78,8 @@ public:
 
     void finish() override {
         if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i) count_step(plan_, i);
+            for (int64_t i = 0; i < plan_.count; ++i)
+                if (counts_alone(plan_, i)) plan_.step[i] = one_more(plan_.step[i]);
             for_stretches(plan_,
                           [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
             if (plan_.report_norms) fold_updates(plan_);

@@ -156,6 +156,7 @@ extern Counters g_counters;
 extern cudaError_t g_sticky; // what broke the device
 extern long g_kernels_run;
 extern thread_local int t_device;
+void need_context(); // of the current device
 extern thread_local bool t_in_host_function;
 
 /// The order of the host for the thread sanitizer, told in spite of the quiet under the lock.
