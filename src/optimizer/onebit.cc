@@ -195,7 +195,8 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
     for (size_t i = 0; i < setup_.mean.size(); ++i) {
         const int64_t at = setup_.mean[i];
         if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        means.add(jobs[i], mean + at, round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)), context_.device(), stream);
+        means.add(jobs[i], mean + at, round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)), context_.device(),
+                  stream);
     }
 }
 
