@@ -20,7 +20,7 @@ struct SharedScalars {
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedScalars &s) {
     const StepPlan &plan = d.plan;
     const TensorJob &job = plan.jobs[tensor];
-    const int64_t step = plan.step[tensor] + 1;
+    const int64_t step = int64_t(plan.step[tensor]) + 1;
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     s.rule = plan.groups[job.group].rule;
     if (d.together) {

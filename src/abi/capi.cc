@@ -2,12 +2,14 @@
 // Every public function, one fence each. Nothing is decided here.
 #include "base/sizes.h"
 #include "base/struct_io.h"
+#include "base/text.h"
 #include "checkpoint/checkpoint.h"
 #include "comm/provider.h"
 #include "exchange/exchange.h"
-#include "optimizer/optimizer.h"
+#include "optimizer/contents.h"
 #include "rules/group.h"
 #include "step/agree.h"
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -152,15 +154,22 @@ std::string make_build_info() {
     // Loading NCCL only to say so would put it before the copy that the caller may bring later.
     const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
     const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
+    std::string unknown; // what is asked for may be anything, and the text is JSON
+    if (const char *const isa = unknown_isa()) {
+        unknown = std::string(isa, strnlen(isa, 32));
+        for (char &c : unknown)
+            if (std::isalnum(static_cast<unsigned char>(c)) == 0 && std::strchr("-_+. ", c) == nullptr) c = '?';
+        unknown = "\"isa_unknown\": \"" + unknown + "\", ";
+    }
     char text[1024];
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
                   "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
-                  "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
+                  "\"isa\": \"%s\", %s\"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
                   can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
-                  cpu_isa_name(),
+                  cpu_isa_name(), unknown.c_str(),
 #if defined(_OPENMP)
                   "openmp"
 #else
@@ -193,6 +202,9 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         auto object = std::make_shared<const Context>(read_struct(desc, "dsopt_context_desc"));
         object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
                     DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name());
+        if (const char *const isa = unknown_isa())
+            object->log(DSOPT_LOG_WARN, "DSOPT_ISA is %s, not generic, avx2 or avx512: the %s loops run",
+                        shown(isa).c_str(), cpu_isa_name());
         *ctx = new dsopt_context{std::move(object)};
     });
 }
@@ -362,6 +374,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
+        if (has_meaning(entry.kind) && bytes != 0) check_contents(optimizer, entry, host, "import");
         optimizer.decode_momentum();
         optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();

@@ -2,8 +2,8 @@
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/rank_files.h"
+#include "optimizer/contents.h"
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -80,29 +80,27 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
     }
 }
 
-/// The saved machine itself must be one that could have been saved.
-void check_scaler_state(const SafetensorsReader &file, size_t index, const ScalerRules &rules) {
-    ScalerState s;
-    file.verify(index, &s);
-    const auto positive = [](double value) { return std::isfinite(float(value)) && value > 0; };
-    if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
-        s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
-        throw Error(DSOPT_ERR_FORMAT,
-                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates",
-                    double(s.dynamic), s.updates);
+/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
+void reorder(char *words, const std::vector<int64_t> &order) {
+    const std::vector<char> saved(words, words + order.size() * 4);
+    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
-/// What ranks must have alike they have alike, and the loss scale is one.
-void check_contents(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
-                    const ScalerRules &rules) {
+/// What ranks must have alike they have alike, and what counts or scales is as a step can have left it.
+void check_transfers(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
+                     const std::vector<int64_t> &order, const ScalerRules &rules) {
+    std::vector<char> words;
     for (const Transfer &transfer : transfers) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
-        if (entry != nullptr && entry->kind == StateKind::scaler)
-            check_scaler_state(files.file(), transfer.index, rules);
+        if (entry == nullptr || !has_meaning(entry->kind) || entry->numel == 0) continue;
+        words.resize(transfer.bytes);
+        files.file().verify(transfer.index, words.data());
+        if (transfer.per_param) reorder(words.data(), order);
+        check_contents(optimizer, *entry, words.data(), rules, DSOPT_ERR_FORMAT, "the checkpoint");
     }
 }
 
@@ -115,12 +113,6 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
     files.verify_others();
-}
-
-/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
-void reorder(char *words, const std::vector<int64_t> &order) {
-    const std::vector<char> saved(words, words + order.size() * 4);
-    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
 /// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it
@@ -221,7 +213,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);
-    check_contents(optimizer, files, transfers, rules);
+    check_transfers(optimizer, files, transfers, saved.order, rules);
     const bool accumulates = (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && wanted.state;
     verify_others(files, transfers);
 

@@ -217,7 +217,8 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     saved.max_value = fields.number<double>("max_value");
     if (!is_max_value(saved.max_value))
         throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", saved.max_value);
-    if (saved.calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
+    if (saved.calls < 0 || saved.calls > kMostCalls)
+        throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
     saved.order = match_params(optimizer, fields, sizes);
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "

@@ -13,14 +13,14 @@ namespace dsopt::cpu {
 /// bytes(i): how many an element of tensor i moves.
 template <class List> class Cut {
 public:
-    /// `ruler` has memory for count + 1.
-    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel) :
+    /// `ruler` has memory for count + 1. `repeats`: it holds what the same list left there.
+    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel, bool repeats = false) :
         list_(list),
         ruler_(ruler),
         chunk_(chunk),
         parallel_(parallel) {
         ruler[0] = 0;
-        for (int64_t i = 0; i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
+        for (int64_t i = 0; !repeats && i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
         // A part below 256 KiB is done before another thread has woken up.
         parts_ = std::clamp<int64_t>(bytes() >> 18, 1, parallel.threads);
     }
@@ -94,7 +94,8 @@ class StepCut {
 public:
     StepCut(const StepPlan &plan, const CacheSizes &caches) :
         plan_(plan),
-        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel),
+        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
+             plan.how.repeats),
         streaming_(cut_.bytes() > caches.last) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
@@ -121,7 +122,7 @@ public:
                           .sums_a = plan_.sums_a,
                           .sums_b = plan_.sums_b,
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-                          .step = plan_.step[i] + 1,
+                          .step = int64_t(plan_.step[i]) + 1,
                           .streaming = streaming_,
                           .ahead = asks_ahead ? &ahead : nullptr});
         });

@@ -190,6 +190,12 @@ private:
 } // namespace
 
 const char *cpu_isa_name() { return choose_kernels().name; }
+const char *unknown_isa() {
+    const char *const wanted = secure_getenv("DSOPT_ISA");
+    for (const char *known : {"generic", "avx2", "avx512"})
+        if (wanted == nullptr || std::strcmp(wanted, known) == 0) return nullptr;
+    return wanted;
+}
 std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 
 } // namespace dsopt

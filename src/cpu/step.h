@@ -23,13 +23,13 @@ public:
         double &best = best_[sweeps_ % 2];
         if (sweeps_ >= 2 && (best == 0 || seconds < best))
             best = seconds; // the first ones may meet pages for the first time
-        if (++sweeps_ == kSweeps) asks_ = best_[1] < best_[0];
+        if (++sweeps_ == kSweeps) asks_ = best_[1] < 0.95 * best_[0];
     }
     explicit AheadTrial(int64_t bytes = 0) : bytes_(bytes) {}
     void add_phase_times(double *) const override {} // they are in the outcome
 
 private:
-    static constexpr int kSweeps = 10;
+    static constexpr int kSweeps = 14;
     int64_t bytes_;
     int sweeps_ = 0;
     double best_[2] = {}; // seconds, without and with asking

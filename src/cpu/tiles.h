@@ -7,6 +7,8 @@
 #include "rules/rounding.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace dsopt::cpu {
@@ -100,6 +102,8 @@ inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
                          _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    for (; i + 4 <= n; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
@@ -226,6 +230,12 @@ inline Float8 floats8(const uint16_t *x, BF16) {
 inline Float8 floats8(const uint16_t *x, F16) {
 #if defined(__F16C__)
     return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#elif defined(__aarch64__)
+    const float32x4_t halves[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))),
+                                   vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4)))};
+    Float8 all;
+    __builtin_memcpy(&all, halves, sizeof all);
+    return all;
 #else
     Float8 all;
     for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
@@ -277,6 +287,16 @@ struct LeafSum {
 #endif
     }
 };
+
+/// Magnitudes compare as integers, and a NaN is above them all.
+inline float largest_magnitude(const float *x, int64_t n, float so_far) {
+    uint32_t most = bits_of(so_far);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return float_of(most);
+}
 
 // ------------------------------------------------------------------------------------------------- where results go
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.

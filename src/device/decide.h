@@ -315,8 +315,8 @@ DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end,
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
         for (int64_t i = begin; i < end; ++i) {
             if (!plan.jobs[i].present) continue;
-            if (plan.step[i] + 1 != step) {
-                step = plan.step[i] + 1;
+            if (int64_t(plan.step[i]) + 1 != step) {
+                step = int64_t(plan.step[i]) + 1;
                 scalars = make_scalars(hyper, step, divisor, plan.limits.max_value);
             }
             plan.scalars[i] = scalars;
@@ -339,7 +339,8 @@ DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end,
 
 /// The counter of one tensor, at the end of a step that was taken.
 DSOPT_HD void count_step(const StepPlan &plan, int64_t i) {
-    if (plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group])) ++plan.step[i];
+    if (plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]))
+        plan.step[i] = one_more(plan.step[i]);
 }
 /// The counter of tensors that count together.
 DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
@@ -348,7 +349,7 @@ DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, i
     for (int type = 0; type < kCountedTypes; ++type)
         for (int64_t i = begin; i < end; ++i)
             if (plan.jobs[i].present && plan.jobs[i].weight_type == counted_type(type)) {
-                ++plan.step[last];
+                plan.step[last] = one_more(plan.step[last]);
                 break;
             }
 }

@@ -61,6 +61,8 @@ public:
 
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
 const char *cpu_isa_name();
+/// What DSOPT_ISA asks for that is no instruction set; NULL: nothing. The generic loops run then.
+const char *unknown_isa();
 std::unique_ptr<Device> make_cpu_device();
 /// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
 std::unique_ptr<Device> make_cuda_device(int device);

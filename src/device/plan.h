@@ -150,6 +150,7 @@ struct Execution {
     void *extra;      // workspace of the device, Loops::extra_bytes() long
     StepCache *cache; // what the device keeps between steps; NULL in `apply`
     bool timing;
+    bool repeats; // tables of tensors and groups, and what of them is in `extra`, are those of the last step in `cache`
 };
 
 struct OneBitPlan;

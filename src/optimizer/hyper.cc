@@ -56,6 +56,7 @@ void check_max_value(double value, const char *field) {
 }
 
 void Optimizer::set(int32_t group, int32_t key, double value) {
+    last_step_.forget();
     if (is_optimizer_key(key, group)) {
         const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_KEY_MAX_NORM) {
@@ -69,7 +70,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             desc_.skip_budget = int32_t(value);
             outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
         } else {
-            require(whole && value <= 9007199254740992.0, "calls", value, "a whole number in [0, 2^53]");
+            require(whole && value <= double(kMostCalls), "calls", value, "a whole number in [0, 2^53]");
             calls_ = int64_t(value);
         }
         return;

@@ -244,12 +244,14 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     for (Memory &block : memory) memory_.push_back(std::move(block));
     workspace_ = Memory();
     cache_.reset(); // it describes that
+    last_step_.forget();
     lists_compared_ = false;
     state_list_.clear();
 }
 
 void Optimizer::restore(Restored restored) {
     groups_.swap(restored.groups);
+    last_step_.forget();
     if (onebit_) onebit_->follow(groups_);
     desc_.max_norm = restored.max_norm;
     desc_.max_value = restored.max_value;

@@ -4,6 +4,7 @@
 #include "base/scratch.h"
 #include "comm/comm.h"
 #include "device/context.h"
+#include "optimizer/last_step.h"
 #include "optimizer/onebit.h"
 #include "optimizer/scaler.h"
 #include "step/drive.h"
@@ -49,6 +50,9 @@ struct Restored {
     std::string accumulated; // a digit per parameter; "": left as it is
     int resharded_from;      // ranks; 0 = as many as these
 };
+
+/// Calls are counted so far: a double holds the number, as dsopt_optimizer_get returns it.
+constexpr int64_t kMostCalls = int64_t(1) << 53;
 
 struct StepRequest;
 
@@ -148,6 +152,8 @@ private:
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
     std::vector<dsopt_tensor> call_list_;  // the same with what a call brings
+    LastStep last_step_;
+    std::vector<char> host_memory_; // StepMemory's of the host for last_step_
     LastOutcome outcome_;
     std::unique_ptr<StepCache> cache_;
     std::unique_ptr<OneBit> onebit_;

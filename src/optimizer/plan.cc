@@ -158,8 +158,10 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const std::vector<dsopt_group> &groups = optimizer.groups();
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
-    plan_jobs(optimizer, request, state, onebit, table.jobs);
-    plan_groups(groups, desc.compat == DSOPT_COMPAT_DEEPSPEED, table.groups);
+    if (!request.repeats) {
+        plan_jobs(optimizer, request, state, onebit, table.jobs);
+        plan_groups(groups, desc.compat == DSOPT_COMPAT_DEEPSPEED, table.groups);
+    }
     const dsopt_step &step = request.step;
     bool clips = desc.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -197,7 +199,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
             .report = step.report,
             .outcome = memory.outcome,
             .how = {step.stream, request.parallel, optimizer.context().chunk(), memory.extra, nullptr,
-                    (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0},
+                    (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
             .control = memory.control,
             .scalars = memory.scalars,
             .divisors = memory.divisors,

@@ -39,6 +39,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
         if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
 
+    const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     uint32_t flags = step.flags;
     if (flags & DSOPT_STEP_DELTA) flags |= DSOPT_STEP_OUT_ONLY;
@@ -52,8 +53,9 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
             check_float_tensor(step.grads[i], {"gradient of", name});
             check_numel(step.grads[i], param.numel, {"gradient of", name});
         }
-        // Ranks exchange what an absent gradient stands for, zeros.
-        present = present || wrapped || (optimizer.onebit() != nullptr && optimizer.onebit()->setup().worker[i] >= 0);
+        // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
+        present = present || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
+                  optimizer.state().find(int64_t(i), StateKind::anchor) != nullptr;
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];

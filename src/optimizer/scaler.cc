@@ -14,8 +14,6 @@ struct Profile {
 constexpr Profile kProfiles[] = {
     {65536, 1, 0}, {4294967296.0, 1, 0}, {65536, 0.25, 0}, {4294967296.0, 1, DSOPT_SCALER_FAIL_AT_MIN}};
 
-bool positive(double value) { return std::isfinite(value) && value > 0; }
-
 ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
                                DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
@@ -51,7 +49,7 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
         rules.flags &= ~uint32_t(DSOPT_SCALER_FAIL_AT_MIN);
     Scaler::check(rules);
     init = desc.init != 0 ? desc.init : fixed ? 1 : profile.init;
-    if (!positive(init) || !std::isfinite(float(init)) || init < rules.min || init > rules.max)
+    if (!is_loss_scale(init) || init < rules.min || init > rules.max)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.init is %g, not in [min, max] = [%g, %g]", init, rules.min,
                     rules.max);
     return rules;
@@ -62,8 +60,9 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
 void Scaler::check(const ScalerRules &rules) {
     if (!std::isfinite(rules.factor) || rules.factor <= 1)
         throw Error(DSOPT_ERR_ARGUMENT, "the scale factor is %g, must be above 1", rules.factor);
-    if (!std::isfinite(rules.min) || rules.min < 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive", rules.min);
+    // A static scale has no minimum.
+    if (!is_loss_scale(rules.min) && !(rules.min == 0 && (rules.flags & DSOPT_SCALER_STATIC)))
+        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive and finite in fp32", rules.min);
     if (!(rules.max >= rules.min))
         throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
     if (rules.window < 1) throw Error(DSOPT_ERR_ARGUMENT, "the scale window is %d, must be at least 1", rules.window);
@@ -121,7 +120,7 @@ void Scaler::set(int32_t what, double value) {
         state.overridden = 0;
         state.forced = 0;
     } else if (what == DSOPT_SCALE_VALUE || what == DSOPT_SCALE_OVERRIDE) {
-        if (!positive(value) || !std::isfinite(float(value)))
+        if (!is_loss_scale(value))
             throw Error(DSOPT_ERR_ARGUMENT, "the loss scale is %g, must be positive and finite in fp32", value);
         if (what == DSOPT_SCALE_VALUE)
             state.dynamic = value;

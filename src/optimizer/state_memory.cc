@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "base/sizes.h"
-#include "optimizer/optimizer.h"
+#include "optimizer/contents.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -93,6 +93,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     for (const size_t i : missing) state_[i].data = list[i].data;
     state_list_.swap(list);
     mapped_ = false;
+    last_step_.forget();
 }
 
 void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const {
@@ -161,11 +162,19 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
     mapped_ = true;
+    last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     check_state_list(*this, list, count, false);
+    std::vector<char> words;
+    for (size_t i = 0; i < state_.size(); ++i) {
+        if (list[i].data == nullptr || state_[i].numel == 0 || !has_meaning(state_[i].kind)) continue;
+        words.resize(state_[i].bytes());
+        context_->device().copy(words.data(), list[i].data, words.size());
+        check_contents(*this, state_[i], words.data(), "bound memory");
+    }
     decode_momentum();
     std::vector<dsopt_tensor> bound = state_.list();
     for (size_t i = 0; i < bound.size(); ++i)
@@ -174,6 +183,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     mapped_ = true;
     for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
     state_list_.clear();
+    last_step_.forget();
     state_changed();
 }
 

@@ -26,8 +26,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const Device &device = context_->device();
     void *const stream = request.step.stream;
     char *const begin = static_cast<char *>(workspace) + slack_of(workspace);
-    HostScratch scratch(host_scratch_, StepMemory(*this, nullptr, nullptr).host_bytes);
-    const StepMemory memory(*this, begin, scratch.data());
+    HostScratch scratch(host_scratch_, request.host ? 0 : StepMemory(*this, nullptr, nullptr).host_bytes);
+    const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
     if (!request.remembers) device.clear(memory.control, kZeroedBytes, stream);
 
     const StepTable table = StepTable::at(memory.table, shape_of(*this));
@@ -94,13 +94,17 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
     check_scaler();
-    StepRequest request = check_step(*this, step, false);
+    const bool repeats = last_step_.is_repeated_by(step);
+    StepRequest request = repeats ? StepRequest{step, step.params, step.out, last_step_.request_flags(),
+                                                context_->parallel(step.parallel_for, step.parallel_user)}
+                                  : check_step(*this, step, false);
     request.met = &met;
+    request.repeats = repeats;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
     bool complete = false; // the caller's list covers everything: the engine needs no memory of its own
     if (step.state != nullptr) {
-        check_state_list(*this, step.state, step.state_count, false);
+        if (!repeats) check_state_list(*this, step.state, step.state_count, false);
         complete = true;
         for (size_t i = 0; i < state_.size(); ++i)
             complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
@@ -111,21 +115,29 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     const dsopt_tensor *state = step.state;
     if (!complete) {
         ensure_state(step.params, step.stream);
-        state = state_list_.data();
-        if (step.state != nullptr) {
+        if (step.state != nullptr && !repeats) {
             call_list_ = state_list_;
             for (size_t i = 0; i < call_list_.size(); ++i)
                 if (step.state[i].data != nullptr) call_list_[i] = step.state[i];
-            state = call_list_.data();
         }
+        state = step.state != nullptr ? call_list_.data() : state_list_.data();
     }
     const bool own = step.state == nullptr || state_.data<void>(step.state, StateKind::schedule) == nullptr;
     if (complete || !own) state_changed(); // the list may name the engine's own memory
     request.remembers = true;
+    request.host = host_memory_.data();
+    last_step_.forget(); // should it fail
     request.own_schedule = !complete && own;
     run(request, state, workspace_.data());
+    // Jobs of the 1-bit family and accumulated gradients differ from step to step.
+    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers()) {
+        if (repeats)
+            last_step_.keep_on();
+        else
+            last_step_.keep(step, request.flags);
+    }
     lists_compared_ = true;
-    ++calls_;
+    calls_ = std::min(calls_ + 1, kMostCalls);
     if (request.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : params_) param.accumulated = false;
 }
@@ -149,6 +161,7 @@ void Optimizer::ensure_workspace(void *stream) {
     if (workspace_.data() == nullptr) {
         Memory workspace(context_, std::max<size_t>(workspace_bytes(), 64), stream);
         device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()), kZeroedBytes, stream);
+        host_memory_.resize(StepMemory(*this, nullptr, nullptr).host_bytes);
         workspace_ = std::move(workspace);
     }
     if (!cache_) cache_ = device.loops().make_cache();

@@ -6,6 +6,7 @@
 #include "fake_nccl.h"
 #include "support/cuda_memory.h"
 #include "support/handles.h"
+#include "support/numbers.h"
 #include <barrier>
 #include <chrono>
 #include <cstring>

@@ -246,7 +246,7 @@ TEST_F(Load, RefusesFieldsOutOfRange) {
                             {"group.0.flags", {"2", "8", "32", "1073741824", "-1", "1.5", "99999999999"}},
                             {"max_norm", {"nan", "inf", "-1"}},
                             {"max_value", {"nan", "inf", "-1"}},
-                            {"calls", {"-1", "1.5", "nan", "99999999999999999999"}},
+                            {"calls", {"-1", "1.5", "nan", "99999999999999999999", "9007199254740993"}},
                             {"format", {"pt", "DSOPT"}}};
     for (const Field &field : fields) {
         std::vector<const char *> values = field.values;
