@@ -55,6 +55,8 @@ struct Counters {
     long host_functions;
 };
 void mark();
+/// Whether this thread is in the runtime now, and not in what called it.
+bool works();
 Counters counters();
 /// Names of the kernels launched since mark(), in order.
 std::vector<std::string> launched_kernels();
