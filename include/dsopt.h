@@ -760,8 +760,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
                                                           size_t bytes);
 
-/**
- * Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export;
+/** Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export;
  * DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a word that no step leaves behind.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
@@ -776,8 +775,7 @@ enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED
  * @param[in] what   enum dsopt_bind.
  * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
  * @param[in] count  number of parameters, or of state entries.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor; DSOPT_ERR_ARGUMENT as in
- *         dsopt_optimizer_import.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each named; _ARGUMENT as in dsopt_optimizer_import.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                         int64_t count);
