@@ -18,22 +18,32 @@ struct DeviceOneBit {
         whole_vectors; // four neighbours of a tensor have their bits side by side; in compat mode a part may begin anywhere
 };
 
-/// Everything that the rules of the family read, of V neighbours.
-template <int V> struct OneBitInputs { Pack<V> g, p, m, v, track; };
+/// Everything that the rules of the family read, of V neighbours: first as it is in memory, with as much of it under
+/// way at once as possible.
+template <int V> struct OneBitInputs {
+    Pack<V> g, p, m, v, track;
+    /// What is not there is zero, of any type.
+    __device__ __forceinline__ void widen_all(const TensorJob &job) {
+        g = widen(g, job.grad_type);
+        p = widen(p, job.weight_type);
+        m = widen(m, job.moment[0].type);
+        v = widen(v, job.moment[1].type);
+    }
+};
 template <int V, Feed F>
 __device__ __forceinline__ OneBitInputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job,
                                                        const OneBitJob &one, int64_t i) {
     OneBitInputs<V> t{};
     const bool in_bits = F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0;
     t.g = fetch_gradient<V>(job, i);
-    if (!in_bits) t.m = load_moment<V>(job, 0, i);
+    if (!in_bits) t.m = fetch_moment<V>(job, 0, i);
     if constexpr (F == Feed::distance) {
-        t.p = load_weight<V>(job, i);
-        t.v = load_moment<V>(job, 1, i);
+        t.p = fetch_weight<V>(job, i);
+        t.v = fetch_moment<V>(job, 1, i);
         t.track = load<V>(one.track(), i);
     }
+    t.widen_all(job);
     if (in_bits) t.m = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
-    t.g = widen(t.g, job.grad_type);
     return t;
 }
 
@@ -85,6 +95,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
             constexpr int V = decltype(width)::value;
             const int64_t i = where.begin + at;
+            Pack<V> sum{};
+            if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
             OneBitInputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
 #pragma unroll
@@ -98,7 +110,6 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
             const uint32_t active = active_from(b.x.active, one.worker + i);
-            Pack<V> sum = load<V>(kept, i);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(sum.at[k], o.scale) : 0.0f;
@@ -150,11 +161,13 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (b.one.exchanges) // first: where it comes from needs registers, too
                 y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
             else
-                t.g = load_gradient<V>(s.job, i);
-            if (F != Feed::momentum || !b.one.exchanges) t.m = load_moment<V>(s.job, 0, i); // else the mean replaces it
-            t.p = load_weight<V>(s.job, i);
-            t.v = load_moment<V>(s.job, 1, i);
+                t.g = fetch_gradient<V>(s.job, i);
+            if (F != Feed::momentum || !b.one.exchanges)
+                t.m = fetch_moment<V>(s.job, 0, i); // else the mean replaces it
+            t.p = fetch_weight<V>(s.job, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
             if constexpr (F == Feed::distance) t.track = load<V>(one.track(), i);
+            t.widen_all(s.job);
             const Pack<V> old = t.p;
             if (!b.one.exchanges) y = feed_values<V, F>(s, o, t);
             if (one.mask != nullptr) {
@@ -210,11 +223,12 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
             if (b.one.exchanges)
                 y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
             else
-                t.g = load_gradient<V>(s.job, i);
-            t.m = load_moment<V>(s.job, 0, i);
-            t.p = load_weight<V>(s.job, i);
-            t.v = load_moment<V>(s.job, 1, i);
+                t.g = fetch_gradient<V>(s.job, i);
+            t.m = fetch_moment<V>(s.job, 0, i);
+            t.p = fetch_weight<V>(s.job, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
             Pack<V> fresh = load<V>(one.fresh, i);
+            t.widen_all(s.job);
             if (!b.one.exchanges) y = feed_values<V, Feed::scaled>(s, o, t);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
@@ -264,12 +278,17 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
             constexpr int V = decltype(width)::value;
             const int64_t i = where.begin + at;
-            Pack<V> p = load_weight<V>(s.job, i);
-            const Pack<V> m = load_moment<V>(s.job, 0, i), v = load_moment<V>(s.job, 1, i), old = p;
+            OneBitInputs<V> t{};
+            t.p = fetch_weight<V>(s.job, i);
+            t.m = fetch_moment<V>(s.job, 0, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
+            t.widen_all(s.job);
+            const Pack<V> old = t.p;
             const float lr = s.scalars.lr * s.trust;
 #pragma unroll
-            for (int k = 0; k < V; ++k) p.at[k] = p.at[k] - lr * frozen_update(s.scalars, p.at[k], m.at[k], v.at[k]);
-            publish(b.d.plan, s, p, old, i);
+            for (int k = 0; k < V; ++k)
+                t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
+            publish(b.d.plan, s, t.p, old, i);
         });
     });
 }

@@ -91,9 +91,6 @@ template <int V> __device__ __forceinline__ Pack<V> fetch_weight(const TensorJob
 template <int V> __device__ __forceinline__ Pack<V> fetch_moment(const TensorJob &job, int index, int64_t i) {
     return fetch<V>(job.moment[index].data, job.moment[index].type, i);
 }
-template <int V> __device__ __forceinline__ Pack<V> load_gradient(const TensorJob &job, int64_t i) {
-    return widen(fetch_gradient<V>(job, i), job.grad_type);
-}
 template <int V> __device__ __forceinline__ Pack<V> load_weight(const TensorJob &job, int64_t i) {
     return widen(fetch_weight<V>(job, i), job.weight_type);
 }
