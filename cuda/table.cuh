@@ -72,8 +72,8 @@ public:
         marks.add_times(ms);
     }
 
-    /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs nothing, up to kPatchWords changed words one
-    /// small kernel, more than that an upload.
+    /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs
+    /// nothing, up to kPatchWords changed words one small kernel, more than that an upload.
     const void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
         if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
