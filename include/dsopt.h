@@ -293,12 +293,15 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 /* -------------------------------------------------------------------------------------------- groups and parameters */
 /**
  * Algorithms. In the formulas g is the unscaled, clipped gradient, t the step of the tensor, m and v the running means
- * of g and g^2, c1 = 1 - beta1^t, c2 = 1 - beta2^t, wd the weight decay.
+ * of g and g^2, c1 = 1 - beta1^t, c2 = 1 - beta2^t, wd the weight decay. What a formula has of lr, c1, c2 and lr wd is
+ * made once per step in double and rounded once.
  */
 enum dsopt_algorithm {
-    /** Kingma and Ba 2015, decay as L2: g += wd p; p -= lr (m/c1) / (sqrt(v/c2) + eps). */
+    /** Kingma and Ba 2015, decay as L2: g += wd p; p -= lr/c1 m / (sqrt(v) / sqrt(c2) + eps). Compat mode divides
+     * before it takes the root: p -= lr (m/c1) / (sqrt(v/c2) + eps). */
     DSOPT_ALGORITHM_ADAM = 2,
-    /** Loshchilov and Hutter 2019, decoupled decay: p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p). */
+    /** Loshchilov and Hutter 2019, decoupled decay: p -= lr/c1 m / (sqrt(v) / sqrt(c2) + eps) + lr wd p. Compat mode:
+     * p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p). */
     DSOPT_ALGORITHM_ADAMW = 3,
     /** You et al. 2020, as in DeepSpeed's FusedLamb: u = m / (sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u.
      * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 where a norm is 0.
@@ -344,8 +347,8 @@ enum dsopt_group_flags {
     DSOPT_GROUP_EPS_INSIDE_SQRT = 2,
     /**
      * eps beside the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
-     * sqrt(c2)/c1 m / (sqrt(v) + eps) in place of (m/c1) / (sqrt(v/c2) + eps). Decay is the algorithm's own, so that of
-     * ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard mode only. Since: 0.2
+     * lr sqrt(c2)/c1 m / (sqrt(v) + eps). That is the formula above with eps / sqrt(c2) for eps. Decay is the
+     * algorithm's own, so that of ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard mode only. Since: 0.2
      */
     DSOPT_GROUP_EPS_UNCORRECTED = 4,
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the

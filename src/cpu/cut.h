@@ -103,7 +103,8 @@ public:
     int64_t bytes() const { return cut_.bytes(); }
     int64_t bytes_of_part() const { return cut_.bytes_of_part(); }
 
-    /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for memory.
+    /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for
+    /// memory.
     template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
         using Position = typename Cut<List>::Position;
         const auto start = [&](const Position &first, const Position &last) {
