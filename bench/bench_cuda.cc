@@ -1,33 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps on a GPU beside a copy on the device that moves as many bytes, timed by events on the stream:
-//   BM_Copy/B        B bytes an element, half of them read and half written: what the step's traffic costs at best
-//   BM_Fp32          AdamW on fp32 weights, 28 bytes an element
-//   BM_Mixed         16-bit gradients and weights, fp32 masters, loss scale, norm and clipping: 30 bytes
-//   BM_MixedUpdate   the second pass of that alone: 28 bytes
-//   BM_Lamb          LAMB on fp32 weights: 40 bytes
-// and what one of 8 ranks does by itself with one bit an element, on fp32 weights, its collectives doing nothing:
-//   BM_Compressed         dsopt_compressed_allreduce: 12 of the worker (value, kept sum in and out), 1 of the server,
-//                         4 decoded, bits: 17
-//   BM_OnebitAdam         a step that exchanges: worker 16 (gradient and momentum in place of the value), server 1,
-//                         update 16 (weight, variance, momentum): 33
-//   BM_OnebitAdam/bits    the same with MOMENTUM_BITS: 25
-//   BM_ZeroOneAdam/local  0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
-//   BM_OnebitLamb         worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
-// With a data comm every step waits for the device once, also a local one: whether a gradient is bad goes through the
-// host. That is in these times, and in host_us.
-// Each row's data is several times the last-level cache of any GPU so far, so nothing has to be flushed in between.
+// Steps on a GPU beside a copy on the device that moves as many bytes, timed by events on the stream. Rows of the
+// engine, with their bytes per element; `/graph` is the same step captured once and replayed:
+//   Fp32             AdamW on fp32 weights, 28
+//   Mixed            16-bit gradients and weights, fp32 masters, loss scale, norm and clipping: 30
+//   MixedUpdate      the second pass of that alone: 28
+//   Pass1            the first pass alone, as dsopt_tensors_norm of 16-bit gradients: 2
+//   Lamb, Lamb/clip  LAMB on fp32 weights: 40, and 44 with the norm of the gradients
+//   Sgd, Adagrad, Lion   on fp32 weights: 12, 20 and 20
+// and what one of 8 ranks does by itself with one bit an element, on fp32 weights. Its collectives give it its own rows
+// back, in the order of the stream:
+//   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, kept sum in and out), 1 of the server,
+//                        4 decoded, bits: 17
+//   OnebitAdam           a step that exchanges: worker 16 (gradient and momentum in place of the value), server 1,
+//                        update 16 (weight, variance, momentum): 33
+//   OnebitAdam/bits      the same with MOMENTUM_BITS: 25
+//   ZeroOneAdam/local    0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
+//   OnebitLamb           worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
+// Peers: Chunked is AdamW by a launcher of apex's form (cuda_peers.h); PyTorch's are in torch_cuda.py.
+//
+// Every row is set up once for a list, all on the same parameters, gradients and moments. A repetition is one batch of
+// steps, and Google Benchmark takes the rows in random turns, so a copy stands beside each step.
 #include "bench_util.h"
+#include "cuda_peers.h"
 #include <algorithm>
 #include <benchmark/benchmark.h>
 #include <chrono>
-#include <cuda_runtime.h>
+#include <cstring>
+#include <functional>
+#include <map>
 
 namespace {
 
 using bench::check;
 
-constexpr int kSteps = 10; // between two events: the queue stays filled, as in training
 constexpr int kRanks = 8;
+/// Steps between two events: the queue stays filled, as in training. DSOPT_BENCH_STEPS shortens rehearsals.
+int steps_of_batch() {
+    const char *const text = std::getenv("DSOPT_BENCH_STEPS");
+    return text == nullptr ? 10 : std::max(1, std::atoi(text));
+}
+const int kSteps = steps_of_batch();
 
 void check_cuda(cudaError_t error) {
     if (error == cudaSuccess) return;
@@ -40,13 +52,12 @@ class DeviceMemory {
 public:
     DeviceMemory(size_t bytes, uint32_t word) {
         check_cuda(cudaMalloc(&data_, bytes));
-        std::vector<uint32_t> pattern(size_t(1) << 20);
-        for (size_t i = 0; i < pattern.size(); ++i) pattern[i] = word ^ uint32_t(i * 2654435761u & 0x003f003fu);
-        for (size_t at = 0; at < bytes; at += pattern.size() * 4) {
-            const size_t rest = bytes - at;
-            check_cuda(cudaMemcpy(static_cast<char *>(data_) + at, pattern.data(), std::min(rest, pattern.size() * 4),
-                                  cudaMemcpyHostToDevice));
-        }
+        std::vector<uint32_t> pattern(std::min(bytes / 4 + 1, size_t(1) << 20));
+        for (size_t i = 0; i < pattern.size(); ++i)
+            pattern[i] = word == 0 ? 0 : word ^ uint32_t(i * 2654435761u & 0x003f003fu);
+        for (size_t at = 0; at < bytes; at += pattern.size() * 4)
+            check_cuda(cudaMemcpy(static_cast<char *>(data_) + at, pattern.data(),
+                                  std::min(bytes - at, pattern.size() * 4), cudaMemcpyHostToDevice));
     }
     ~DeviceMemory() { (void)cudaFree(data_); }
     DeviceMemory(const DeviceMemory &) = delete;
@@ -68,8 +79,9 @@ struct DeviceList {
             at += rounded(n, dtype);
         }
     }
+    float *floats(size_t i) const { return static_cast<float *>(tensors[i].data); }
     static size_t rounded(int64_t n, int32_t dtype) {
-        return (size_t(n) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2) + 255) / 256 * 256;
+        return (size_t(n) * bench::List::element(dtype) + 255) / 256 * 256;
     }
     static size_t bytes(const std::vector<int64_t> &sizes, int32_t dtype) {
         size_t sum = 256;
@@ -83,153 +95,353 @@ uint32_t small(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 ? 0x3a800000u : dtype == DSOPT_DTYPE_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
-struct Trainer {
-    std::vector<int64_t> sizes;
-    DeviceList params, grads;
+/// What is put into a stream again and again.
+struct Job {
+    virtual ~Job() = default;
+    virtual void run(cudaStream_t stream) = 0;
+    /// What is wrong with the runs so far; NULL: nothing.
+    virtual const char *problem() { return nullptr; }
+};
+
+/// Memory and jobs of one list of shapes.
+class Fixture {
+public:
+    const std::string list;
+    const std::vector<int64_t> sizes;
+    const int64_t numel = bench::total(sizes);
+    cudaStream_t stream = nullptr;
+
+    explicit Fixture(const std::string &name) : list(name), sizes(bench::shapes(name)) {
+        check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    ~Fixture() {
+        jobs_.clear();
+        check_cuda(cudaStreamDestroy(stream));
+    }
+    Fixture(const Fixture &) = delete;
+    Fixture &operator=(const Fixture &) = delete;
+
+    /// The same list for every job that asks for the name and dtype.
+    DeviceList &tensors(const std::string &name, int32_t dtype, uint32_t word) {
+        auto &entry = lists_[name + std::to_string(dtype)];
+        if (!entry) entry = std::make_unique<DeviceList>(sizes, dtype, word);
+        return *entry;
+    }
+    DeviceMemory &memory(const std::string &name, size_t bytes) {
+        auto &entry = memory_[name];
+        if (!entry) entry = std::make_unique<DeviceMemory>(bytes, small(DSOPT_DTYPE_F32));
+        return *entry;
+    }
+    DeviceList &params(int32_t dtype) { return tensors("param", dtype, small(dtype)); }
+    DeviceList &grads(int32_t dtype) { return tensors("grad", dtype, small(dtype)); }
+
+    Job &job(const std::string &name, const std::function<std::unique_ptr<Job>(Fixture &)> &make) {
+        auto &entry = jobs_[name];
+        if (!entry) {
+            entry = make(*this);
+            for (int i = 0; i < 6; ++i) entry->run(stream); // past first steps, and into the compressed stage
+            check_cuda(cudaStreamSynchronize(stream));
+        }
+        return *entry;
+    }
+    /// One list at a time: the largest takes tens of gigabytes.
+    static Fixture &of(const std::string &name) {
+        static std::unique_ptr<Fixture> current;
+        if (!current || current->list != name) {
+            current.reset();
+            current = std::make_unique<Fixture>(name);
+        }
+        return *current;
+    }
+
+private:
+    std::map<std::string, std::unique_ptr<DeviceMemory>> memory_;
+    std::map<std::string, std::unique_ptr<DeviceList>> lists_;
+    std::map<std::string, std::unique_ptr<Job>> jobs_;
+};
+
+struct Copy final : Job {
+    static constexpr int kMost = 57; // bytes an element, half of them read
+    DeviceMemory &from, &to;
+    size_t bytes;
+    Copy(Fixture &f, int of_element) :
+        from(f.memory("from", size_t(f.numel) * kMost / 2 + 4)),
+        to(f.memory("to", size_t(f.numel) * kMost / 2 + 4)),
+        bytes(size_t(f.numel) * size_t(of_element) / 2) {}
+    void run(cudaStream_t stream) override {
+        check_cuda(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream));
+    }
+};
+
+struct Chunked final : Job {
+    bench::ChunkedAdamW peer;
+    int64_t step = 0;
+    explicit Chunked(Fixture &f) {
+        const DeviceList &g = f.grads(DSOPT_DTYPE_F32), &p = f.params(DSOPT_DTYPE_F32);
+        const DeviceList &m = f.tensors("exp_avg", DSOPT_DTYPE_F32, 0),
+                         &v = f.tensors("exp_avg_sq", DSOPT_DTYPE_F32, 0);
+        for (size_t i = 0; i < f.sizes.size(); ++i)
+            peer.add(g.floats(i), p.floats(i), m.floats(i), v.floats(i), f.sizes[i]);
+    }
+    void run(cudaStream_t stream) override { check_cuda(peer.run(++step, stream)); }
+};
+
+dsopt_context *make_context() {
+    DSOPT_NEW(dsopt_context_desc, desc);
+    desc.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
+    check(dsopt_context_create(&desc, &context));
+    return context;
+}
+/// One of kRanks, to whom all send what it sends itself: scales and signs are those of real data.
+dsopt_comm *make_mirror(dsopt_context *context) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = kRanks;
+    table.memory = DSOPT_MEMORY_BACKEND;
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+    table.all_to_all = table.all_gather = [](void *, const void *send, void *recv, int64_t bytes, void *stream) {
+        for (int rank = 0; rank < kRanks; ++rank)
+            check_cuda(cudaMemcpyAsync(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes),
+                                       cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+        return 0;
+    };
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    dsopt_comm *comm = nullptr;
+    check(dsopt_comm_create(context, &desc, &comm));
+    return comm;
+}
+
+struct Setting {
+    int32_t algorithm = DSOPT_ALGORITHM_ADAMW, dtype = DSOPT_DTYPE_F32;
+    bool clips = false;
+    int32_t reduction = DSOPT_REDUCTION_FULL; // another one: a step of the 1-bit family in that stage
+    uint32_t flags = 0;
+};
+
+struct Step final : Job {
+    Setting setting;
+    dsopt_context *context = make_context();
     dsopt_scaler *scaler = nullptr;
     dsopt_comm *comm = nullptr;
     dsopt_optimizer *optimizer = nullptr;
+    dsopt_step step{};
 
-    /// `idle`: one of kRanks.
-    Trainer(const std::string &list, int32_t algorithm, int32_t dtype, bool clip, bool idle = false,
-            uint32_t flags = 0) :
-        sizes(bench::shapes(list)),
-        params(sizes, dtype, small(dtype)),
-        grads(sizes, dtype, small(dtype)) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        check(dsopt_context_create(&where, &context));
+    Step(Fixture &f, const Setting &how) : setting(how) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
-        desc.flags = flags;
-        if (idle) desc.data = comm = bench::idle_comm(context, kRanks);
-        if (clip) {
-            DSOPT_NEW(dsopt_scaler_desc, how);
-            how.init = 1024;
-            check(dsopt_scaler_create(context, &how, &scaler));
-            desc.scaler = scaler;
+        desc.flags = how.flags;
+        const bool exchanges = how.reduction != DSOPT_REDUCTION_FULL;
+        if (exchanges) desc.data = comm = make_mirror(context);
+        if (how.clips) {
             desc.max_norm = 1.0;
+            DSOPT_NEW(dsopt_scaler_desc, scaling);
+            scaling.init = 1024;
+            if (how.dtype != DSOPT_DTYPE_F32) check(dsopt_scaler_create(context, &scaling, &scaler));
+            desc.scaler = scaler;
         }
         check(dsopt_optimizer_create(context, &desc, &optimizer));
-        std::vector<dsopt_param> entries(sizes.size());
-        for (size_t i = 0; i < entries.size(); ++i) entries[i].tensor = params.tensors[i];
+        std::vector<dsopt_param> params(f.sizes.size());
+        for (size_t i = 0; i < params.size(); ++i) params[i].tensor = f.params(how.dtype).tensors[i];
         dsopt_group group;
-        check(dsopt_group_init(&group, sizeof group, algorithm));
+        check(dsopt_group_init(&group, sizeof group, how.algorithm));
         group.weight_decay = 0.01;
-        if (idle) group.freeze_step = 1;
-        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) { // all steps from the fifth on are local
+        if (exchanges) group.freeze_step = 1;
+        if (how.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) { // all steps from the fifth on are local
             group.local_interval_steps = 1;
             group.max_local_interval = int64_t(1) << 30;
         }
-        check(dsopt_optimizer_add_group(optimizer, &group, entries.data(), int64_t(entries.size())));
+        check(dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(params.size())));
+        bind_state(f);
+        step.size = sizeof step;
+        step.grads = f.grads(how.dtype).tensors.data();
+        step.count = int64_t(f.sizes.size());
     }
-    ~Trainer() {
+    ~Step() override {
         dsopt_optimizer_destroy(optimizer);
         dsopt_comm_destroy(comm);
         dsopt_scaler_destroy(scaler);
         dsopt_context_destroy(context);
     }
+    void run(cudaStream_t stream) override {
+        step.stream = stream;
+        check(dsopt_optimizer_step(optimizer, &step));
+    }
+    const char *problem() override {
+        int32_t reduction = setting.reduction;
+        if (comm != nullptr) check(dsopt_optimizer_next_reduction(optimizer, 0, &reduction));
+        if (reduction != setting.reduction) return "the steps are of another stage";
+        DSOPT_NEW(dsopt_report, report);
+        check(dsopt_optimizer_report(optimizer, &report));
+        return report.skipped != 0 ? "steps were skipped: nothing was timed" : nullptr;
+    }
+
+private:
+    static DeviceList &state_list(Fixture &f, const std::string &name) {
+        return f.tensors(name, DSOPT_DTYPE_F32, name == "master" ? small(DSOPT_DTYPE_F32) : 0);
+    }
+    /// Moments and masters are memory of the fixture's; what else there is the engine has itself.
+    void bind_state(Fixture &f) const {
+        int64_t count = 0;
+        check(dsopt_optimizer_state_count(optimizer, &count));
+        std::vector<dsopt_tensor> state;
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            check(dsopt_optimizer_state(optimizer, i, &info));
+            info.tensor.data = nullptr;
+            for (const char *name : {"master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"})
+                if (info.param >= 0 && info.tensor.dtype == DSOPT_DTYPE_F32 && !std::strcmp(info.name, name) &&
+                    info.tensor.numel == f.sizes[size_t(info.param)])
+                    info.tensor.data = state_list(f, name).tensors[size_t(info.param)].data;
+            state.push_back(info.tensor);
+        }
+        check(dsopt_optimizer_bind(optimizer, DSOPT_BIND_STATE, state.data(), count));
+    }
 };
 
-/// Times body(stream), put kSteps times into a stream.
-template <class Body> void time(benchmark::State &state, int64_t numel, int bytes, const Body &body) {
-    cudaStream_t stream;
+struct Pass1 final : Job {
+    dsopt_context *context = make_context();
+    const std::vector<dsopt_tensor> &grads;
+    DeviceMemory result{sizeof(dsopt_norm_result), 0};
+    explicit Pass1(Fixture &f) : grads(f.grads(DSOPT_DTYPE_F16).tensors) {}
+    ~Pass1() override { dsopt_context_destroy(context); }
+    void run(cudaStream_t stream) override {
+        check(dsopt_tensors_norm(context, grads.data(), int64_t(grads.size()), DSOPT_NORM_L2, 1.0, nullptr,
+                                 reinterpret_cast<dsopt_norm_result *>(result.data()), stream));
+    }
+};
+
+struct Compressed final : Job {
+    dsopt_context *context = make_context();
+    dsopt_comm *comm = make_mirror(context);
+    dsopt_compressed args{};
+    std::unique_ptr<DeviceMemory> kept, workspace;
+    explicit Compressed(Fixture &f) {
+        args.size = sizeof args;
+        const DeviceList &values = f.grads(DSOPT_DTYPE_F32);
+        args.tensors = values.tensors.data();
+        args.count = int64_t(values.tensors.size());
+        int64_t worker = 0, server = 0;
+        check(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
+        kept = std::make_unique<DeviceMemory>(size_t(worker + server) * sizeof(float), 0);
+        workspace = std::make_unique<DeviceMemory>(args.workspace_bytes, 0);
+        args.worker_error = reinterpret_cast<float *>(kept->data());
+        args.server_error = args.worker_error + worker;
+        args.workspace = workspace->data();
+    }
+    ~Compressed() override {
+        dsopt_comm_destroy(comm);
+        dsopt_context_destroy(context);
+    }
+    void run(cudaStream_t stream) override {
+        args.stream = stream;
+        check(dsopt_compressed_allreduce(comm, &args));
+    }
+};
+
+/// A job captured once.
+class Graph {
+public:
+    Graph(Job &job, cudaStream_t stream) {
+        cudaGraph_t graph = nullptr;
+        check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        job.run(stream);
+        check_cuda(cudaStreamEndCapture(stream, &graph));
+        check_cuda(cudaGraphInstantiate(&exec_, graph, 0));
+        check_cuda(cudaGraphDestroy(graph));
+    }
+    ~Graph() { (void)cudaGraphExecDestroy(exec_); }
+    Graph(const Graph &) = delete;
+    Graph &operator=(const Graph &) = delete;
+    void run(cudaStream_t stream) const { check_cuda(cudaGraphLaunch(exec_, stream)); }
+
+private:
+    cudaGraphExec_t exec_ = nullptr;
+};
+
+using Make = std::function<std::unique_ptr<Job>(Fixture &)>;
+
+/// One repetition: a batch of steps between two events. host_us: what a call takes on the host.
+void run_row(benchmark::State &state, const std::string &list, const std::string &name, const Make &make, int bytes,
+             bool replays) {
+    Fixture &f = Fixture::of(list);
+    Job &job = f.job(name, make);
+    std::unique_ptr<Graph> graph;
+    if (replays) {
+        graph = std::make_unique<Graph>(job, f.stream);
+        graph->run(f.stream);
+    } else {
+        job.run(f.stream); // brings back what other rows drove out
+    }
     cudaEvent_t begin, end;
-    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     check_cuda(cudaEventCreate(&begin));
     check_cuda(cudaEventCreate(&end));
-    for (int i = 0; i < 2; ++i) body(stream);
-    check_cuda(cudaStreamSynchronize(stream));
     double host = 0;
     for (auto _ : state) {
-        check_cuda(cudaEventRecord(begin, stream));
+        check_cuda(cudaStreamSynchronize(f.stream));
+        check_cuda(cudaEventRecord(begin, f.stream));
         const auto start = std::chrono::steady_clock::now();
-        for (int i = 0; i < kSteps; ++i) body(stream);
+        for (int i = 0; i < kSteps; ++i)
+            if (graph)
+                graph->run(f.stream);
+            else
+                job.run(f.stream);
         host += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        check_cuda(cudaEventRecord(end, stream));
+        check_cuda(cudaEventRecord(end, f.stream));
         check_cuda(cudaEventSynchronize(end));
         float ms = 0;
         check_cuda(cudaEventElapsedTime(&ms, begin, end));
         state.SetIterationTime(double(ms) / 1e3 / kSteps);
     }
-    state.SetBytesProcessed(state.iterations() * numel * bytes);
-    state.counters["host_us"] = host / double(state.iterations()) / kSteps * 1e6; // of one call
+    state.SetBytesProcessed(state.iterations() * f.numel * bytes);
+    state.counters["host_us"] = host / double(state.iterations()) / kSteps * 1e6;
     check_cuda(cudaEventDestroy(begin));
     check_cuda(cudaEventDestroy(end));
-    check_cuda(cudaStreamDestroy(stream));
+    if (const char *problem = job.problem()) state.SkipWithError(problem);
 }
 
-void BM_Copy(benchmark::State &state, const std::string &list, int bytes) {
-    const int64_t numel = bench::total(bench::shapes(list));
-    const size_t half = size_t(numel) * size_t(bytes) / 2;
-    const DeviceMemory from(half, small(DSOPT_DTYPE_F32)), to(half, 0);
-    time(state, numel, bytes, [&](cudaStream_t stream) {
-        check_cuda(cudaMemcpyAsync(to.data(), from.data(), half, cudaMemcpyDeviceToDevice, stream));
-    });
+template <class J, class... A> Make makes(const A &...arguments) {
+    return [=](Fixture &f) -> std::unique_ptr<Job> { return std::make_unique<J>(f, arguments...); };
 }
 
-void BM_Step(benchmark::State &state, const std::string &list, int32_t algorithm, int32_t dtype, bool clip, int bytes) {
-    const Trainer trainer(list, algorithm, dtype, clip);
-    DSOPT_NEW(dsopt_step, step);
-    step.grads = trainer.grads.tensors.data();
-    step.count = int64_t(trainer.grads.tensors.size());
-    time(state, bench::total(trainer.sizes), bytes, [&](cudaStream_t stream) {
-        step.stream = stream;
-        check(dsopt_optimizer_step(trainer.optimizer, &step));
-    });
-    DSOPT_NEW(dsopt_report, report);
-    check(dsopt_optimizer_report(trainer.optimizer, &report));
-    if (report.skipped != 0) state.SkipWithError("steps were skipped: nothing was timed");
-}
-
-/// `reduction`: of all steps that are timed.
-void BM_OneBit(benchmark::State &state, const std::string &list, int32_t algorithm, uint32_t flags, int32_t reduction,
-               int bytes) {
-    const Trainer trainer(list, algorithm, DSOPT_DTYPE_F32, false, true, flags);
-    DSOPT_NEW(dsopt_step, step);
-    step.grads = trainer.grads.tensors.data();
-    step.count = int64_t(trainer.grads.tensors.size());
-    for (int i = 0; i < 4; ++i) check(dsopt_optimizer_step(trainer.optimizer, &step));
-    check_cuda(cudaStreamSynchronize(nullptr));
-    const auto check_reduction = [&] {
-        int32_t next = -1;
-        check(dsopt_optimizer_next_reduction(trainer.optimizer, 0, &next));
-        if (next != reduction) state.SkipWithError("the steps are of another stage");
+void add_rows(const std::string &list) {
+    const auto add = [&](const std::string &name, int bytes, const Make &make, bool replays = false) {
+        for (int graph = 0; graph <= int(replays); ++graph)
+            benchmark::RegisterBenchmark((name + (graph ? "/graph/" : "/") + list).c_str(), run_row, list, name, make,
+                                         bytes,
+                                         graph != 0)
+                ->UseManualTime()
+                ->Iterations(1) // the time of a batch decides nothing about how often it is run
+                ->Unit(benchmark::kMillisecond);
     };
-    check_reduction();
-    time(state, bench::total(trainer.sizes), bytes, [&](cudaStream_t stream) {
-        step.stream = stream;
-        check(dsopt_optimizer_step(trainer.optimizer, &step));
-    });
-    check_reduction();
-}
-
-void BM_Compressed(benchmark::State &state, const std::string &list, int bytes) {
-    const std::vector<int64_t> sizes = bench::shapes(list);
-    const DeviceList values(sizes, DSOPT_DTYPE_F32, small(DSOPT_DTYPE_F32));
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
-    dsopt_context *context = nullptr;
-    check(dsopt_context_create(&where, &context));
-    dsopt_comm *const comm = bench::idle_comm(context, kRanks);
-    DSOPT_NEW(dsopt_compressed, args);
-    args.tensors = values.tensors.data();
-    args.count = int64_t(values.tensors.size());
-    int64_t worker = 0, server = 0;
-    check(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
-    const DeviceMemory kept(size_t(worker + server) * sizeof(float), 0), workspace(args.workspace_bytes, 0);
-    check_cuda(cudaMemsetAsync(kept.data(), 0, size_t(worker + server) * sizeof(float), nullptr));
-    check_cuda(cudaMemsetAsync(workspace.data(), 0, args.workspace_bytes, nullptr)); // what the others did not send
-    check_cuda(cudaDeviceSynchronize());
-    args.worker_error = reinterpret_cast<float *>(kept.data());
-    args.server_error = args.worker_error + worker;
-    args.workspace = workspace.data();
-    time(state, bench::total(sizes), bytes, [&](cudaStream_t stream) {
-        args.stream = stream;
-        check(dsopt_compressed_allreduce(comm, &args));
-    });
-    dsopt_comm_destroy(comm);
-    dsopt_context_destroy(context);
+    for (const int bytes : {2, 12, 17, 20, 24, 25, 28, 30, 33, 40, 44, 57})
+        add("Copy/" + std::to_string(bytes), bytes, makes<Copy>(bytes));
+    const auto step = [&](const std::string &name, int bytes, const Setting &how, bool replays = true) {
+        add(name, bytes, makes<Step>(how), replays);
+    };
+    step("Fp32", 28, {});
+    for (const int32_t dtype : {int32_t(DSOPT_DTYPE_F16), int32_t(DSOPT_DTYPE_BF16)}) {
+        const std::string of = dtype == DSOPT_DTYPE_F16 ? "/f16" : "/bf16";
+        step("Mixed" + of, 30, {.dtype = dtype, .clips = true});
+        step("MixedUpdate" + of, 28, {.dtype = dtype}, false);
+    }
+    add("Pass1", 2, makes<Pass1>());
+    step("Lamb", 40, {.algorithm = DSOPT_ALGORITHM_LAMB});
+    step("Lamb/clip", 44, {.algorithm = DSOPT_ALGORITHM_LAMB, .clips = true}, false);
+    step("Sgd", 12, {.algorithm = DSOPT_ALGORITHM_SGD}, false);
+    step("Adagrad", 20, {.algorithm = DSOPT_ALGORITHM_ADAGRAD}, false);
+    step("Lion", 20, {.algorithm = DSOPT_ALGORITHM_LION}, false);
+    add("Chunked", 28, makes<Chunked>());
+    add("Compressed", 17, makes<Compressed>());
+    step("OnebitAdam", 33, {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .reduction = DSOPT_REDUCTION_COMPRESSED}, false);
+    step("OnebitAdam/bits", 25,
+         {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
+          .reduction = DSOPT_REDUCTION_COMPRESSED,
+          .flags = DSOPT_OPTIMIZER_MOMENTUM_BITS},
+         false);
+    step("ZeroOneAdam/local", 24, {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .reduction = DSOPT_REDUCTION_LOCAL},
+         false);
+    step("OnebitLamb", 57, {.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB, .reduction = DSOPT_REDUCTION_COMPRESSED}, false);
 }
 
 } // namespace
@@ -241,32 +453,10 @@ int main(int argc, char **argv) {
         std::fprintf(stderr, "bench_cuda: no CUDA device: %s\n", cudaGetErrorString(error));
         return 77;
     }
-    std::vector<std::string> lists{"gpt2-124m", "resnet50", "10000x1000", "1x67108864"};
-    if (argc > 1) lists.assign(argv + 1, argv + argc);
-    for (const std::string &list : lists) {
-        const auto add = [&](const std::string &name, auto function, auto... rest) {
-            benchmark::RegisterBenchmark((name + "/" + list).c_str(), function, list, rest...)
-                ->UseManualTime()
-                ->Unit(benchmark::kMillisecond);
-        };
-        for (const int bytes : {12, 17, 20, 24, 25, 28, 30, 33, 40, 57})
-            add("BM_Copy/" + std::to_string(bytes), BM_Copy, bytes);
-        add("BM_Fp32", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F32), false, 28);
-        add("BM_Mixed/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), true, 30);
-        add("BM_Mixed/bf16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_BF16), true, 30);
-        add("BM_MixedUpdate/f16", BM_Step, int32_t(DSOPT_ALGORITHM_ADAMW), int32_t(DSOPT_DTYPE_F16), false, 28);
-        add("BM_Lamb", BM_Step, int32_t(DSOPT_ALGORITHM_LAMB), int32_t(DSOPT_DTYPE_F32), false, 40);
-        add("BM_Sgd", BM_Step, int32_t(DSOPT_ALGORITHM_SGD), int32_t(DSOPT_DTYPE_F32), false, 12);
-        add("BM_Adagrad", BM_Step, int32_t(DSOPT_ALGORITHM_ADAGRAD), int32_t(DSOPT_DTYPE_F32), false, 20);
-        add("BM_Lion", BM_Step, int32_t(DSOPT_ALGORITHM_LION), int32_t(DSOPT_DTYPE_F32), false, 20);
-        add("BM_Compressed", BM_Compressed, 17);
-        const auto add_onebit = [&](const std::string &name, int32_t algorithm, uint32_t flags, int32_t reduction,
-                                    int bytes) { add(name, BM_OneBit, algorithm, flags, reduction, bytes); };
-        add_onebit("BM_OnebitAdam", DSOPT_ALGORITHM_ONEBIT_ADAM, 0, DSOPT_REDUCTION_COMPRESSED, 33);
-        add_onebit("BM_OnebitAdam/bits", DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_OPTIMIZER_MOMENTUM_BITS,
-                   DSOPT_REDUCTION_COMPRESSED, 25);
-        add_onebit("BM_ZeroOneAdam/local", DSOPT_ALGORITHM_ZERO_ONE_ADAM, 0, DSOPT_REDUCTION_LOCAL, 24);
-        add_onebit("BM_OnebitLamb", DSOPT_ALGORITHM_ONEBIT_LAMB, 0, DSOPT_REDUCTION_COMPRESSED, 57);
+    if (argc != 2) { // random turns across lists would bring each list's gigabytes back again and again
+        std::fprintf(stderr, "usage: bench_cuda [--benchmark_...] LIST\n");
+        return 2;
     }
+    add_rows(argv[1]);
     benchmark::RunSpecifiedBenchmarks();
 }

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""torch_cuda.py [LIST...]: torch.optim.AdamW on a GPU over the lists of bench_cuda, timed by events, as JSON on standard output.
+"""torch_cuda.py LIST: torch.optim.AdamW on a GPU over a list of bench_cuda, timed by events, as JSON on standard output.
 
-Rows: fused and foreach, on fp32 weights; and a mixed-precision step as programs write it (unscale and check, norm and clip,
-fused AdamW on fp32 masters, copy back). One line says so, with status 77, where PyTorch or a GPU is missing.
+Rows: fused and foreach, on fp32 weights; a mixed-precision step as programs write it (unscale and check, norm and clip, fused
+AdamW on fp32 masters, copy back); the order of operations of DeepSpeed's FP16_Optimizer, which asks the device about each
+tensor; compression to one bit by tensor operations. One line says so, with status 77, where PyTorch or a GPU is missing.
 """
 import json
 import os
@@ -75,20 +76,66 @@ def mixed(sizes, dtype):
         return milliseconds(step)
 
 
+def wrapper_sequence(sizes):
+    """FP16_Optimizer.step: a sum of every gradient read by the host, cast, flatten, norm, unscale, Adam on one flat master, copy back."""
+    total = sum(sizes)
+    grads = [torch.full((n,), 1e-3, device="cuda", dtype=torch.float16) for n in sizes]
+    params = [torch.zeros_like(g) for g in grads]
+    flat = torch.full((total,), 0.5, device="cuda", requires_grad=True)
+    optimizer = torch.optim.AdamW([flat], lr=1e-3, weight_decay=0.01, fused=True)
+
+    def step():
+        for grad in grads:
+            value = float(grad.float().sum())
+            if value in (float("inf"), -float("inf")) or value != value:
+                return
+        flat.grad = torch.cat([grad.float().reshape(-1) for grad in grads])
+        norm = float(flat.grad.norm())
+        flat.grad.mul_(1.0 / (1024 * max(1.0, norm / 1024)))
+        optimizer.step()
+        flat.grad = None
+        at = 0
+        for param in params:
+            param.copy_(flat[at:at + param.numel()])
+            at += param.numel()
+
+    with torch.no_grad():
+        return milliseconds(step)
+
+
+def compress(sizes):
+    """Error feedback, scale and sign bits of the worker and the decoded result, each as its own operation, for one flat tensor."""
+    total = (sum(sizes) + 7) // 8 * 8
+    value, error = torch.full((total,), 1e-3, device="cuda"), torch.zeros(total, device="cuda")
+    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device="cuda", dtype=torch.uint8)
+
+    def step():
+        error.add_(value)
+        scale = error.norm() / total ** 0.5
+        signs = error >= 0
+        bits = (signs.view(-1, 8).to(torch.uint8) * weights).sum(dim=1, dtype=torch.uint8)
+        error.sub_(torch.where(signs, scale, -scale))
+        decoded = ((bits.unsqueeze(1) & weights) != 0).view(-1)
+        value.copy_(torch.where(decoded, scale, -scale))
+
+    with torch.no_grad():
+        return milliseconds(step)
+
+
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     if not torch.cuda.is_available():
         sys.exit(print("torch_cuda.py: PyTorch sees no GPU", file=sys.stderr) or 77)
-    rows = {}
-    for name in sys.argv[1:] or ["gpt2-124m", "resnet50", "10000x1000", "1x67108864"]:
-        sizes = shapes(name)
-        for row, run in (("fused", lambda: plain(sizes, fused=True)), ("foreach", lambda: plain(sizes, foreach=True)),
-                         ("mixed f16", lambda: mixed(sizes, torch.float16)),
-                         ("mixed bf16", lambda: mixed(sizes, torch.bfloat16))):
-            try:
-                rows["%s/%s" % (row, name)] = run()
-            except (RuntimeError, AttributeError) as error:  # out of memory, or a version without the function
-                print("torch_cuda.py: %s on %s: %s" % (row, name, str(error).splitlines()[0]), file=sys.stderr)
-            torch.cuda.empty_cache()
+    rows, sizes = {}, shapes(sys.argv[1])
+    for row, run in (("fused", lambda: plain(sizes, fused=True)), ("foreach", lambda: plain(sizes, foreach=True)),
+                     ("mixed f16", lambda: mixed(sizes, torch.float16)), ("mixed bf16", lambda: mixed(sizes, torch.bfloat16)),
+                     ("deepspeed f16", lambda: wrapper_sequence(sizes)), ("compress", lambda: compress(sizes))):
+        try:
+            rows[row] = run()
+        except (RuntimeError, AttributeError) as error:  # out of memory, or a version without the function
+            print("torch_cuda.py: %s: %s" % (row, str(error).splitlines()[0]), file=sys.stderr)
+        torch.cuda.empty_cache()
     json.dump({"version": torch.__version__, "ms": rows}, sys.stdout)
 
 

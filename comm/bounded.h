@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -17,8 +18,13 @@ public:
         bounded_(timeout_ms >= 0),
         at_(std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded_ ? timeout_ms : 0)) {}
     bool over() const { return bounded_ && std::chrono::steady_clock::now() >= at_; }
-    bool bounded() const { return bounded_; }
-    std::chrono::steady_clock::time_point at() const { return at_; }
+    /// Waits for done(), which changes with `lock` held. False: it was not by then.
+    template <class Done>
+    bool wait(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, const Done &done) const {
+        if (bounded_) return changed.wait_until(lock, at_, done);
+        changed.wait(lock, done);
+        return true;
+    }
 
 private:
     bool bounded_;
@@ -46,36 +52,33 @@ template <class Look> bool poll(const Deadline &deadline, const Look &look) {
     return true;
 }
 
-/// Runs `body` on a thread of its own. False if it has not returned by then, or no thread could be had: the thread and
-/// what `body` holds are left behind.
-template <class Body> bool run_bounded(const Deadline &deadline, Body body) {
+/// Runs `body` on a thread of its own. Nothing if it has not returned by then, or no thread could be had: the thread
+/// and what `body` holds are left behind.
+template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> std::optional<decltype(body())> {
     struct Shared {
         explicit Shared(Body &&b) : body(std::move(b)) {}
         Body body;
         std::mutex mutex;
         std::condition_variable changed;
-        bool done = false;
+        std::optional<decltype(body())> result;
     };
     try {
         const auto shared = std::make_shared<Shared>(std::move(body));
         std::thread thread([shared] {
-            shared->body();
+            const auto result = shared->body();
             const std::lock_guard lock(shared->mutex);
-            shared->done = true;
+            shared->result = result;
             shared->changed.notify_all();
         });
         std::unique_lock lock(shared->mutex);
-        const auto done = [&] { return shared->done; };
-        if (!deadline.bounded())
-            shared->changed.wait(lock, done);
-        else if (!shared->changed.wait_until(lock, deadline.at(), done)) {
+        if (!deadline.wait(shared->changed, lock, [&] { return shared->result.has_value(); })) {
             thread.detach();
-            return false;
+            return {};
         }
         lock.unlock();
         thread.join();
-        return true;
-    } catch (const std::exception &) { return false; }
+        return shared->result;
+    } catch (const std::exception &) { return {}; }
 }
 
 } // namespace dsopt

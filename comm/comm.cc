@@ -19,7 +19,7 @@ void keep_forever(Memory &&memory) {
 
 } // namespace
 
-char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
+char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
         bytes = round_up(bytes, 256);
         if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
@@ -33,7 +33,7 @@ char *Comm::Room::get(const std::shared_ptr<const Context> &context, bool device
     }
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
-void Comm::Room::leave_behind() {
+void Comm::Scratch::leave_behind() {
     if (device_.data() != nullptr) keep_forever(std::move(device_));
     for (Memory &memory : outgrown_) keep_forever(std::move(memory));
     outgrown_.clear();
@@ -62,13 +62,11 @@ void Comm::lose(dsopt_status status) noexcept {
     status_.compare_exchange_strong(first, status);
 }
 
-int Comm::done(int kind, int result, int64_t sent, int64_t received) {
+int Comm::done(int kind, int result, int64_t moved) {
     Count &count = counts_[kind];
     count.calls.fetch_add(1, std::memory_order_relaxed);
-    if (result != 0) return result;
-    count.sent.fetch_add(sent, std::memory_order_relaxed);
-    count.received.fetch_add(received, std::memory_order_relaxed);
-    return 0;
+    if (result == 0) count.moved.fetch_add(moved, std::memory_order_relaxed);
+    return result;
 }
 
 void Comm::fail(int result, const char *what, void *stream) {
@@ -82,7 +80,7 @@ void Comm::fail(int result, const char *what, void *stream) {
     char text[256] = "";
     if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
     if (device_) {
-        // What is still on the stream may write to the rooms, and giving them back would wait for it.
+        // What is still on the stream may write to scratch memory, and giving that back would wait for it.
         bool over = false;
         try {
             for (int i = 0; i < 100 && !over; ++i) {
@@ -93,28 +91,22 @@ void Comm::fail(int result, const char *what, void *stream) {
             over = true;
         }
         if (!over)
-            for (Room *room : {&staging_, &spare_, &gathered_, &bucket_}) room->leave_behind();
+            for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
     }
     throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
                 text[0] != 0 ? text : status_name(status), result);
 }
 
-void Comm::move(void *to, const void *from, int64_t bytes, void *stream) const {
+void Comm::move(void *to, const void *from, int64_t bytes, Place place, void *stream) const {
     if (to == from || bytes == 0) return;
-    if (device_)
+    if (place == Place::backend)
         context_->device().enqueue_copy(to, from, size_t(bytes), stream);
     else
         std::memmove(to, from, size_t(bytes));
 }
-void Comm::clear(void *data, int64_t bytes, void *stream) const {
-    if (device_)
-        context_->device().clear(data, size_t(bytes), stream);
-    else
-        std::memset(data, 0, size_t(bytes));
-}
 
 /// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
-int Comm::settle(void *stream) {
+int Comm::wait_for_enqueued(void *stream) {
     if (!provider_.enqueues) return 0;
     if (provider_.wait != nullptr) return provider_.wait(table_.self, stream);
     context_->device().wait(stream);
@@ -127,72 +119,65 @@ template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
                void *stream, const Call &call) {
     const Device &device = context_->device();
-    const bool there = device.is_host() || (place == Place::backend) == device_;
-    // Refuses a stream that is being captured.
-    if (!device.is_host() && !(there && provider_.enqueues)) (void)device.finished(stream);
-    try {
+    check_stream(stream, place);
+    lose_if_it_fails([&] {
         int result = 0;
-        if (there) {
+        if (device.is_host() || (place == Place::backend) == device_) {
             result = call(send, recv);
         } else {
             const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kLine));
-            char *const room = staging_.get(context_, device_, size_t(second + received), stream);
-            result = settle(stream);
+            char *const staged = staging_.get(context_, device_, size_t(second + received), stream);
+            result = wait_for_enqueued(stream);
             if (result == 0) {
-                device.enqueue_copy(room, send, size_t(sent), stream);
+                device.enqueue_copy(staged, send, size_t(sent), stream);
                 if (!device_) device.wait(stream);
-                result = call(room, room + second);
+                result = call(staged, staged + second);
             }
-            if (result == 0) result = settle(stream);
+            if (result == 0) result = wait_for_enqueued(stream);
             if (result == 0) {
-                device.enqueue_copy(recv, room + second, size_t(received), stream);
-                device.wait(stream); // the room is free for the next call, or the host reads the result
+                device.enqueue_copy(recv, staged + second, size_t(received), stream);
+                device.wait(stream); // the next call takes the same memory, or the host reads the result
                 begin();             // an abort ends that wait, too
             }
         }
         if (result != 0) fail(result, what, stream);
-    } catch (const Error &error) {
-        lose(error.status());
-        throw;
-    } catch (const std::exception &) {
-        lose(DSOPT_ERR_NOMEM);
-        throw;
-    }
+    });
 }
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    const int64_t moved = count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks();
     return done(DSOPT_COLLECTIVE_ALL_REDUCE, table_.all_reduce(table_.self, data, data, count, dtype, op, stream),
-                moved, moved);
+                count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
 }
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
-    const int64_t moved = bytes * (ranks() - 1);
     if (table_.all_gather != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream), moved,
-                    moved);
+        return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream),
+                    bytes * (ranks() - 1));
     char *const rows = static_cast<char *>(recv);
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
     const int64_t row = round_up(bytes, 4);
-    char *const room = spare_.get(context_, device_, size_t(row * ranks()), stream);
-    clear(room, row * ranks(), stream);
-    move(room + rank() * row, send, bytes, stream);
-    if (const int result = reduce(room, row / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
-    for (int other = 0; other < ranks(); ++other) move(rows + other * bytes, room + other * row, bytes, stream);
+    char *const sums = spare_.get(context_, device_, size_t(row * ranks()), stream);
+    if (device_)
+        context_->device().clear(sums, size_t(row * ranks()), stream);
+    else
+        std::memset(sums, 0, size_t(row * ranks()));
+    move(sums + rank() * row, send, bytes, provider_place(), stream);
+    if (const int result = reduce(sums, row / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
+    for (int other = 0; other < ranks(); ++other)
+        move(rows + other * bytes, sums + other * row, bytes, provider_place(), stream);
     return 0;
 }
 
 int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
-    const int64_t moved = bytes * (ranks() - 1);
     if (table_.all_to_all != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_TO_ALL, table_.all_to_all(table_.self, send, recv, bytes, stream), moved,
-                    moved);
-    // Row by row, so that the room stays as small as the result. `gather` may need the spare room: this one is its own.
+        return done(DSOPT_COLLECTIVE_ALL_TO_ALL, table_.all_to_all(table_.self, send, recv, bytes, stream),
+                    bytes * (ranks() - 1));
+    // Row by row, so that no more memory is needed than for the result. gather() may use `spare_` itself.
     const char *const rows = static_cast<const char *>(send);
-    char *const room = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
+    char *const gathered = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
     for (int to = 0; to < ranks(); ++to) {
-        if (const int result = gather(rows + to * bytes, room, bytes, stream)) return result;
-        if (to == rank()) move(recv, room, bytes * ranks(), stream);
+        if (const int result = gather(rows + to * bytes, gathered, bytes, stream)) return result;
+        if (to == rank()) move(recv, gathered, bytes * ranks(), provider_place(), stream);
     }
     return 0;
 }
@@ -208,7 +193,7 @@ void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void
 void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1 && table_.all_to_all == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    if (ranks() == 1 && table_.all_to_all == nullptr) return move(recv, send, bytes, place, stream);
     run("all-to-all", send, bytes * ranks(), recv, bytes * ranks(), place, stream,
         [&](const void *from, void *to) { return transpose(from, to, bytes, stream); });
 }
@@ -216,28 +201,20 @@ void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream,
 void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
     begin();
     if (bytes == 0) return;
-    if (ranks() == 1 && table_.all_gather == nullptr) return copy_alone(send, recv, bytes, stream, place);
+    if (ranks() == 1 && table_.all_gather == nullptr) return move(recv, send, bytes, place, stream);
     run("all-gather", send, bytes, recv, bytes * ranks(), place, stream,
         [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
 }
 
-void Comm::copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const {
-    if (send == recv) return;
-    if (place == Place::backend)
-        context_->device().enqueue_copy(recv, send, size_t(bytes), stream);
-    else
-        std::memmove(recv, send, size_t(bytes));
-}
-
-void Comm::check_stream(void *stream) const {
-    const Device &device = context_->device();
-    if (!device.is_host() && !(device_ && provider_.enqueues)) (void)device.finished(stream);
+void Comm::check_stream(void *stream, Place place) const {
+    const bool enqueues = provider_.enqueues && device_ && place == Place::backend;
+    if (!enqueues) (void)context_->device().finished(stream); // refuses a stream that is being captured
 }
 
 float *Comm::bucket(int64_t numel, void *stream) {
     const Device &device = context_->device();
     const size_t bytes = size_t(numel) * sizeof(float);
-    if (!device.is_host() && !bucket_.holds(bytes)) (void)device.finished(stream); // memory cannot be had in a capture
+    if (!bucket_.holds(bytes)) (void)device.finished(stream); // memory cannot be had in a capture
     return reinterpret_cast<float *>(bucket_.get(context_, !device.is_host(), bytes, stream));
 }
 
@@ -254,8 +231,9 @@ dsopt_comm_info Comm::info() const {
     for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
         const Count &count = counts_[kind];
         info.calls += info.calls_of[kind] = count.calls.load(std::memory_order_relaxed);
-        info.bytes_sent += info.sent_of[kind] = count.sent.load(std::memory_order_relaxed);
-        info.bytes_received += info.received_of[kind] = count.received.load(std::memory_order_relaxed);
+        info.sent_of[kind] = info.received_of[kind] = count.moved.load(std::memory_order_relaxed);
+        info.bytes_sent += info.sent_of[kind];
+        info.bytes_received += info.received_of[kind];
     }
     return info;
 }

@@ -42,19 +42,30 @@ public:
     /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
 
-    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of backend memory
-    /// cannot be.
-    void check_stream(void *stream) const;
+    /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of such memory cannot
+    /// be.
+    void check_stream(void *stream, Place place) const;
     /// Device memory for what travels together, kept for the next call. There must be enough of it when a stream is
     /// captured.
     float *bucket(int64_t numel, void *stream);
-    void lose(dsopt_status status) noexcept;
+    /// Calls body(). A failure loses the comm: ranks may be at different calls then. Not a refusal to be captured.
+    template <class Body> void lose_if_it_fails(const Body &body) {
+        try {
+            body();
+        } catch (const Error &error) {
+            if (error.status() != DSOPT_ERR_STATE) lose(error.status());
+            throw;
+        } catch (const std::exception &) {
+            lose(DSOPT_ERR_NOMEM);
+            throw;
+        }
+    }
     void abort() noexcept;
     dsopt_comm_info info() const;
 
 private:
     /// Memory that the provider works in, kept for the next call.
-    class Room {
+    class Scratch {
     public:
         bool holds(size_t bytes) const { return bytes <= bytes_; }
         char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
@@ -69,28 +80,29 @@ private:
     };
 
     void begin();
+    void lose(dsopt_status status) noexcept;
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
              const Call &call);
-    int settle(void *stream);
+    int wait_for_enqueued(void *stream);
     void fail(int result, const char *what, void *stream);
-    int done(int kind, int result, int64_t sent, int64_t received);
-    void move(void *to, const void *from, int64_t bytes, void *stream) const;
-    void clear(void *data, int64_t bytes, void *stream) const;
+    /// Counts a call, and the bytes that it has sent and received: as many of either.
+    int done(int kind, int result, int64_t moved);
+    void move(void *to, const void *from, int64_t bytes, Place place, void *stream) const;
+    Place provider_place() const { return device_ ? Place::backend : Place::host; }
     // In the provider's memory; 0 or its error.
     int reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
     int gather(const void *send, void *recv, int64_t bytes, void *stream);
     int transpose(const void *send, void *recv, int64_t bytes, void *stream);
-    void copy_alone(const void *send, void *recv, int64_t bytes, void *stream, Place place) const;
 
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
     Provider provider_;
     bool device_; // the provider takes device memory
-    Room staging_, spare_, gathered_, bucket_;
+    Scratch staging_, spare_, gathered_, bucket_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
     struct Count {
-        std::atomic<int64_t> calls{0}, sent{0}, received{0};
+        std::atomic<int64_t> calls{0}, moved{0};
     };
     Count counts_[DSOPT_COLLECTIVE_SLOTS]; // what the provider was asked for
 };
@@ -99,6 +111,15 @@ private:
 inline int64_t data_ranks(const Comm *data, const Comm *node) {
     return int64_t(data != nullptr ? data->ranks() : 1) * (node != nullptr ? node->ranks() : 1);
 }
+
+/// Ranks that take a step together; NULL = one rank.
+struct CommSet {
+    Comm *data, *model;
+    Comm *const *experts;
+    int32_t expert_count;
+    /// With it the data ranks are those of all nodes, and `data` has the ranks of each node that have the same number.
+    Comm *node;
+};
 
 /// In place, over all ranks; in fp32, rounded once. The op may be DSOPT_OP_MEAN here.
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);

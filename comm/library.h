@@ -35,13 +35,23 @@ public:
     }
 
     explicit operator bool() const { return found_; }
-    /// NULL if it is not there.
-    template <class F> void find(F *&function, const char *name) const {
-        function = reinterpret_cast<F *>(dlsym(handle_, name));
+    /// What dsopt_build_info tells; nothing is loaded to find out.
+    static const char *state(const char *name, const char *known) {
+        return loaded(name, known) ? "loaded" : "looked for when a comm is made";
     }
-    template <class F> void need(F *&function, const char *name) const {
-        find(function, name);
-        if (function == nullptr) throw Error(DSOPT_ERR_MISSING, "the library found is too old: it has no %s", name);
+
+    /// Becomes a pointer to whatever kind of function it is assigned to.
+    struct Symbol {
+        void *address;
+        template <class F> operator F *() const { return reinterpret_cast<F *>(address); }
+    };
+    /// NULL if it is not there.
+    Symbol find(const char *name) const { return {dlsym(handle_, name)}; }
+    Symbol need(const char *name) const {
+        const Symbol symbol = find(name);
+        if (symbol.address == nullptr)
+            throw Error(DSOPT_ERR_MISSING, "the library found is too old: it has no %s", name);
+        return symbol;
     }
 
 private:

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
 // order, and nobody leaves before all have read. So every rank computes the same bits.
+#include "comm/bounded.h"
 #include "comm/provider.h"
 #include <algorithm>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,9 +14,9 @@ namespace {
 
 /// What a rank brings to a collective; all ranks must bring the same kind and size.
 struct Offer {
-    enum Kind : int32_t { reduce, to_all, gather, cast, wait } kind;
-    int32_t dtype, op; // or root
-    int64_t count;     // elements, or bytes a rank
+    enum Kind : int32_t { reduce, to_all, gather } kind;
+    int32_t dtype, op; // of reduce
+    int64_t count;     // elements, or bytes for each rank
     const void *data;
     bool same_call(const Offer &other) const {
         return kind == other.kind && dtype == other.dtype && op == other.op && count == other.count;
@@ -80,20 +78,23 @@ private:
         changed_.notify_all();
     }
 
+    /// True for the last rank to come, which lets the others go. With the lock held.
+    bool ends_round() {
+        if (++arrived_ != ranks_) return false;
+        arrived_ = 0;
+        ++round_;
+        changed_.notify_all();
+        return true;
+    }
+
     dsopt_status arrive(int timeout_ms) {
         std::unique_lock lock(mutex_);
         if (failed_ != DSOPT_OK) return failed_;
         const int64_t round = round_;
-        if (++arrived_ == ranks_) {
-            arrived_ = 0;
-            ++round_;
-            changed_.notify_all();
-            return DSOPT_OK;
-        }
-        const auto over = [&] { return round_ != round || failed_ != DSOPT_OK || gone_ >= 0; };
-        if (timeout_ms < 0)
-            changed_.wait(lock, over);
-        else if (!changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), over))
+        if (ends_round()) return DSOPT_OK;
+        if (!Deadline(timeout_ms).wait(changed_, lock, [&] {
+                return round_ != round || failed_ != DSOPT_OK || gone_ >= 0;
+            }))
             fail(DSOPT_ERR_TIMEOUT, not_all_came(ranks_, timeout_ms));
         if (round_ != round) return DSOPT_OK; // all came, whatever happened since
         if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
@@ -105,13 +106,7 @@ private:
     void depart() {
         std::unique_lock lock(mutex_);
         const int64_t round = round_;
-        if (++arrived_ == ranks_) {
-            arrived_ = 0;
-            ++round_;
-            changed_.notify_all();
-            return;
-        }
-        changed_.wait(lock, [&] { return round_ != round; });
+        if (!ends_round()) changed_.wait(lock, [&] { return round_ != round; });
     }
 
     const int ranks_;
@@ -169,47 +164,21 @@ struct Endpoint {
     static Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
 
     static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
-        Endpoint &me = of(self);
-        const size_t bytes = size_t(count) * dtype_size(dtype);
-        if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_F64 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
-        me.result.resize(bytes);
-        const int status = me.meeting->collect(
-            me.rank, {Offer::reduce, dtype, op, count, send}, me.timeout_ms, [&](const auto &offers) {
-                if (dtype == DSOPT_DTYPE_F32)
-                    reduce_as(offers, count, op, reinterpret_cast<float *>(me.result.data()));
-                else if (dtype == DSOPT_DTYPE_F64)
-                    reduce_as(offers, count, op, reinterpret_cast<double *>(me.result.data()));
-                else
-                    reduce_as(offers, count, op, reinterpret_cast<int32_t *>(me.result.data()));
-            });
-        if (status == DSOPT_OK) std::memcpy(recv, me.result.data(), bytes);
-        return status;
+        switch (dtype) {
+        case DSOPT_DTYPE_F32: return of(self).reduce<float>({Offer::reduce, dtype, op, count, send}, recv);
+        case DSOPT_DTYPE_F64: return of(self).reduce<double>({Offer::reduce, dtype, op, count, send}, recv);
+        case DSOPT_DTYPE_I32: return of(self).reduce<int32_t>({Offer::reduce, dtype, op, count, send}, recv);
+        default: return DSOPT_ERR_DTYPE;
+        }
     }
     static int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
-        Endpoint &me = of(self);
-        return me.meeting->collect(me.rank, {Offer::to_all, 0, 0, bytes, send}, me.timeout_ms, [&](const auto &offers) {
-            char *to = static_cast<char *>(recv);
-            for (const Offer &offer : offers) {
-                std::memcpy(to, static_cast<const char *>(offer.data) + me.rank * bytes, size_t(bytes));
-                to += bytes;
-            }
-        });
+        return of(self).collect_rows({Offer::to_all, 0, 0, bytes, send}, of(self).rank * bytes, recv);
     }
     static int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
-        Endpoint &me = of(self);
-        return me.meeting->collect(me.rank, {Offer::gather, 0, 0, bytes, send}, me.timeout_ms, [&](const auto &offers) {
-            char *to = static_cast<char *>(recv);
-            for (const Offer &offer : offers) {
-                std::memcpy(to, offer.data, size_t(bytes));
-                to += bytes;
-            }
-        });
+        return of(self).collect_rows({Offer::gather, 0, 0, bytes, send}, 0, recv);
     }
-    static int error(void *self, char *text, size_t capacity) {
-        of(self).meeting->describe(text, capacity);
-        return 0;
-    }
-    static void abort(void *self) { of(self).meeting->abort(); }
+    void describe(char *text, size_t capacity) const { meeting->describe(text, capacity); }
+    void abort() const { meeting->abort(); }
     static void destroy(void *self) {
         try {
             of(self).context->check_process();
@@ -218,6 +187,28 @@ struct Endpoint {
         }
         of(self).meeting->leave(of(self).rank);
         delete static_cast<Endpoint *>(self);
+    }
+
+private:
+    template <class T> dsopt_status reduce(const Offer &own, void *recv) {
+        const size_t bytes = size_t(own.count) * sizeof(T);
+        result.resize(bytes);
+        const dsopt_status status = meeting->collect(rank, own, timeout_ms, [&](const auto &offers) {
+            reduce_as(offers, own.count, own.op, reinterpret_cast<T *>(result.data()));
+        });
+        if (status == DSOPT_OK) std::memcpy(recv, result.data(), bytes);
+        return status;
+    }
+    /// A row from every rank, at `offset` of what it shows.
+    dsopt_status collect_rows(const Offer &own, int64_t offset, void *recv) const {
+        const auto bytes = size_t(own.count);
+        return meeting->collect(rank, own, timeout_ms, [&](const auto &offers) {
+            char *to = static_cast<char *>(recv);
+            for (const Offer &offer : offers) {
+                std::memcpy(to, static_cast<const char *>(offer.data) + offset, bytes);
+                to += bytes;
+            }
+        });
     }
 };
 
@@ -245,8 +236,6 @@ std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, co
     table.all_reduce = Endpoint::all_reduce;
     table.all_to_all = Endpoint::all_to_all;
     table.all_gather = Endpoint::all_gather;
-    table.error = Endpoint::error;
-    table.abort = Endpoint::abort;
     table.destroy = Endpoint::destroy;
     return comm_of(std::move(context), std::move(endpoint), table);
 }

@@ -3,7 +3,6 @@
 #pragma once
 #include "comm/bounded.h"
 #include "comm/provider.h"
-#include <optional>
 
 namespace dsopt {
 

@@ -8,9 +8,6 @@
 namespace dsopt {
 
 // One per provider. rank, ranks, id and time-out of `desc` were checked by make_comm().
-std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context);
-std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
-                                      bool enqueues);
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
@@ -21,7 +18,7 @@ void make_local_id(void *id);
 void make_nccl_id(void *id);
 void make_hccl_id(void *id);
 
-/// "loaded", or why not yet; nothing is loaded to find out.
+/// As Library::state() says it, or why there can be none.
 const char *nccl_state();
 const char *hccl_state();
 
@@ -36,17 +33,23 @@ inline std::string not_all_came(int ranks, int timeout_ms) {
     throw Error(DSOPT_ERR_TIMEOUT, "%s", not_all_came(ranks, timeout_ms).c_str());
 }
 
-/// For the table's `error`: as much as there is room for.
+/// For the table's `error`: as much as fits.
 inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
 }
 
-/// A comm whose table has `endpoint` as self and frees it in `destroy`.
+/// A comm whose table has `endpoint` as self, and frees it in `destroy` unless the table says how.
 template <class Endpoint>
 std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
                               dsopt_comm_table table, Provider provider = {}) {
     table.size = sizeof table;
     table.self = endpoint.get();
+    table.error = [](void *self, char *text, size_t capacity) {
+        static_cast<Endpoint *>(self)->describe(text, capacity);
+        return 0;
+    };
+    table.abort = [](void *self) { static_cast<Endpoint *>(self)->abort(); };
+    if (table.destroy == nullptr) table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
     auto comm = std::make_unique<Comm>(std::move(context), table, provider);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;

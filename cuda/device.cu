@@ -54,19 +54,16 @@ public:
         if (bytes != 0) check(cudaMemsetAsync(data, 0, bytes, as_stream(stream)), "cudaMemsetAsync");
     }
 
-    // These serve calls in which the host asks, and may wait: after everything on the device, on a stream of their own.
-    void copy(void *to, const void *from, size_t bytes, void *) const override {
-        wait_copy(to, from, bytes, cudaMemcpyDeviceToDevice);
-    }
-    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
-        wait_copy(host, from, bytes, cudaMemcpyDeviceToHost);
-    }
-    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
-        wait_copy(to, host, bytes, cudaMemcpyHostToDevice);
+    // Serves calls in which the host asks, and may wait. On a stream of its own: the default stream may be captured.
+    void copy(void *to, const void *from, size_t bytes) const override {
+        if (bytes == 0) return;
+        synchronize();
+        enqueue_copy(to, from, bytes, own_stream_);
+        wait(own_stream_);
     }
     std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
     std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
-    void synchronize(void *) const override {
+    void synchronize() const override {
         const OnDevice on(gpu_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
@@ -91,22 +88,13 @@ public:
         const OnDevice on(gpu_);
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
     }
-    int ordinal() const override { return gpu_.ordinal(); }
-    void on_device(void (*body)(void *), void *argument) const override {
+    void on_device(FunctionRef<void()> body) const override {
         const OnDevice on(gpu_);
-        body(argument);
+        body();
     }
 
 private:
     static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
-
-    void wait_copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) const {
-        if (bytes == 0) return;
-        const OnDevice on(gpu_);
-        check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-        check(cudaMemcpyAsync(to, from, bytes, kind, own_stream_), "cudaMemcpyAsync");
-        check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
-    }
 
     Gpu gpu_;
     CudaLoops loops_;

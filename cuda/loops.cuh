@@ -56,17 +56,12 @@ public:
         });
     }
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
-    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(); }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(gpu_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
-        run(plan.stream, [&](const Launcher &launcher) {
+        run(plan.how.stream, [&](const Launcher &launcher) {
             Step step(plan, launcher);
             body(step);
         });
-    }
-    void phase_times(StepCache *cache, double *ms) const override {
-        if (cache == nullptr) return;
-        const OnDevice on(gpu_);
-        static_cast<const Cache *>(cache)->marks.times(ms);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [](const Launcher &launcher, const ListArgument &list) {

@@ -72,7 +72,7 @@ private:
 class PinnedWriter final : public HostWriter {
 public:
     explicit PinnedWriter(const Gpu &gpu) : pair_(gpu) {}
-    void *room() override {
+    void *buffer() override {
         if (used_[next_]) pair_.wait(next_);
         return pair_.buffer(next_);
     }

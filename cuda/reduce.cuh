@@ -64,8 +64,9 @@ __device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t b
 }
 
 /// The same result as fold_gradients(), with tensors and then the cells of the table side by side.
-__device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table) {
+__device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
+    const NormTable &table = plan.norms;
     int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
@@ -104,12 +105,12 @@ __device__ inline void fold_on_block(const DevicePlan &d, const NormTable &table
     seen.nonfinite = found.sum;
     seen.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
     seen.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
-    note_reasons(plan, table, seen);
+    note_reasons(plan);
 }
 
 /// By one thread, between the passes.
-__device__ inline void decide_on_thread(const DevicePlan &d, const NormTable &table) {
-    if (!decide_step(d.plan, table) || !d.together) return;
+__device__ inline void decide_on_thread(const DevicePlan &d) {
+    if (!decide_step(d.plan) || !d.together) return;
     for_stretches(d.plan, [&](int64_t begin, int64_t end, int32_t group)
                               INLINED { make_all_scalars(d.plan, begin, end, group); });
 }
@@ -134,23 +135,18 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
         }
     });
     if (!last_block(&d.plan.control->ticket[0])) return;
-    const NormTable table{plan.norms, plan.group_count, plan.classes()};
-    fold_on_block(d, table);
-    if (threadIdx.x == 0 && decides && d.decided) decide_on_thread(d, table);
+    fold_on_block(d);
+    if (threadIdx.x == 0 && decides && d.decided) decide_on_thread(d);
 }
 
 /// The table alone, before ranks add theirs.
-__global__ void __launch_bounds__(kThreads, 1) fold_kernel(GRID_CONSTANT const DevicePlan d) {
-    fold_on_block(d, NormTable{d.plan.norms, d.plan.group_count, d.plan.classes()});
-}
+__global__ void __launch_bounds__(kThreads, 1) fold_kernel(GRID_CONSTANT const DevicePlan d) { fold_on_block(d); }
 
 /// The decision alone: gradients are not read, or ranks had to add up their norms in between.
 __global__ void __launch_bounds__(kThreads, 1) decide_kernel(GRID_CONSTANT const DevicePlan d, const bool fold) {
-    const StepPlan &plan = d.plan;
-    const NormTable table{plan.norms, plan.group_count, plan.classes()};
-    if (fold) fold_on_block(d, table);
+    if (fold) fold_on_block(d);
     __syncthreads();
-    if (threadIdx.x == 0) decide_on_thread(d, table);
+    if (threadIdx.x == 0) decide_on_thread(d);
 }
 
 } // namespace dsopt::gpu

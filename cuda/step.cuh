@@ -24,7 +24,7 @@ public:
                         static_cast<long long>(shape.leaves));
         const Extra extra(shape);
         const StepTable table = bring_table(plan, shape, extra, launcher);
-        char *workspace = static_cast<char *>(plan.extra);
+        char *workspace = static_cast<char *>(plan.how.extra);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
               .tensor_of_leaf = reinterpret_cast<const int32_t *>(workspace + extra.map),
@@ -45,7 +45,8 @@ public:
             if (plan.onebit->stage != Stage::full)
                 d_.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
         }
-        if (plan.timing && plan.cache != nullptr && !in_capture) marks_ = &static_cast<Cache *>(plan.cache)->marks;
+        if (plan.how.timing && plan.how.cache != nullptr && !in_capture)
+            marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
         if (marks_ != nullptr) marks_->clear();
     }
 

@@ -6,7 +6,7 @@
 
 namespace dsopt::gpu {
 
-/// Where arrays are in StepPlan::extra.
+/// Where arrays are in Execution::extra.
 struct Extra {
     Offsets offsets;
     size_t table, map, squares, updates, cell, layout;
@@ -31,7 +31,7 @@ public:
         mark.phase = phase;
         ++count_;
     }
-    void times(double *ms) const {
+    void add_times(double *ms) const {
         for (int k = 1; k < count_; ++k) {
             float time = 0;
             check(cudaEventElapsedTime(&time, marks_[k - 1].event->get(), marks_[k].event->get()),
@@ -66,11 +66,17 @@ public:
     const void *workspace = nullptr; // whose map and layout are written
     Marks marks;
 
-    /// `image` where kernels read it. A table that stays the same costs nothing, up to kPatchWords changed words one
-    /// small kernel, more than that an upload.
-    const void *bring(const char *image, size_t bytes, const Launcher &launcher) {
+    explicit Cache(const Gpu &gpu) : gpu_(gpu) {}
+    void add_phase_times(double *ms) const override {
+        const OnDevice on(gpu_);
+        marks.add_times(ms);
+    }
+
+    /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs
+    /// nothing, up to kPatchWords changed words one small kernel, more than that an upload.
+    const void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
-        if (known && std::memcmp(image, contents_.data(), bytes) == 0) {
+        if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
             captured_ = captured_ || in_capture;
             return tables_.back().get();
         }
@@ -105,6 +111,7 @@ private:
         return true;
     }
 
+    const Gpu &gpu_;
     std::vector<DeviceMemory> tables_; // the last one is in use, graphs read the others
     std::vector<char> contents_;       // of that one; empty = unknown
     bool captured_ = false;            // a graph reads it: it must stay as it is
@@ -117,19 +124,19 @@ __global__ void __launch_bounds__(kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
 
-/// StepPlan::table where kernels read it, and, in a workspace that is new, what follows from it.
+/// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows from it.
 inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra,
                              const Launcher &launcher) {
-    char *const workspace = static_cast<char *>(plan.extra);
-    const char *const image = static_cast<const char *>(plan.table);
+    char *const workspace = static_cast<char *>(plan.how.extra);
+    const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable::bytes(shape);
-    Cache *const cache = static_cast<Cache *>(plan.cache);
-    const bool fresh = cache == nullptr || cache->workspace != plan.extra;
+    Cache *const cache = static_cast<Cache *>(plan.how.cache);
+    const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
     if (fresh && cache != nullptr && capturing(launcher.stream))
         throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
     const void *table = workspace + extra.table;
     if (cache != nullptr)
-        table = cache->bring(image, bytes, launcher);
+        table = cache->bring(image, bytes, plan.how.repeats, launcher);
     else
         launcher.upload(workspace + extra.table, image, bytes);
     const StepTable there = StepTable::at(const_cast<void *>(table), shape);
@@ -141,7 +148,7 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
         LayoutImage::write(*shape.exchange, layout.data());
         launcher.upload(workspace + extra.layout, layout.data(), layout.size());
     }
-    if (cache != nullptr) cache->workspace = plan.extra; // last: a call that failed before is made again
+    if (cache != nullptr) cache->workspace = plan.how.extra; // last: a call that failed before is made again
     return there;
 }
 

@@ -22,7 +22,7 @@ struct SharedTensor {
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
     const StepPlan &plan = d.plan;
     const int32_t group = plan.jobs[tensor].group;
-    const int64_t step = plan.step[tensor] + 1;
+    const int64_t step = int64_t(plan.step[tensor]) + 1;
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     s.rule = plan.groups[group].rule;
     if (d.together) {
@@ -32,7 +32,7 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedT
     }
     if (s.step == step && s.group == group) return;
     const double divisor = d.decided ? plan.divisors[group] : 1.0;
-    s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.max_value);
+    s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.limits.max_value);
     s.step = step;
     s.group = group;
 }
@@ -228,7 +228,10 @@ __device__ inline void count_steps(const StepPlan &plan) {
             counts[k] = first + k * kThreads < plan.count && counts_alone(plan, first + k * kThreads);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            if (counts[k]) ++plan.step[first + k * kThreads];
+            if (counts[k]) {
+                int32_t &step = plan.step[first + k * kThreads];
+                step = one_more(step);
+            }
     }
 }
 
@@ -261,15 +264,14 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         for_stretches(plan, [&](int64_t begin, int64_t end, int32_t group)
                                 INLINED { count_together(plan, begin, end, group); });
     if (!d.decided) {
-        const NormTable table{plan.norms, plan.group_count, plan.classes()};
-        fold_nothing(plan, table, plan.control->found);
-        decide(plan, table, *d.plan.outcome);
+        fold_nothing(plan);
+        decide(plan);
     }
     if (!skip && plan.report_norms) {
         d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
         d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
     }
-    if (plan.report != nullptr) write_report(plan, *d.plan.outcome, plan.report);
+    write_report(plan);
 }
 
 /// Resident blocks per multiprocessor. On consumer devices of the last generation the compiler spills with 64 registers.

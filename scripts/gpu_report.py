@@ -1,14 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """gpu_report.py SEEN RESULTS: what gpu.sh saw on a GPU, as a Markdown page RESULTS/<gpu>.md."""
+import csv
+import glob
 import json
 import os
 import re
+import statistics
 import sys
 
-ROWS = [("Fp32", 28, "fused"), ("Mixed/f16", 30, "mixed f16"), ("Mixed/bf16", 30, "mixed bf16"), ("MixedUpdate/f16", 28, None),
-        ("Lamb", 40, None), ("Compressed", 17, None), ("OnebitAdam", 33, None), ("OnebitAdam/bits", 25, None),
-        ("ZeroOneAdam/local", 24, None), ("OnebitLamb", 57, None)]  # of bench_cuda, bytes an element, and PyTorch's counterpart
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bench"))
+import gpu_model
+
+# Rows of bench_cuda, bytes an element, PyTorch's counterpart, and the model's name of the step.
+ROWS = [("Fp32", 28, "fused", "Fp32"), ("Fp32/graph", 28, None, "Fp32"), ("Chunked", 28, "foreach", None),
+        ("Mixed/f16", 30, "mixed f16", "Mixed"), ("Mixed/f16/graph", 30, "deepspeed f16", "Mixed"),
+        ("Mixed/bf16", 30, "mixed bf16", "Mixed"), ("Mixed/bf16/graph", 30, None, "Mixed"), ("MixedUpdate/f16", 28, None, None),
+        ("Pass1", 2, None, None), ("Lamb", 40, None, "Lamb"), ("Lamb/graph", 40, None, "Lamb"), ("Lamb/clip", 44, None, "Lamb/clip"),
+        ("Sgd", 12, None, "Sgd"), ("Adagrad", 20, None, None), ("Lion", 20, None, "Lion"), ("Compressed", 17, "compress", "Compressed"),
+        ("OnebitAdam", 33, None, "OnebitAdam"), ("OnebitAdam/bits", 25, None, "OnebitAdam/bits"), ("ZeroOneAdam/local", 24, None, None),
+        ("OnebitLamb", 57, None, "OnebitLamb")]
 
 
 def text(folder, name):
@@ -27,46 +38,96 @@ def quotient(a, b):
     return None if not a or not b else a / b
 
 
-def bench_table(seen):
-    bench, torch = text(seen, "bench.json"), text(seen, "torch.json")
-    if not bench:
+def read_bench(path):
+    """Row -> times of its repetitions in ms, and -> the host's microseconds of a call; `errors` has what was not timed."""
+    times, host, errors = {}, {}, {}
+    for row in json.loads(text(os.path.dirname(path), os.path.basename(path)))["benchmarks"]:
+        if row.get("run_type") != "iteration":
+            continue
+        name = re.sub(r"/[^/]+/iterations:1/manual_time$", "", row["run_name"])
+        if row.get("error_occurred"):
+            errors[name] = row["error_message"]
+            continue
+        times.setdefault(name, []).append(row["real_time"])
+        host.setdefault(name, []).append(row["host_us"])
+    return times, host, errors
+
+
+def spread(values):
+    if len(values) < 4:
+        return "%.3f to %.3f" % (min(values), max(values))
+    low, _, high = statistics.quantiles(values, n=4)
+    return "%.3f to %.3f" % (low, high)
+
+
+def bench_tables(seen, machine):
+    lines = []
+    for path in sorted(glob.glob(os.path.join(seen, "bench.*.json"))):
+        name = os.path.basename(path)[len("bench."):-len(".json")]
+        times, host, errors = read_bench(path)
+        torch_text = text(seen, "torch.%s.json" % name)
+        peers = json.loads(torch_text) if torch_text else {"version": "none", "ms": {}}
+        sizes = gpu_model.shapes(name)
+        lines += ["### %s" % name, "", "%d tensors, %d elements. PyTorch: %s." % (len(sizes), sum(sizes), peers["version"]), "",
+                  "| step | ms | quartiles | copy ms | copy / step | predicted | GB/s | host µs | PyTorch ms | PyTorch / step |",
+                  "|" + " --- |" * 10]
+        for row, size, peer, step in ROWS:
+            if row in errors:
+                lines.append("| %s | %s |%s" % (row, errors[row], " |" * 8))
+            if row not in times:
+                continue
+            mine = statistics.median(times[row])
+            copies = times.get("Copy/%d" % size)
+            copy = statistics.median(copies) if copies else None
+            mode = "graph" if row.endswith("/graph") else "plain"
+            predicted = step and quotient(gpu_model.copy_seconds(step, sizes, machine), gpu_model.step_seconds(step, sizes, machine, mode))
+            other = peers["ms"].get(peer) if peer else None
+            lines.append("| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |" % (
+                row, number(mine), spread(times[row]), number(copy), number(quotient(copy, mine), "%.2f"),
+                number(predicted or None, "%.2f"), number(quotient(size * sum(sizes) / 1e6, mine), "%.0f"),
+                number(statistics.median(host[row]), "%.0f"),
+                "-" if other is None else "%.3f (%s)" % (other, peer), number(quotient(other, mine), "%.2f")))
+        lines.append("")
+    return lines or ["Not run.", ""]
+
+
+def profile_table(seen):
+    rows = [line for line in text(seen, "profile.csv").splitlines() if line.startswith('"')]
+    if len(rows) < 3:
         return ["Not run."]
-    times, host = {}, {}
-    for row in json.loads(bench)["benchmarks"]:
-        if row.get("run_type") == "iteration" and not row.get("error_occurred"):
-            name = row["name"].replace("BM_", "").replace("/manual_time", "")
-            times[name], host[name] = row["real_time"], row.get("host_us")
-    peers = json.loads(torch) if torch else {"version": "none", "ms": {}}
-    lists = []
-    for name in times:
-        if name.rsplit("/", 1)[1] not in lists:
-            lists.append(name.rsplit("/", 1)[1])
-    lines = ["PyTorch: %s. Times are of the device, ms a step; \"copy\" is a copy on the device that moves as many bytes; host is what "
-             "a call takes." % peers["version"], "",
-             "| list | step | ms | copy ms | copy / step | host µs | torch ms | torch / step | torch foreach ms |",
-             "|" + " --- |" * 9]
-    for shape in lists:
-        for row, size, peer in ROWS:
-            step, copy = times.get(row + "/" + shape), times.get("Copy/%d/%s" % (size, shape))
-            other = peers["ms"].get("%s/%s" % (peer, shape)) if peer else None
-            foreach = peers["ms"].get("foreach/" + shape) if row == "Fp32" else None
-            lines.append("| %s | %s | %s | %s | %s | %s | %s | %s | %s |" % (
-                shape, row, number(step), number(copy), number(quotient(copy, step), "%.2f"),
-                number(host.get(row + "/" + shape), "%.0f"), number(other), number(quotient(other, step), "%.2f"),
-                number(foreach)))
+    total = {}
+    for row in list(csv.DictReader(rows))[1:]:  # the first line has units
+        entry = total.setdefault(re.sub(r"[<(].*", "", row["Kernel Name"]).strip(), [])
+        entry.append([float(row[key].replace(",", "")) for key in (
+            "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "launch__registers_per_thread", "launch__grid_size")])
+    units = next(csv.DictReader(rows))
+    lines = ["Units: time %s, bytes %s." % (units["gpu__time_duration.sum"], units["dram__bytes_read.sum"]), "",
+             "| kernel | launches | time | bytes read | bytes written | registers | grid |", "|" + " --- |" * 7]
+    for kernel, values in sorted(total.items()):
+        lines.append("| %s | %d | %s |" % (kernel, len(values), " | ".join(
+            "%.5g" % statistics.median(column) for column in zip(*values))))
     return lines
 
 
 def main():
     seen, results = sys.argv[1:]
     name, driver, capability = [part.strip() for part in text(seen, "gpu").split(",")]
+    machine = "h100" if "H100" in name else "h200"
     lines = ["# %s, %s" % (name, text(seen, "date")), "",
              "Compute capability %s, driver %s, CUDA toolkit %s. Written by `./dev gpu`." % (
                  capability, driver, text(seen, "toolkit")), "",
-             "## Suite on the device", "", text(seen, "tests") or "Not run.", "",
-             "## compute-sanitizer on the small suite", ""]
-    lines += ["- " + line for line in text(seen, "sanitizer").splitlines()] or ["Not run."]
-    lines += ["", "## Benches: `build-gpu/bench/bench_cuda`, `bench/torch_cuda.py`", ""] + bench_table(seen)
+             "| part | result |", "| --- | --- |"]
+    for part, what in (("tests", "suite on the device"), ("golden", "recorded cases"), ("digests", "trainings compared with the CPU's"),
+                       ("nccl", "one rank with the real NCCL")):
+        lines.append("| %s | %s |" % (what, text(seen, part) or "not run"))
+    lines += ["| compute-sanitizer, %s | %s |" % tuple(line.split(": ", 1)) if ": " in line else "| compute-sanitizer | %s |" % line
+              for line in text(seen, "sanitizer").splitlines()]
+    lines += ["", "## Benches: `bench/bench_cuda`, `bench/torch_cuda.py`", "",
+              "Times are of the device, ms a step, medians with quartiles over rows taken in random turns. \"copy\" is a copy on the device "
+              "that moves as many bytes; \"predicted\" is copy / step by `bench/gpu_model.py` for an %s; host is what a call takes." %
+              machine.upper(), ""]
+    lines += bench_tables(seen, machine)
+    lines += ["## Kernels on GPT-2's list, by ncu", ""] + profile_table(seen)
     path = os.path.join(results, re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".md")
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join(lines) + "\n")

@@ -20,48 +20,32 @@ struct RootInfo {
 };
 
 struct Api {
-    Result (*root_info)(RootInfo *info);
-    Result (*init)(uint32_t ranks, const RootInfo *info, uint32_t rank, Communicator *comm);
-    Result (*destroy)(Communicator comm);
-    Result (*rank_size)(Communicator comm, uint32_t *ranks);
-    Result (*rank_id)(Communicator comm, uint32_t *rank);
+    Library hccl, runtime;
+    Result (*root_info)(RootInfo *info) = hccl.need("HcclGetRootInfo");
+    Result (*init)(uint32_t ranks, const RootInfo *info, uint32_t rank,
+                   Communicator *comm) = hccl.need("HcclCommInitRootInfo");
+    Result (*destroy)(Communicator comm) = hccl.need("HcclCommDestroy");
+    Result (*rank_size)(Communicator comm, uint32_t *ranks) = hccl.need("HcclGetRankSize");
+    Result (*rank_id)(Communicator comm, uint32_t *rank) = hccl.need("HcclGetRankId");
     Result (*all_reduce)(void *send, void *recv, uint64_t count, DataType type, Operation op, Communicator comm,
-                         Stream s);
-    Result (*all_gather)(void *send, void *recv, uint64_t count, DataType type, Communicator comm, Stream stream);
+                         Stream stream) = hccl.need("HcclAllReduce");
+    Result (*all_gather)(void *send, void *recv, uint64_t count, DataType type, Communicator comm,
+                         Stream stream) = hccl.need("HcclAllGather");
+    // Each of these may be NULL.
     Result (*all_to_all)(const void *send, uint64_t count, DataType type, const void *recv, uint64_t recv_count,
-                         DataType recv_type, Communicator comm, Stream stream); // or NULL
-    Result (*async_error)(Communicator comm, Result *error);                    // or NULL
-    const char *(*error_string)(Result result);                                 // or NULL
+                         DataType recv_type, Communicator comm, Stream stream) = hccl.find("HcclAlltoAll");
+    Result (*async_error)(Communicator comm, Result *error) = hccl.find("HcclGetCommAsyncError");
+    const char *(*error_string)(Result result) = hccl.find("HcclGetErrorString");
 
-    Result (*get_context)(Current *context);
-    Result (*set_context)(Current context);
-    Result (*allocate)(void **memory, size_t bytes, int policy);
-    Result (*release)(void *memory);
-    Result (*copy)(void *to, size_t room, const void *from, size_t bytes, Copy direction);
-    Result (*create_stream)(Stream *stream);
-    Result (*destroy_stream)(Stream stream);
-    Result (*query_stream)(Stream stream, StreamStatus *status);
-
-    Api(const Library &hccl, const Library &runtime) {
-        hccl.need(root_info, "HcclGetRootInfo");
-        hccl.need(init, "HcclCommInitRootInfo");
-        hccl.need(destroy, "HcclCommDestroy");
-        hccl.need(rank_size, "HcclGetRankSize");
-        hccl.need(rank_id, "HcclGetRankId");
-        hccl.need(all_reduce, "HcclAllReduce");
-        hccl.need(all_gather, "HcclAllGather");
-        hccl.find(all_to_all, "HcclAlltoAll");
-        hccl.find(async_error, "HcclGetCommAsyncError");
-        hccl.find(error_string, "HcclGetErrorString");
-        runtime.need(get_context, "aclrtGetCurrentContext");
-        runtime.need(set_context, "aclrtSetCurrentContext");
-        runtime.need(allocate, "aclrtMalloc");
-        runtime.need(release, "aclrtFree");
-        runtime.need(copy, "aclrtMemcpy");
-        runtime.need(create_stream, "aclrtCreateStream");
-        runtime.need(destroy_stream, "aclrtDestroyStream");
-        runtime.need(query_stream, "aclrtStreamQuery");
-    }
+    Result (*get_context)(Current *context) = runtime.need("aclrtGetCurrentContext");
+    Result (*set_context)(Current context) = runtime.need("aclrtSetCurrentContext");
+    Result (*allocate)(void **memory, size_t bytes, int policy) = runtime.need("aclrtMalloc");
+    Result (*release)(void *memory) = runtime.need("aclrtFree");
+    Result (*copy)(void *to, size_t capacity, const void *from, size_t bytes,
+                   Copy direction) = runtime.need("aclrtMemcpy");
+    Result (*create_stream)(Stream *stream) = runtime.need("aclrtCreateStream");
+    Result (*destroy_stream)(Stream stream) = runtime.need("aclrtDestroyStream");
+    Result (*query_stream)(Stream stream, StreamStatus *status) = runtime.need("aclrtStreamQuery");
 };
 
 inline constexpr const char *kName = "libhccl.so", *kKnown = "HcclGetRootInfo", *kVariable = "DSOPT_HCCL_LIBRARY";

@@ -43,9 +43,9 @@ public:
         if (api.get_context(&context_) != 0 || context_ == nullptr)
             throw Error(DSOPT_ERR_STATE, "this thread has no Ascend device: call aclrtSetDevice before");
     }
-    void open(void *native, const dsopt_comm_desc &desc) {
-        owned_ = native == nullptr;
-        comm_ = native;
+    void open(const dsopt_comm_desc &desc) {
+        owned_ = desc.native == nullptr;
+        comm_ = desc.native;
         if (owned_) join(desc);
         uint32_t ranks = 0, rank = 0;
         check(api.rank_size(comm_, &ranks), "HcclGetRankSize");
@@ -59,15 +59,15 @@ public:
         try {
             engine_->check_process();
             const MadeCurrent current(api, context_);
-            for (Room &room : rooms_)
-                if (room.memory != nullptr) (void)api.release(room.memory);
+            for (Buffer &buffer : buffers_)
+                if (buffer.memory != nullptr) (void)api.release(buffer.memory);
             if (stream_ != nullptr) (void)api.destroy_stream(stream_);
         } catch (const Error &) { // a child of fork(), or the device is gone
             return;
         }
         if (owned_ && comm_ != nullptr)
             (void)run_bounded(Deadline(kDestroyMs), [functions = api, context = context_, comm = comm_] {
-                if (functions.set_context(context) == 0) (void)functions.destroy(comm);
+                return functions.set_context(context) == 0 && functions.destroy(comm) == 0;
             });
     }
     Endpoint(const Endpoint &) = delete;
@@ -81,7 +81,7 @@ public:
         try {
             const MadeCurrent current(api, context_);
             const Deadline end = deadline();
-            void *const send = room(0, size_t(sent)), *const recv = room(1, size_t(received));
+            void *const send = grow(buffers_[0], size_t(sent)), *const recv = grow(buffers_[1], size_t(received));
             if (sent != 0) check(api.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
             lost_ = true; // unless it ends well
             check(enqueue(send, recv), "the call");
@@ -103,41 +103,39 @@ public:
     hccl::Stream stream() const { return stream_; }
 
 private:
-    struct Room {
+    /// On the device, kept for the next call.
+    struct Buffer {
         void *memory = nullptr;
         size_t bytes = 0;
     };
 
     void join(const dsopt_comm_desc &desc) {
-        // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
-        struct Started {
-            Api api;
-            hccl::Current context;
-            RootInfo info;
-            Communicator comm;
+        struct Joined {
             Result result;
+            Communicator comm;
         };
-        const auto started = std::make_shared<Started>(Started{api, context_, {}, nullptr, 0});
-        std::memcpy(started->info.bytes, desc.id, sizeof started->info.bytes);
-        const bool came = run_bounded(deadline(), [started, ranks = desc.ranks, rank = desc.rank] {
-            started->result = started->api.set_context(started->context);
-            if (started->result == 0)
-                started->result = started->api.init(uint32_t(ranks), &started->info, uint32_t(rank), &started->comm);
+        RootInfo info;
+        std::memcpy(info.bytes, desc.id, sizeof info.bytes);
+        // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
+        const auto joined = run_bounded(deadline(), [functions = api, context = context_, info, desc] {
+            Joined made{functions.set_context(context), nullptr};
+            if (made.result == 0)
+                made.result = functions.init(uint32_t(desc.ranks), &info, uint32_t(desc.rank), &made.comm);
+            return made;
         });
-        if (!came) throw_not_all_came(desc.ranks, timeout_ms());
-        check(started->result, "HcclCommInitRootInfo");
-        comm_ = started->comm;
+        if (!joined) throw_not_all_came(desc.ranks, timeout_ms());
+        check(joined->result, "HcclCommInitRootInfo");
+        comm_ = joined->comm;
     }
-    void *room(int which, size_t bytes) {
-        Room &room = rooms_[which];
-        if (bytes > room.bytes) {
-            if (room.memory != nullptr) (void)api.release(room.memory);
-            room = {};
-            const Result result = api.allocate(&room.memory, bytes, 0);
+    void *grow(Buffer &buffer, size_t bytes) {
+        if (bytes > buffer.bytes) {
+            if (buffer.memory != nullptr) (void)api.release(buffer.memory);
+            buffer = {};
+            const Result result = api.allocate(&buffer.memory, bytes, 0);
             if (result != 0) throw Error(DSOPT_ERR_NOMEM, "aclrtMalloc of %zu bytes: error %d", bytes, result);
-            room.bytes = bytes;
+            buffer.bytes = bytes;
         }
-        return room.memory;
+        return buffer.memory;
     }
     dsopt_status wait(const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
@@ -160,7 +158,7 @@ private:
     hccl::Current context_ = nullptr;
     Communicator comm_ = nullptr;
     hccl::Stream stream_ = nullptr;
-    Room rooms_[2];
+    Buffer buffers_[2]; // to send, and received
     bool owned_ = false, lost_ = false;
 };
 
@@ -206,10 +204,12 @@ int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
     });
 }
 
+Api load(const Library &hccl) { return {hccl, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable)}; }
+
 } // namespace
 
 void make_hccl_id(void *id) {
-    const Api api(Library::any(kName, kKnown, kVariable), Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable));
+    const Api api = load(Library::any(kName, kKnown, kVariable));
     const Result result = api.root_info(static_cast<RootInfo *>(id));
     if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
 }
@@ -219,21 +219,18 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     if (desc.native != nullptr && !library)
         throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kName);
     if (desc.native == nullptr) library = Library::any(kName, kKnown, kVariable);
-    const Api api(library, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable));
+    const Api api = load(library);
     auto endpoint = std::make_unique<Endpoint>(api, context, desc);
-    endpoint->open(desc.native, desc);
+    endpoint->open(desc);
     dsopt_comm_table table{};
     table.rank = endpoint->rank;
     table.ranks = endpoint->ranks();
     table.all_reduce = all_reduce;
     table.all_gather = all_gather;
     if (api.all_to_all != nullptr) table.all_to_all = all_to_all;
-    table.error = [](void *self, char *text, size_t capacity) { return of(self).describe(text, capacity), 0; };
-    table.abort = [](void *self) { of(self).abort(); };
-    table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
     return comm_of(std::move(context), std::move(endpoint), table);
 }
 
-const char *hccl_state() { return Library::loaded(kName, kKnown) ? "loaded" : "looked for when a comm is made"; }
+const char *hccl_state() { return Library::state(kName, kKnown); }
 
 } // namespace dsopt

@@ -26,47 +26,33 @@ struct Config {
 };
 
 struct Api {
-    Result (*get_unique_id)(UniqueId *id);
-    Result (*init)(Communicator *comm, int ranks, UniqueId id, int rank);
-    Result (*init_config)(Communicator *comm, int ranks, UniqueId id, int rank, Config *config); // or NULL: before 2.14
-    Result (*finalize)(Communicator comm);                                                       // likewise
-    Result (*destroy)(Communicator comm);
-    Result (*abort)(Communicator comm);
-    Result (*async_error)(Communicator comm, Result *error);
-    Result (*count)(Communicator comm, int *ranks);
-    Result (*user_rank)(Communicator comm, int *rank);
-    Result (*device)(Communicator comm, int *device);
-    const char *(*error_string)(Result result);
-    const char *(*last_error)(Communicator comm); // or NULL: before 2.13
+    Library library;
+    Result (*get_unique_id)(UniqueId *id) = library.need("ncclGetUniqueId");
+    Result (*init)(Communicator *comm, int ranks, UniqueId id, int rank) = library.need("ncclCommInitRank");
+    Result (*destroy)(Communicator comm) = library.need("ncclCommDestroy");
+    Result (*abort)(Communicator comm) = library.need("ncclCommAbort");
+    Result (*async_error)(Communicator comm, Result *error) = library.need("ncclCommGetAsyncError");
+    Result (*count)(Communicator comm, int *ranks) = library.need("ncclCommCount");
+    Result (*user_rank)(Communicator comm, int *rank) = library.need("ncclCommUserRank");
+    Result (*device)(Communicator comm, int *device) = library.need("ncclCommCuDevice");
+    const char *(*error_string)(Result result) = library.need("ncclGetErrorString");
     Result (*all_reduce)(const void *send, void *recv, size_t count, DataType type, Operation op, Communicator comm,
-                         Stream stream);
-    Result (*all_gather)(const void *send, void *recv, size_t count, DataType type, Communicator comm, Stream stream);
-    Result (*group_start)();
-    Result (*group_end)();
+                         Stream stream) = library.need("ncclAllReduce");
+    Result (*all_gather)(const void *send, void *recv, size_t count, DataType type, Communicator comm,
+                         Stream stream) = library.need("ncclAllGather");
+    Result (*group_start)() = library.need("ncclGroupStart");
+    Result (*group_end)() = library.need("ncclGroupEnd");
+    // NULL before 2.7.
     Result (*send)(const void *data, size_t count, DataType type, int peer, Communicator comm,
-                   Stream stream); // or NULL: before 2.7
-    Result (*recv)(void *data, size_t count, DataType type, int peer, Communicator comm, Stream stream); // likewise
-
-    explicit Api(const Library &library) {
-        library.need(get_unique_id, "ncclGetUniqueId");
-        library.need(init, "ncclCommInitRank");
-        library.find(init_config, "ncclCommInitRankConfig");
-        library.find(finalize, "ncclCommFinalize");
-        library.need(destroy, "ncclCommDestroy");
-        library.need(abort, "ncclCommAbort");
-        library.need(async_error, "ncclCommGetAsyncError");
-        library.need(count, "ncclCommCount");
-        library.need(user_rank, "ncclCommUserRank");
-        library.need(device, "ncclCommCuDevice");
-        library.need(error_string, "ncclGetErrorString");
-        library.find(last_error, "ncclGetLastError");
-        library.need(all_reduce, "ncclAllReduce");
-        library.need(all_gather, "ncclAllGather");
-        library.need(group_start, "ncclGroupStart");
-        library.need(group_end, "ncclGroupEnd");
-        library.find(send, "ncclSend");
-        library.find(recv, "ncclRecv");
-    }
+                   Stream stream) = library.find("ncclSend");
+    Result (*recv)(void *data, size_t count, DataType type, int peer, Communicator comm,
+                   Stream stream) = library.find("ncclRecv");
+    // NULL before 2.13.
+    const char *(*last_error)(Communicator comm) = library.find("ncclGetLastError");
+    // NULL before 2.14.
+    Result (*init_config)(Communicator *comm, int ranks, UniqueId id, int rank,
+                          Config *config) = library.find("ncclCommInitRankConfig");
+    Result (*finalize)(Communicator comm) = library.find("ncclCommFinalize");
 };
 
 inline constexpr const char *kSoname = "libnccl.so.2", *kKnown = "ncclGetUniqueId", *kVariable = "DSOPT_NCCL_LIBRARY";

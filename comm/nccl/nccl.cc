@@ -8,6 +8,7 @@
 #include "comm/polled.h"
 #include <cstring>
 #include <string>
+#include <tuple>
 
 namespace dsopt {
 namespace {
@@ -15,10 +16,6 @@ namespace {
 using namespace nccl;
 
 constexpr int kAbortMs = 2000, kDestroyMs = 5000;
-
-template <class Body> void on_device(const Context &context, Body body) {
-    context.device().on_device([](void *argument) { (*static_cast<Body *>(argument))(); }, &body);
-}
 
 /// A communicator, shared with the thread that ends it.
 struct Session {
@@ -58,9 +55,9 @@ void end_bounded(const std::shared_ptr<const Session> &session, bool politely, i
     const Deadline polite(limit_ms / 2);
     (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
         try {
-            on_device(*session->context, [&] { session->end(politely, polite); });
-        } catch (const std::exception &) { // the device is lost
-        }
+            session->context->device().on_device([&] { session->end(politely, polite); });
+            return true;
+        } catch (const std::exception &) { return false; } // the device is lost
     });
 }
 
@@ -73,7 +70,7 @@ public:
     /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
         return inside([&](const Deadline &deadline) {
-            const dsopt_status status = settle(enqueue(), deadline);
+            const dsopt_status status = until_called(enqueue(), deadline);
             if (status != DSOPT_OK) return status;
             return session_->enqueues ? look() : wait(stream, deadline);
         });
@@ -82,17 +79,17 @@ public:
         return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
 
-    void abort() noexcept {
-        ask_to_abort();
-        stop_if_asked();
-    }
-    void end() noexcept {
+    ~Endpoint() {
         try {
             session_->context->check_process();
         } catch (const Error &) {
             return; // after fork() the communicator is the parent's
         }
         if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
+    }
+    void abort() noexcept {
+        ask_to_abort();
+        stop_if_asked();
     }
     const Session &session() const { return *session_; }
 
@@ -103,8 +100,8 @@ private:
         {
             const std::lock_guard lock(busy_);
             try {
-                on_device(*session_->context,
-                          [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
+                session_->context->device().on_device(
+                    [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
             } catch (const Error &error) {
                 explain(error.what());
                 status = error.status();
@@ -119,8 +116,8 @@ private:
         return DSOPT_ERR_COMM;
     }
 
-    /// Until a call of a communicator that does not block has been made.
-    dsopt_status settle(Result result, const Deadline &deadline) {
+    /// Waits until a call of a communicator that does not block has been made.
+    dsopt_status until_called(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             if (result == in_progress) {
                 const Result looked = session_->api.async_error(session_->comm, &result);
@@ -205,15 +202,6 @@ int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *st
     });
 }
 int wait(void *self, void *stream) { return of(self).wait(stream); }
-int error(void *self, char *text, size_t capacity) {
-    of(self).describe(text, capacity);
-    return 0;
-}
-void abort(void *self) { of(self).abort(); }
-void destroy(void *self) {
-    of(self).end();
-    delete static_cast<Endpoint *>(self);
-}
 
 // ------------------------------------------------------------------------------------------------------------- making
 /// Fills `session->comm`.
@@ -224,21 +212,19 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
     std::memcpy(id.bytes, desc.id, sizeof id.bytes);
     Result result = success;
     if (api.init_config == nullptr) {
-        // Blocks until all are there. A thread that waits for ever keeps its own session.
-        const auto started = std::make_shared<std::pair<Session, Result>>(*session, success);
-        const bool came =
-            run_bounded(deadline, [started, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
+        // Blocks until all are there. A thread that waits for ever keeps what it uses.
+        const auto made =
+            run_bounded(deadline, [api, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
+                std::pair<Communicator, Result> own{nullptr, remote_error};
                 try {
-                    on_device(*context, [&] {
-                        started->second = started->first.api.init(&started->first.comm, ranks, id, rank);
-                    });
-                } catch (const std::exception &) { started->second = remote_error; }
+                    context->device().on_device([&] { own.second = api.init(&own.first, ranks, id, rank); });
+                } catch (const std::exception &) {} // the device is lost
+                return own;
             });
-        if (!came) throw_not_all_came(desc.ranks, timeout_ms);
-        session->comm = started->first.comm;
-        result = started->second;
+        if (!made) throw_not_all_came(desc.ranks, timeout_ms);
+        std::tie(session->comm, result) = *made;
     } else {
-        on_device(*session->context, [&] {
+        session->context->device().on_device([&] {
             Config config;
             result = api.init_config(&session->comm, desc.ranks, id, desc.rank, &config);
             // Success, too, only means that it has begun.
@@ -270,15 +256,15 @@ void borrow(const Session &session, dsopt_comm_table &table) {
     check(session.api.user_rank(session.comm, &table.rank));
     check(session.api.count(session.comm, &table.ranks));
     check(session.api.device(session.comm, &device));
-    if (device != session.context->device().ordinal())
+    if (device != session.context->ordinal())
         throw Error(DSOPT_ERR_DEVICE, "dsopt_comm_desc.native is on device %d, the context on %d", device,
-                    session.context->device().ordinal());
+                    session.context->ordinal());
 }
 
 } // namespace
 
 void make_nccl_id(void *id) {
-    const Api api(Library::any(kSoname, kKnown, kVariable));
+    const Api api{Library::any(kSoname, kKnown, kVariable)};
     const Result result = api.get_unique_id(static_cast<UniqueId *>(id));
     if (result != success) throw Error(DSOPT_ERR_COMM, "ncclGetUniqueId: %s", api.error_string(result));
 }
@@ -292,7 +278,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
     const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
     const auto session = std::make_shared<Session>(
-        Session{Api(library), context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
+        Session{Api{library}, context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
     const int timeout_ms = timeout_of(desc);
     dsopt_comm_table table{};
     table.rank = desc.rank;
@@ -301,9 +287,6 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     table.all_reduce = all_reduce;
     table.all_gather = all_gather;
     if (session->api.send != nullptr && session->api.recv != nullptr) table.all_to_all = all_to_all;
-    table.error = error;
-    table.abort = abort;
-    table.destroy = destroy;
     if (session->owned)
         create(session, desc, timeout_ms);
     else
@@ -314,7 +297,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
 
 const char *nccl_state() {
     if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
-    return Library::loaded(kSoname, kKnown) ? "loaded" : "looked for when a comm is made";
+    return Library::state(kSoname, kKnown);
 }
 
 } // namespace dsopt

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every public function, one fence each. Nothing is decided here.
-#include "abi/fence.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
+#include "base/text.h"
 #include "checkpoint/checkpoint.h"
 #include "comm/provider.h"
 #include "exchange/exchange.h"
-#include "optimizer/onebit.h"
-#include "optimizer/optimizer.h"
-#include "optimizer/scaler.h"
+#include "optimizer/contents.h"
 #include "rules/group.h"
+#include "step/agree.h"
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <new>
 #include <string>
 
 using namespace dsopt;
@@ -32,6 +33,26 @@ struct dsopt_optimizer {
 };
 
 namespace {
+
+/// The C boundary: no exception passes it.
+template <class F> dsopt_status fence(F &&body) noexcept {
+    try {
+        std::forward<F>(body)();
+        return DSOPT_OK;
+    } catch (const Error &e) {
+        set_last_error(e.what());
+        return e.status();
+    } catch (const std::bad_alloc &) {
+        set_last_error("out of host memory");
+        return DSOPT_ERR_NOMEM;
+    } catch (const std::exception &e) {
+        set_last_error(e.what());
+        return DSOPT_ERR_INTERNAL;
+    } catch (...) {
+        set_last_error("unknown exception");
+        return DSOPT_ERR_INTERNAL;
+    }
+}
 
 /// For calls that change an optimizer.
 template <class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
@@ -54,7 +75,7 @@ template <class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) no
 
 const StateEntry &entry_at(const Optimizer &optimizer, int64_t index) {
     if (index < 0 || size_t(index) >= optimizer.state().size())
-        throw Error(DSOPT_ERR_ARGUMENT, "state index is %lld, there are %zu entries", static_cast<long long>(index),
+        throw Error(DSOPT_ERR_ARGUMENT, "state index is %lld, there are %zu entries", ll(index),
                     optimizer.state().size());
     return optimizer.state()[size_t(index)];
 }
@@ -83,6 +104,15 @@ const std::shared_ptr<Comm> &comm_of(const dsopt_comm *handle, const char *what 
 }
 std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) { return handle != nullptr ? comm_of(handle) : nullptr; }
 
+/// For exchanges that stand alone.
+template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) noexcept {
+    return fence([&] {
+        Comm &data = *comm_of(handle);
+        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
+        body(data, comm_if_any(known.node).get(), known);
+    });
+}
+
 Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     Attachments with;
     if (desc.scaler != nullptr) {
@@ -102,14 +132,14 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     return with;
 }
 
-/// Checks of a list that stands alone; tensors are called by their place in it.
+/// Checks of a list that stands alone; tensors are called by their index.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
-    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", static_cast<long long>(count));
-    if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", static_cast<long long>(count));
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", ll(count));
+    if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
     if (count > 0) not_null(list, role);
     for (int64_t i = 0; i < count; ++i) {
         char name[24];
-        std::snprintf(name, sizeof name, "%lld", static_cast<long long>(i));
+        std::snprintf(name, sizeof name, "%lld", ll(i));
         check_float_tensor(list[i], {role, name});
     }
 }
@@ -124,15 +154,22 @@ std::string make_build_info() {
     // Loading NCCL only to say so would put it before the copy that the caller may bring later.
     const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
     const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
+    std::string unknown; // what is asked for may be anything, and the text is JSON
+    if (const char *const isa = unknown_isa()) {
+        unknown = std::string(isa, strnlen(isa, 32));
+        for (char &c : unknown)
+            if (std::isalnum(static_cast<unsigned char>(c)) == 0 && std::strchr("-_+. ", c) == nullptr) c = '?';
+        unknown = "\"isa_unknown\": \"" + unknown + "\", ";
+    }
     char text[1024];
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
                   "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
-                  "\"isa\": \"%s\", \"threads\": \"%s\", \"checkpoint_format\": 1}",
+                  "\"isa\": \"%s\", %s\"threads\": \"%s\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
                   can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
-                  cpu_isa_name(),
+                  cpu_isa_name(), unknown.c_str(),
 #if defined(_OPENMP)
                   "openmp"
 #else
@@ -165,6 +202,9 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         auto object = std::make_shared<const Context>(read_struct(desc, "dsopt_context_desc"));
         object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
                     DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name());
+        if (const char *const isa = unknown_isa())
+            object->log(DSOPT_LOG_WARN, "DSOPT_ISA is %s, not generic, avx2 or avx512: the %s loops run",
+                        shown(isa).c_str(), cpu_isa_name());
         *ctx = new dsopt_context{std::move(object)};
     });
 }
@@ -190,8 +230,7 @@ dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
 dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count, int32_t op,
                                    void *stream) {
     return fence([&] {
-        Comm &object = *not_null(comm, "the comm")->object;
-        object.context()->check_process();
+        Comm &object = *comm_of(comm);
         if (op != DSOPT_OP_SUM && op != DSOPT_OP_MAX && op != DSOPT_OP_MEAN)
             throw Error(DSOPT_ERR_ARGUMENT, "op is %d, not SUM, MAX or MEAN", op);
         check_list(list, count, "tensor");
@@ -215,8 +254,8 @@ void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
-dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value); });
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
     return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
@@ -314,23 +353,30 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.param = entry.param;
         known.tensor = entry.tensor();
         known.flags = entry.flags;
-        known.dims = optimizer.dims_of(entry, known.ndim);
+        const bool own = entry.param < 0;
+        known.ndim = own ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
+        known.dims = own ? &entry.numel : optimizer.params()[size_t(entry.param)].dims.data();
         write_struct(info, known, "dsopt_state_info");
     });
 }
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
-        optimizer.settle_momentum();
-        optimizer.export_entry(entry, host);
+        optimizer.decode_momentum();
+        if (bytes == 0) return; // `host` may be NULL
+        if (entry.is_error())
+            optimizer.onebit()->export_errors(optimizer.state(), entry, static_cast<float *>(host));
+        else
+            optimizer.context().device().copy(host, entry.data, bytes);
     });
 }
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
-        optimizer.settle_momentum();
-        optimizer.context().device().copy_from_host(entry.data, host, bytes, nullptr);
+        if (has_meaning(entry.kind) && bytes != 0) check_contents(optimizer, entry, host, "import");
+        optimizer.decode_momentum();
+        optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();
     });
 }
@@ -362,16 +408,16 @@ dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_
 }
 dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,
                                        void *stream) {
-    return with(opt, [&](const Optimizer &optimizer) { optimizer.write_reduction(schedule, reduction, stream); });
+    return with(opt, [&](const Optimizer &optimizer) { write_reduction(optimizer, schedule, reduction, stream); });
 }
 dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words, dsopt_schedule_info *info) {
     return with(opt, [&](const Optimizer &optimizer) {
-        write_struct(info, optimizer.decode_schedule(not_null(words, "words")), "dsopt_schedule_info");
+        write_struct(info, decode_schedule(optimizer, not_null(words, "words")), "dsopt_schedule_info");
     });
 }
 dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, int32_t *reduction) {
     const auto answer = [&](const Optimizer &optimizer) {
-        *not_null(reduction, "reduction") = optimizer.next_reduction(call);
+        *not_null(reduction, "reduction") = next_reduction(optimizer, call);
     };
     if (call == 0) return with(opt, [&](Optimizer &optimizer) { answer(optimizer); });
     return with(static_cast<const dsopt_optimizer *>(opt), answer);
@@ -409,28 +455,22 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
 }
 dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
                                     int64_t *server, size_t *workspace) {
-    return fence([&] {
-        const Comm &object = *comm_of(comm);
-        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        const CompressLayout layout = make_layout(&object, comm_if_any(known.node).get(), known);
+    return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
+        const CompressLayout layout = make_layout(&data, node, known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
         if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
-    return fence([&] {
-        Comm &object = *comm_of(comm);
-        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        compressed_allreduce(*object.context(), object, comm_if_any(known.node).get(), known);
+    return with(comm, args, [&](Comm &data, Comm *node, const dsopt_compressed &known) {
+        compressed_allreduce(*data.context(), data, node, known);
     });
 }
 dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
                                      float *server) {
-    return fence([&] {
-        const Comm &object = *comm_of(comm);
-        const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
-        compressed_errors(*object.context(), object, comm_if_any(known.node).get(), known, worker, server);
+    return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
+        compressed_errors(*data.context(), data, node, known, worker, server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,
@@ -455,8 +495,8 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
         check_list(y, count, "y");
         for (int64_t i = 0; i < count; ++i)
             if (x[i].numel != y[i].numel)
-                throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", static_cast<long long>(i),
-                            static_cast<long long>(x[i].numel), static_cast<long long>(y[i].numel));
+                throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", ll(i), ll(x[i].numel),
+                            ll(y[i].numel));
         context.device().loops().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
     });
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include <cstddef>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -13,10 +12,7 @@ namespace dsopt {
 /// grows to their number and stays.
 class ScratchPool {
 public:
-    struct Block {
-        std::unique_ptr<char[]> data;
-        size_t bytes = 0;
-    };
+    using Block = std::vector<char>;
     Block take(size_t bytes) {
         Block block;
         {
@@ -26,7 +22,7 @@ public:
                 free_.pop_back();
             }
         }
-        if (block.bytes < bytes) block = {std::make_unique<char[]>(bytes), bytes};
+        if (block.size() < bytes) block = Block(bytes);
         return block;
     }
     void give(Block block) noexcept {
@@ -47,11 +43,11 @@ public:
         if (bytes != 0) block_ = pool.take(bytes);
     }
     ~HostScratch() {
-        if (block_.bytes != 0) pool_.give(std::move(block_));
+        if (!block_.empty()) pool_.give(std::move(block_));
     }
     HostScratch(const HostScratch &) = delete;
     HostScratch &operator=(const HostScratch &) = delete;
-    char *data() const { return block_.data.get(); }
+    char *data() { return block_.data(); }
 
 private:
     ScratchPool &pool_;

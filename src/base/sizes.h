@@ -12,7 +12,10 @@ constexpr size_t kLine = 64;
 constexpr size_t round_up(size_t bytes, size_t to = kLine) { return (bytes + to - 1) / to * to; }
 constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-/// Parts of a workspace begin on lines of their own, counted from here. The caller's memory may begin anywhere.
+/// No read, write or copy between a file, the host and a device is larger.
+constexpr size_t kPiece = size_t(4) << 20;
+
+/// Pieces of a workspace begin on lines of their own, counted from here. The caller's memory may begin anywhere.
 constexpr size_t kWorkspaceAlignment = 256;
 
 /// What to ask of the caller, so that `bytes` fit behind any address.

@@ -25,6 +25,10 @@ template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 80; };
 
 template <class T> void check_size(size_t size, const char *type) {
     static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
+    // What is not initialised is mostly far larger: nobody shall read or clear so many bytes.
+    constexpr size_t most = 4096;
+    if (size > most)
+        throw Error(DSOPT_ERR_VERSION, "%s.size is %zu: no version has more than %zu bytes", type, size, most);
     if (size < FirstSize<T>::value)
         throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.2 has %zu bytes", type, size, FirstSize<T>::value);
 }

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/tensor_list.h"
-#include <algorithm>
+#include <iterator>
 
 namespace dsopt {
 
+namespace {
+
 std::string dtype_text(int32_t dtype) {
-    switch (dtype) {
-    case DSOPT_DTYPE_F32: return "F32";
-    case DSOPT_DTYPE_F16: return "F16";
-    case DSOPT_DTYPE_BF16: return "BF16";
-    case DSOPT_DTYPE_I32: return "I32";
-    case DSOPT_DTYPE_F64: return "F64";
-    }
-    return std::to_string(dtype);
+    const char *const name = dtype_name(dtype);
+    return name != nullptr ? name : std::to_string(dtype);
 }
+
+uintptr_t begin_of(const dsopt_tensor &tensor) { return reinterpret_cast<uintptr_t>(tensor.data); }
+uintptr_t end_of(const dsopt_tensor &tensor) {
+    return begin_of(tensor) + (tensor.data != nullptr ? size_t(tensor.numel) * dtype_size(tensor.dtype) : 0);
+}
+
+} // namespace
 
 void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label) {
     if (tensor.dtype != dtype)
@@ -53,22 +56,23 @@ void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label) {
                     ll(tensor.numel), ll(registered));
 }
 
-Interval interval_of(const dsopt_tensor &tensor, Label label) {
-    const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
-    return {begin, tensor.data == nullptr ? begin : begin + size_t(tensor.numel) * dtype_size(tensor.dtype), label};
+void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {
+    const uintptr_t begin = begin_of(tensor), end = end_of(tensor);
+    if (begin == end) return;
+    const auto next = by_begin_.lower_bound(begin);
+    const auto refuse = [](Label first, Label second, uintptr_t at) {
+        throw Error(DSOPT_ERR_OVERLAP, "%s '%s' and %s '%s' share memory at %p", first.role, first.name, second.role,
+                    second.name, reinterpret_cast<void *>(at));
+    };
+    if (next != by_begin_.end() && next->first < end) refuse(label, next->second.label, next->first);
+    if (next == by_begin_.begin()) return;
+    if (const auto &[before, stretch] = *std::prev(next); begin < stretch.end) refuse(stretch.label, label, begin);
 }
 
-void check_overlap(std::vector<Interval> &intervals) {
-    std::sort(intervals.begin(), intervals.end(),
-              [](const Interval &a, const Interval &b) { return a.begin < b.begin; });
-    const Interval *widest = nullptr; // the one that reaches furthest so far
-    for (const Interval &next : intervals) {
-        if (next.begin == next.end) continue;
-        if (widest != nullptr && next.begin < widest->end)
-            throw Error(DSOPT_ERR_OVERLAP, "%s '%s' and %s '%s' share memory at %p", widest->label.role,
-                        widest->label.name, next.label.role, next.label.name, reinterpret_cast<void *>(next.begin));
-        if (widest == nullptr || next.end > widest->end) widest = &next;
-    }
+void MemoryMap::add(const dsopt_tensor &tensor, Label label) {
+    check(tensor, label);
+    const uintptr_t begin = begin_of(tensor), end = end_of(tensor);
+    if (begin != end) by_begin_.emplace(begin, Stretch{end, label});
 }
 
 } // namespace dsopt

@@ -2,8 +2,8 @@
 // Checks of the lists that callers hand in. Every failure names the tensor and the value.
 #pragma once
 #include "base/dtype.h"
+#include <map>
 #include <string>
-#include <vector>
 
 namespace dsopt {
 
@@ -17,20 +17,27 @@ struct Label {
 void check_tensor(const dsopt_tensor &tensor, Label label);
 /// The same, and float only.
 void check_float_tensor(const dsopt_tensor &tensor, Label label);
-/// "F32", or the number of a dtype that has no name.
-std::string dtype_text(int32_t dtype);
 /// This dtype and no other.
 void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label);
 /// The same numel as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
 
-/// A stretch of memory and what it is called in a message.
-struct Interval {
-    uintptr_t begin, end;
-    Label label;
+/// Tensors that share no bytes. Empty ones and those without memory take up nothing.
+class MemoryMap {
+public:
+    /// Throws OVERLAP naming both if the tensor shares bytes with one of these.
+    void check(const dsopt_tensor &tensor, Label label) const;
+    /// The same, and then it is one of them. The label's text must outlive the map.
+    void add(const dsopt_tensor &tensor, Label label);
+    /// Those of another map, which overlap none of these.
+    void merge(MemoryMap &other) noexcept { by_begin_.merge(other.by_begin_); }
+
+private:
+    struct Stretch {
+        uintptr_t end;
+        Label label;
+    };
+    std::map<uintptr_t, Stretch> by_begin_;
 };
-/// Throws OVERLAP naming both if two of them share bytes. Reorders the list. Empty ones never do.
-void check_overlap(std::vector<Interval> &intervals);
-Interval interval_of(const dsopt_tensor &tensor, Label label);
 
 } // namespace dsopt

@@ -53,15 +53,27 @@ private:
 
 constinit std::atomic<unsigned> temporary_counter{0};
 
-/// The file behind a symlink is what gets replaced: such a link often leads to the disk meant for checkpoints.
+/// The file behind a symlink is what gets replaced: such a link often leads to the disk meant for checkpoints. In a
+/// folder where everybody may put links (writable for all, sticky) only those of this user and of the folder's owner
+/// are followed. That is the kernel's rule where fs.protected_symlinks is set, which it cannot apply to what is read
+/// here: somebody else's link could make this process replace any file that it may.
 std::string follow_links(std::string path) {
     for (int depth = 0; depth < 40; ++depth) {
-        char buffer[PATH_MAX];
-        const ssize_t length = ::readlink(path.c_str(), buffer, sizeof buffer);
-        if (length < 0 && errno == ENAMETOOLONG) throw_io("cannot save", path, errno); // in parts it might still work
-        if (length <= 0) return path; // not a link; what else may be wrong shows up when the directory is opened
-        const std::string target(buffer, size_t(length));
+        const Fd link(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
+        if (!link && errno == ENAMETOOLONG) throw_io("cannot save", path, errno); // piece by piece it might still work
+        struct stat now, around;
+        // Not a link; what else may be wrong shows up when the directory is opened.
+        if (!link || ::fstat(link.get(), &now) != 0 || !S_ISLNK(now.st_mode)) return path;
         const size_t slash = path.rfind('/');
+        const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+        if (::stat(folder.c_str(), &around) != 0) throw_io("cannot save", path, errno);
+        constexpr mode_t shared = S_ISVTX | S_IWOTH;
+        if ((around.st_mode & shared) == shared && now.st_uid != ::geteuid() && now.st_uid != around.st_uid)
+            throw_io("cannot save", path, "a link of another user in a folder that all may write to");
+        char buffer[PATH_MAX];
+        const ssize_t length = ::readlinkat(link.get(), "", buffer, sizeof buffer);
+        if (length < 0) throw_io("cannot save", path, errno);
+        const std::string target(buffer, size_t(length));
         path = target[0] == '/' || slash == std::string::npos ? target : path.substr(0, slash + 1) + target;
     }
     throw_io("cannot save", path, ELOOP);

@@ -2,8 +2,8 @@
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/rank_files.h"
+#include "optimizer/contents.h"
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -31,7 +31,7 @@ Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
             .hyper = !(flags & DSOPT_IO_NO_HYPER),
             .params = (flags & DSOPT_IO_PARAMS) != 0,
             .errors = owes && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
-            .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.scaler()};
+            .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
 /// A tensor between file and memory.
@@ -80,29 +80,27 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
     }
 }
 
-/// The saved machine itself must be one that could have been saved.
-void check_scaler_state(const SafetensorsReader &file, size_t index, const ScalerRules &rules) {
-    ScalerState s;
-    file.verify(index, &s);
-    const auto positive = [](double value) { return std::isfinite(float(value)) && value > 0; };
-    if (!positive(s.dynamic) || (s.overridden != 0 && !positive(s.forced)) || s.updates < 0 || s.last_overflow < -1 ||
-        s.hysteresis < 1 || s.hysteresis > rules.hysteresis || s.skipped_in_row < 0)
-        throw Error(DSOPT_ERR_FORMAT,
-                    "tensor 'optimizer.scaler' of the checkpoint is no loss scale: %g after %d updates",
-                    double(s.dynamic), s.updates);
+/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
+void reorder(char *words, const std::vector<int64_t> &order) {
+    const std::vector<char> saved(words, words + order.size() * 4);
+    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
-/// What ranks must have alike they have alike, and the loss scale is one.
-void check_contents(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
-                    const ScalerRules &rules) {
+/// What ranks must have alike they have alike, and what counts or scales is as a step can have left it.
+void check_transfers(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
+                     const std::vector<int64_t> &order, const ScalerRules &rules) {
+    std::vector<char> words;
     for (const Transfer &transfer : transfers) {
         const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
-        if (entry != nullptr && entry->kind == StateKind::scaler)
-            check_scaler_state(files.file(), transfer.index, rules);
+        if (entry == nullptr || !has_meaning(entry->kind) || entry->numel == 0) continue;
+        words.resize(transfer.bytes);
+        files.file().verify(transfer.index, words.data());
+        if (transfer.per_param) reorder(words.data(), order);
+        check_contents(optimizer, *entry, words.data(), rules, DSOPT_ERR_FORMAT, "the checkpoint");
     }
 }
 
@@ -115,12 +113,6 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
     files.verify_others();
-}
-
-/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
-void reorder(char *words, const std::vector<int64_t> &order) {
-    const std::vector<char> saved(words, words + order.size() * 4);
-    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
 /// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it
@@ -163,23 +155,23 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
     find_memory(optimizer, transfers, no_masters);
-    device.synchronize(nullptr);
+    device.synchronize();
     const std::unique_ptr<HostWriter> writer = device.writer();
     try {
         for (const Transfer &transfer : transfers) {
             if (!transfer.from_file()) {
-                device.copy_from_host(transfer.memory, transfer.made.data(), transfer.bytes, nullptr);
+                device.copy(transfer.memory, transfer.made.data(), transfer.bytes);
                 continue;
             }
             if (transfer.per_param) {
                 file.verify(transfer.index, words.data());
                 reorder(words.data(), order);
-                device.copy_from_host(transfer.memory, words.data(), transfer.bytes, nullptr);
+                device.copy(transfer.memory, words.data(), transfer.bytes);
                 continue;
             }
             for (size_t at = 0; at < transfer.bytes; at += kPiece) {
                 const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                file.read(transfer.index, at, writer->room(), bytes);
+                file.read(transfer.index, at, writer->buffer(), bytes);
                 writer->write(static_cast<char *>(transfer.memory) + at, bytes);
             }
         }
@@ -190,7 +182,7 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, st
 void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
     if (!files.resharded() || optimizer.onebit() == nullptr) return;
     optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
-                            files.saved_ranks(), optimizer.rank(), optimizer.ranks(),
+                            files.saved_ranks(), optimizer.data_rank().rank, optimizer.data_rank().ranks,
                             !with_errors               ? "error feedback is dropped"
                             : files.saved_nodes() == 1 ? "nothing was owed, error feedback begins with zeros"
                                                        : "the mean of the worker errors and this rank's part of the "
@@ -204,7 +196,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
     check_io(path, io, io.read != nullptr, known);
-    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    check_groups(optimizer);
     const Wanted wanted = wanted_of(optimizer, io.flags);
     if (wanted.scaler != nullptr) optimizer.check_scaler();
 
@@ -221,26 +213,26 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);
-    check_contents(optimizer, files, transfers, rules);
+    check_transfers(optimizer, files, transfers, saved.order, rules);
     const bool accumulates = (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && wanted.state;
-    const std::string accumulated = accumulates ? read_accumulated(fields, saved.order) : "";
     verify_others(files, transfers);
 
     // Made before anything changes: what follows the tensors must not fail.
-    std::vector<dsopt_group> groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups();
+    Restored restored{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
+                      .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
+                      .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
+                      .calls = wanted.state ? saved.calls : optimizer.calls(),
+                      .accumulated = accumulates ? read_accumulated(fields, saved.order) : "",
+                      .resharded_from = files.resharded() ? files.saved_ranks() : 0};
     if (optimizer.context().device().is_host())
         load_in_host_memory(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     else
         load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
-    if (wanted.state) optimizer.set_accumulated(accumulated);
-    optimizer.restore(std::move(groups), wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
-                      wanted.hyper ? saved.max_value : optimizer.desc().max_value,
-                      wanted.state ? saved.calls : optimizer.calls());
-    if (wanted.state) optimizer.forget_like_original();
+    optimizer.restore(std::move(restored));
+    if (wanted.state && optimizer.onebit() != nullptr) optimizer.onebit()->forget_like_original(optimizer.state());
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
-    optimizer.note_loaded(files.resharded() ? files.saved_ranks() : 0);
     log_resharding(optimizer, files, wanted.errors);
 }
 

@@ -10,28 +10,29 @@ namespace {
 
 constexpr char kFormatVersion[] = "1";
 
-/// What is called what in the metadata beside kGroupFields, for both directions.
-struct NamedField {
-    const char *name;
-    double dsopt_group::*value;
-};
-// The 1-bit family's: only there.
-constexpr NamedField kTrustFields[] = {{"trust_beta", &dsopt_group::trust_beta},
-                                       {"trust_threshold", &dsopt_group::trust_threshold},
-                                       {"trust_min_change", &dsopt_group::trust_min_change},
-                                       {"trust_max_change", &dsopt_group::trust_max_change}};
-struct Count {
-    const char *name;
-    int64_t dsopt_group::*value;
-};
-constexpr Count kCounts[] = {{"freeze_step", &dsopt_group::freeze_step},
-                             {"var_interval_steps", &dsopt_group::var_interval_steps},
-                             {"local_interval_steps", &dsopt_group::local_interval_steps},
-                             {"max_local_interval", &dsopt_group::max_local_interval}};
-
-/// Whether a file has a hyper-parameter of a group.
-bool is_saved(const GroupField &field, const RuleInfo &info) {
-    return field.always_saved || (info.fields & field.field);
+/// Calls f(name, number) for everything that a file has of a group: to write it, and to read it back.
+template <class Group, class F> void for_fields(Group &group, F &&f) {
+    const RuleInfo &info = info_of(group.algorithm);
+    for (const GroupField &field : kGroupFields)
+        if (field.always_saved || (info.fields & field.field)) f(field.name, group.*field.value);
+    if (is_onebit(group.algorithm)) {
+        f("trust_beta", group.trust_beta);
+        f("trust_threshold", group.trust_threshold);
+        f("trust_min_change", group.trust_min_change);
+        f("trust_max_change", group.trust_max_change);
+        f("freeze_step", group.freeze_step);
+        f("var_interval_steps", group.var_interval_steps);
+        f("local_interval_steps", group.local_interval_steps);
+        f("max_local_interval", group.max_local_interval);
+    }
+}
+template <class Rules, class F> void for_scaler_fields(Rules &rules, F &&f) {
+    f("scaler.factor", rules.factor);
+    f("scaler.min", rules.min);
+    f("scaler.max", rules.max);
+    f("scaler.window", rules.window);
+    f("scaler.hysteresis", rules.hysteresis);
+    f("scaler.flags", rules.flags);
 }
 
 /// The shortest text that reads back as the same number, whatever the locale.
@@ -109,13 +110,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         if (saved != info.name)
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
                         info.name);
-        for (const GroupField &field : kGroupFields)
-            if (is_saved(field, info)) groups[i].*field.value = fields.number<double>(prefix + field.name);
-        if (is_onebit(groups[i].algorithm)) {
-            for (const NamedField &field : kTrustFields)
-                groups[i].*field.value = fields.number<double>(prefix + field.name);
-            for (const Count &count : kCounts) groups[i].*count.value = fields.number<int64_t>(prefix + count.name);
-        }
+        for_fields(groups[i], [&](const char *name, auto &value) { fields.read(prefix + name, value); });
         const auto flags = fields.number<uint32_t>(prefix + "flags");
         if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // it decided what is compressed
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
@@ -132,12 +127,12 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
     return groups;
 }
 
-/// Where the parameter that the file has at a place is in this optimizer.
+/// The index in this optimizer of each parameter of the file.
 std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fields, const std::vector<int64_t> &sizes) {
     const std::vector<std::string> names = split_names(fields.text("params"));
     const std::vector<Param> &params = optimizer.params();
-    std::unordered_map<std::string, int64_t> places;
-    for (size_t i = 0; i < params.size(); ++i) places.emplace(params[i].name, int64_t(i));
+    std::unordered_map<std::string, int64_t> indices;
+    for (size_t i = 0; i < params.size(); ++i) indices.emplace(params[i].name, int64_t(i));
     for (size_t i = 0; i < sizes.size(); ++i)
         if (sizes[i] < 0 || sizes[i] > int64_t(names.size()))
             throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint has %lld of its %zu parameters", i, ll(sizes[i]),
@@ -146,8 +141,8 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
     std::vector<int64_t> order;
     for (const std::string &name : names) {
         const size_t group = saved_groups[order.size()];
-        const auto found = places.find(name);
-        if (found == places.end() || found->second < 0)
+        const auto found = indices.find(name);
+        if (found == indices.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
         if (size_t(params[size_t(found->second)].group) != group)
@@ -158,7 +153,7 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         found->second = -1; // a name counts once
     }
     for (const Param &param : params)
-        if (places[param.name] >= 0)
+        if (indices[param.name] >= 0)
             throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
     for (size_t i = 0; i < sizes.size(); ++i) {
         const auto here =
@@ -173,45 +168,37 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
 } // namespace
 
 Metadata metadata_of(const Optimizer &optimizer) {
+    const DataRank own = optimizer.data_rank();
     Metadata metadata{{"format", "dsopt"},
                       {"format_version", kFormatVersion},
-                      {"rank", to_text(optimizer.rank())},
-                      {"ranks", to_text(optimizer.ranks())},
+                      {"rank", to_text(own.rank)},
+                      {"ranks", to_text(own.ranks)},
                       {"calls", to_text(optimizer.calls())},
                       {"max_norm", to_text(optimizer.desc().max_norm)},
                       {"max_value", to_text(optimizer.desc().max_value)},
                       {"groups", to_text(optimizer.groups().size())}};
-    if (optimizer.node_ranks() > 1) metadata.emplace_back("node_ranks", to_text(optimizer.node_ranks()));
+    if (own.node_ranks > 1) metadata.emplace_back("node_ranks", to_text(own.node_ranks));
     for (size_t i = 0; i < optimizer.groups().size(); ++i) {
         const dsopt_group &group = optimizer.groups()[i];
         const std::string prefix = "group." + std::to_string(i) + ".";
         const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
-        const RuleInfo &info = info_of(group.algorithm);
-        metadata.emplace_back(prefix + "algorithm", info.name);
-        for (const GroupField &field : kGroupFields)
-            if (is_saved(field, info)) metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
-        if (is_onebit(group.algorithm)) {
-            for (const NamedField &field : kTrustFields)
-                metadata.emplace_back(prefix + field.name, to_text(group.*field.value));
-            for (const Count &count : kCounts) metadata.emplace_back(prefix + count.name, to_text(group.*count.value));
-        }
+        metadata.emplace_back(prefix + "algorithm", info_of(group.algorithm).name);
+        for_fields(group, [&](const char *name, auto value) { metadata.emplace_back(prefix + name, to_text(value)); });
         metadata.emplace_back(prefix + "flags", to_text(group.flags));
         metadata.emplace_back(prefix + "params",
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
-    if (std::string places = join_groups(optimizer.params()); !places.empty())
-        metadata.emplace_back("param_groups", std::move(places));
-    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE)
-        metadata.emplace_back("accumulated", optimizer.accumulated());
-    if (const Scaler *scaler = optimizer.scaler()) {
-        const ScalerRules &rules = scaler->rules();
-        metadata.emplace_back("scaler.factor", to_text(rules.factor));
-        metadata.emplace_back("scaler.min", to_text(rules.min));
-        metadata.emplace_back("scaler.max", to_text(rules.max));
-        metadata.emplace_back("scaler.window", to_text(rules.window));
-        metadata.emplace_back("scaler.hysteresis", to_text(rules.hysteresis));
-        metadata.emplace_back("scaler.flags", to_text(rules.flags));
+    if (std::string list = join_groups(optimizer.params()); !list.empty())
+        metadata.emplace_back("param_groups", std::move(list));
+    if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) {
+        std::string digits;
+        for (const Param &param : optimizer.params()) digits += param.accumulated ? '1' : '0';
+        metadata.emplace_back("accumulated", std::move(digits));
+    }
+    if (const auto &scaler = optimizer.attachments().scaler) {
+        const ScalerRules rules = scaler->rules();
+        for_scaler_fields(rules, [&](const char *name, auto value) { metadata.emplace_back(name, to_text(value)); });
     }
     return metadata;
 }
@@ -230,7 +217,8 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     saved.max_value = fields.number<double>("max_value");
     if (!is_max_value(saved.max_value))
         throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", saved.max_value);
-    if (saved.calls < 0) throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
+    if (saved.calls < 0 || saved.calls > kMostCalls)
+        throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
     saved.order = match_params(optimizer, fields, sizes);
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
@@ -241,12 +229,12 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
 ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
     constexpr uint32_t kept = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
     constexpr uint32_t known = kept | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
-    const auto flags = fields.number<uint32_t>("scaler.flags");
+    ScalerRules rules{};
+    for_scaler_fields(rules, [&](const char *name, auto &value) { fields.read(name, value); });
+    const uint32_t flags = rules.flags;
     if (flags & ~known)
         throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
-    const ScalerRules rules{fields.number<double>("scaler.factor"),      fields.number<double>("scaler.min"),
-                            fields.number<double>("scaler.max"),         fields.number<int32_t>("scaler.window"),
-                            fields.number<int32_t>("scaler.hysteresis"), (flags & ~kept) | (live.flags & kept)};
+    rules.flags = (flags & ~kept) | (live.flags & kept);
     if ((flags ^ live.flags) & DSOPT_SCALER_STATIC)
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
                     flags & DSOPT_SCALER_STATIC ? "static" : "dynamic",

@@ -27,6 +27,7 @@ public:
                         value.c_str());
         return number;
     }
+    template <class T> void read(const std::string &key, T &value) const { value = number<T>(key); }
 
 private:
     const SafetensorsReader &file_;
@@ -39,7 +40,7 @@ struct SavedOptimizer {
     std::vector<dsopt_group> groups; // this optimizer's, with the saved hyper-parameters
     double max_norm, max_value;
     int64_t calls;
-    std::vector<int64_t> order; // where the parameter that the file has at a place is in this optimizer
+    std::vector<int64_t> order; // the index in this optimizer of each parameter of the file
 };
 /// Throws FORMAT: it cannot have been saved so; MISMATCH: it does not fit this optimizer.
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields);

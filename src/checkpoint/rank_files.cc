@@ -61,9 +61,7 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
     list_(io.files != 0),
-    rank_(optimizer.rank()),
-    ranks_(optimizer.ranks()),
-    node_ranks_(optimizer.node_ranks()) {
+    own_(optimizer.data_rank()) {
     open(path, io);
     for (const auto &file : files_)
         if (Fields(*file).text("format") != "dsopt")
@@ -79,7 +77,7 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
     if (!list_) return;
     sort_by_rank();
     check_one_save();
-    main_ = resharded() ? 0 : rank_;
+    main_ = resharded() ? 0 : own_.rank;
 }
 
 void RankFiles::open(const char *path, const dsopt_io &io) {
@@ -87,12 +85,12 @@ void RankFiles::open(const char *path, const dsopt_io &io) {
         files_.push_back(std::make_unique<SafetensorsReader>(std::move(source)));
     };
     for (int32_t i = 0; i < io.files; ++i) {
-        dsopt_io part = io;
+        dsopt_io own = io;
         if (io.users != nullptr) {
-            part.user = io.users[i];
-            part.total = io.totals[i];
+            own.user = io.users[i];
+            own.total = io.totals[i];
         }
-        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(part));
+        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(own));
     }
     if (!list_) add(path != nullptr ? file_source(path) : callback_source(io));
 }
@@ -107,10 +105,10 @@ void RankFiles::sort_by_rank() {
         if (origin.node_ranks != saved_node_)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
                         saved_node_);
-        auto &place = sorted[size_t(origin.rank)];
-        if (place)
+        auto &slot = sorted[size_t(origin.rank)];
+        if (slot)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
-        place = std::move(files_[i]);
+        slot = std::move(files_[i]);
     }
     for (size_t rank = 0; rank < sorted.size(); ++rank)
         if (!sorted[rank])
@@ -137,9 +135,9 @@ void RankFiles::check_one_save() const {
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
     if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
     if (!resharded()) {
-        if (errors && !list_ && saved_rank_ != rank_)
+        if (errors && !list_ && saved_rank_ != own_.rank)
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_rank_,
-                        saved_, rank_);
+                        saved_, own_.rank);
         return;
     }
     // One rank alone always has the common parameters, and all gradients.
@@ -147,7 +145,7 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
                     "its %d ranks have no common parameters, and %d cannot go on with them",
-                    saved_, ranks_);
+                    saved_, own_.ranks);
     if (saved_ > 1)
         for (const auto &file : files_) {
             const auto found = file->metadata().find("accumulated");
@@ -156,13 +154,13 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
                         "ranks has its own, and %d cannot go on with them",
-                        param, saved_, ranks_);
+                        param, saved_, own_.ranks);
         }
     if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
-                    saved_rank_, saved_, rank_, ranks_);
+                    saved_rank_, saved_, own_.rank, own_.ranks);
 }
 
 void RankFiles::check_alike(size_t index) const {
@@ -251,15 +249,16 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
     for (size_t part = 0; part < to.parts.size(); ++part)
         for (int64_t at = 0, count = 0; at < to.parts[part].numel; at += count) {
             // Tensors are at the same places of the whole vector for any number of ranks.
-            const int64_t begin = to.parts[part].begin + at, place = to.slice_begin + begin, of = place / slice;
-            count = std::min({kFloats, to.parts[part].numel - at, (of + 1) * slice - place});
+            const int64_t begin = to.parts[part].begin + at, whole = to.slice_begin + begin,
+                          node = whole / slice; // the element in the whole vector, and whose slice that is
+            count = std::min({kFloats, to.parts[part].numel - at, (node + 1) * slice - whole});
             std::fill_n(sums.begin(), count, 0.0);
-            for (int64_t rank = of * nodes; rank < (of + 1) * nodes; ++rank) {
-                ranks[size_t(rank)].errors(place - of * slice, count, int64_t(part), errors.data());
+            for (int64_t rank = node * nodes; rank < (node + 1) * nodes; ++rank) {
+                ranks[size_t(rank)].errors(whole - node * slice, count, int64_t(part), errors.data());
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
-                if (is_active(takes_part, place + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
+                if (is_active(takes_part, whole + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
         }
     return result;
 }

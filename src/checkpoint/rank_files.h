@@ -14,7 +14,7 @@ public:
     /// Where what ranks have alike comes from: the own rank's where as many ranks saved as load.
     const SafetensorsReader &file() const { return *files_[size_t(main_)]; }
     /// Saved by another number of ranks, or by as many in other nodes.
-    bool resharded() const { return saved_ != ranks_ || saved_node_ != node_ranks_; }
+    bool resharded() const { return saved_ != own_.ranks || saved_node_ != own_.node_ranks; }
     int saved_ranks() const { return saved_; }
     /// Two levels: one node owed nothing, as one rank; else there were as many as ranks.
     int saved_nodes() const { return saved_ / saved_node_; }
@@ -46,7 +46,7 @@ private:
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
-    int rank_, ranks_, node_ranks_; // of this process
+    DataRank own_; // of this process
     int saved_ = 1, saved_node_ = 1, main_ = 0, saved_rank_ = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/safetensors.h"
-#include "base/dtype.h"
+#include "base/sizes.h"
 #include "base/text.h"
 #include <algorithm>
 #include <bit>
@@ -38,24 +38,12 @@ using ull = unsigned long long; // for printf
 
 constexpr uint64_t kMaxHeader = 100'000'000; // the format's limit
 constexpr size_t kMaxDims = 8;
-constexpr size_t kMaxKeys = size_t(1) << 20;   // of metadata; more need more memory than their header
-constexpr uint64_t kPiece = uint64_t(4) << 20; // no read, write or copy is larger, the header apart
+constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more need more memory than their header
 constexpr size_t kDigits = 32;
 constexpr std::string_view kMetadataKey = "__metadata__";
 constexpr std::string_view kHeaderKey = "header_xxh3";
 constexpr std::string_view kTensorKey = "xxh3.";
 constexpr std::string_view kStart = R"({"__metadata__":{"header_xxh3":")"; // the digits follow
-
-constexpr struct {
-    std::string_view name;
-    int32_t dtype;
-} kDtypes[] = {{"F32", DSOPT_DTYPE_F32},
-               {"F16", DSOPT_DTYPE_F16},
-               {"BF16", DSOPT_DTYPE_BF16},
-               {"I32", DSOPT_DTYPE_I32},
-               {"U8", kU8},
-               {"I64", kI64},
-               {"F64", DSOPT_DTYPE_F64}};
 
 // ---- checksums ----
 
@@ -99,10 +87,11 @@ bool tensor_bytes(int32_t dtype, const std::vector<int64_t> &shape, uint64_t *by
 }
 
 template <class F> void for_pieces(uint64_t total, F &&use) {
-    for (uint64_t offset = 0; offset < total; offset += kPiece) use(offset, size_t(std::min(total - offset, kPiece)));
+    for (uint64_t offset = 0; offset < total; offset += kPiece)
+        use(offset, size_t(std::min<uint64_t>(total - offset, kPiece)));
 }
 auto piece_buffer(uint64_t total) {
-    return std::make_unique_for_overwrite<std::byte[]>(size_t(std::min(total, kPiece)));
+    return std::make_unique_for_overwrite<std::byte[]>(size_t(std::min<uint64_t>(total, kPiece)));
 }
 
 // ---- writing ----
@@ -186,10 +175,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
             header.data_bytes > INT64_MAX - 2 * kMaxHeader)
             throw Error(DSOPT_ERR_SHAPE, "tensor %s: the file would have 2^63 bytes", shown(tensor.name).c_str());
         append_quoted(text += ',', tensor.name);
-        text += R"(:{"dtype":")";
-        for (const auto &known : kDtypes)
-            if (known.dtype == tensor.dtype) text += known.name;
-        text += R"(","shape":[)";
+        text.append(R"(:{"dtype":")").append(dtype_name(tensor.dtype)).append(R"(","shape":[)");
         for (size_t d = 0; d < tensor.shape.size(); ++d) text += (d ? "," : "") + std::to_string(tensor.shape[d]);
         text += R"(],"data_offsets":[)" + std::to_string(begin) + ',' + std::to_string(header.data_bytes) + "]}";
     }
@@ -341,11 +327,10 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
     Header header = make_header(metadata, tensors, order);
     sink.begin(header.text.size() + header.data_bytes);
 
-    const auto buffer = piece_buffer(header.data_bytes);
     const auto digest_of = [&](size_t index, auto &&use) {
         Digest digest;
         for_pieces(tensors[index].bytes, [&](uint64_t offset, size_t bytes) {
-            const void *const data = deliver(index, offset, bytes, buffer.get());
+            const void *const data = deliver(index, offset, bytes);
             digest.add(data, bytes);
             use(data, bytes);
         });

@@ -34,10 +34,9 @@ struct TensorEntry {
     uint64_t bytes;             ///< elements times element size
 };
 
-/// Delivers bytes [offset, offset + bytes) of tensor `index` of the list: returns a pointer to where they are in host
-/// memory, or copies them to `buffer` and returns that. `bytes` is 1 to 4 MiB, pieces of a tensor come in order, and
-/// every tensor is asked for twice.
-using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t bytes, void *buffer)>;
+/// Where bytes [offset, offset + bytes) of tensor `index` of the list are in host memory, until the next call. `bytes`
+/// is 1 to 4 MiB, pieces of a tensor come in order, and every tensor is asked for twice.
+using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t bytes)>;
 using Metadata = std::vector<std::pair<std::string, std::string>>;
 
 /// Writes a container. Everything is checked and begin() called before the first tensor is asked for.

@@ -9,14 +9,14 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // numbers as text are rounded too
     if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files has an effect in loading only");
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
-    if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+    check_groups(optimizer);
     const bool with_params = io.flags & DSOPT_IO_PARAMS;
     if (with_params)
         for (const Param &param : optimizer.params())
             if (param.data == nullptr && param.numel != 0)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory", param.name.c_str());
     optimizer.ensure_state(nullptr, nullptr);
-    optimizer.settle_momentum();
+    optimizer.decode_momentum();
 
     const Metadata metadata = metadata_of(optimizer);
     std::vector<TensorEntry> tensors;
@@ -34,10 +34,10 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
 
     const Device &device = optimizer.context().device();
-    device.synchronize(nullptr);
+    device.synchronize();
     const std::unique_ptr<HostReader> reader = device.reader();
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
-    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes, void *) {
+    write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes) {
         return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);
     });
 }

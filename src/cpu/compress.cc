@@ -191,12 +191,9 @@ void serve(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const 
     }
 }
 
-void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count,
+void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, bool streaming,
             const Parallel &parallel) {
     const CompressLayout &layout = exchange.layout->all();
-    int64_t numel = 0;
-    for (int64_t i = 0; i < count; ++i) numel += list[i].numel;
-    const bool streaming = leaves_caches(numel * int64_t(sizeof(float)));
     for_each_leaf(layout.part_leaf, parallel, [&](int64_t i, int64_t leaf) {
         const int64_t begin = leaf * kLeaf, end = std::min(begin + kLeaf, list[i].numel);
         if (begin < end)

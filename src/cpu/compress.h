@@ -25,7 +25,8 @@ void fill_message(const ExchangeBuffers &exchange, const dsopt_tensor *list, con
 /// Two levels: from this rank's slice, as the node sent it, to the rows to send.
 void pack_slice(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
 void serve(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
-void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count,
+/// `streaming`: the list is longer than the caches.
+void decode(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list, bool streaming,
             const Parallel &parallel);
 
 } // namespace dsopt::cpu

@@ -1,88 +1,151 @@
 // SPDX-License-Identifier: Apache-2.0
 // How lists are shared out among threads.
 #pragma once
-#include "device/plan.h"
+#include "cpu/caches.h"
+#include "cpu/kernels.h"
 #include <algorithm>
 #include <vector>
 
 namespace dsopt::cpu {
 
-/// Lists that do not stay in a last-level cache of usual size; below it who reads next finds the results there.
-constexpr bool leaves_caches(int64_t bytes) { return bytes > int64_t(64) << 20; }
-
 /// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
-/// the number of parts alone, so nothing has to be handed out while it runs.
-class Cut {
+/// the number of parts alone, so nothing has to be handed out while it runs. A List has `count`, numel(i), and
+/// bytes(i): how many an element of tensor i moves.
+template <class List> class Cut {
 public:
-    /// bytes(i): how many an element of tensor i moves. `ruler` has room for count + 1.
-    template <class Bytes, class Numel>
-    Cut(int64_t count, int64_t *ruler, int64_t chunk, const Parallel &parallel, const Bytes &bytes,
-        const Numel &numel) :
-        count_(count),
+    /// `ruler` has memory for count + 1. `repeats`: it holds what the same list left there.
+    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel, bool repeats = false) :
+        list_(list),
         ruler_(ruler),
         chunk_(chunk),
         parallel_(parallel) {
         ruler[0] = 0;
-        for (int64_t i = 0; i < count; ++i) ruler[i + 1] = ruler[i] + numel(i) * bytes(i);
+        for (int64_t i = 0; !repeats && i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
         // A part below 256 KiB is done before another thread has woken up.
-        parts_ = std::clamp<int64_t>(ruler[count] >> 18, 1, parallel.threads);
+        parts_ = std::clamp<int64_t>(bytes() >> 18, 1, parallel.threads);
     }
 
-    /// visit(tensor, begin, end) for every piece, on all threads.
-    template <class Numel, class Visit> void run(const Numel &numel, const Visit &visit) const {
+    struct Position {
+        int64_t tensor, element;
+    };
+
+    /// On all threads: start(first, last) of a thread's part, then visit(tensor, begin, end, what start gave) for every
+    /// piece of it.
+    template <class Start, class Visit> void run(const Start &start, const Visit &visit) const {
         parallel_.run(parts_, [&](int64_t part) {
             const DefaultFloatEnvironment environment;
-            const Position first = position(part, numel), last = position(part + 1, numel);
-            for (int64_t i = first.tensor; i < count_ && i <= last.tensor; ++i) {
+            const Position first = position(part), last = position(part + 1);
+            auto of_part = start(first, last);
+            for (int64_t i = first.tensor; i < list_.count && i <= last.tensor; ++i) {
                 const int64_t begin = i == first.tensor ? first.element : 0;
-                const int64_t end = i == last.tensor ? last.element : numel(i);
-                if (begin < end) visit(i, begin, end);
+                const int64_t end = i == last.tensor ? last.element : list_.numel(i);
+                if (begin < end) visit(i, begin, end, of_part);
             }
         });
     }
 
-    int64_t bytes() const { return ruler_[count_]; }
+    int64_t bytes() const { return ruler_[list_.count]; }
+    int64_t bytes_of_part() const { return bytes() / parts_; }
 
 private:
-    struct Position {
-        int64_t tensor, element;
-    };
-    template <class Numel> Position position(int64_t part, const Numel &numel) const {
-        if (part == parts_) return {count_, 0};
-        const int64_t at = int64_t(__int128(ruler_[count_]) * part / parts_);
-        const int64_t tensor = std::upper_bound(ruler_, ruler_ + count_, at) - ruler_ - 1;
-        if (tensor < 0 || numel(tensor) == 0) return {std::max<int64_t>(tensor, 0), 0};
-        const int64_t element = (at - ruler_[tensor]) / ((ruler_[tensor + 1] - ruler_[tensor]) / numel(tensor));
-        return {tensor, element / chunk_ * chunk_};
+    Position position(int64_t part) const {
+        if (part == parts_) return {list_.count, 0};
+        const int64_t at = int64_t(__int128(bytes()) * part / parts_);
+        const int64_t tensor = std::upper_bound(ruler_, ruler_ + list_.count, at) - ruler_ - 1;
+        if (tensor < 0 || list_.numel(tensor) == 0) return {std::max<int64_t>(tensor, 0), 0};
+        return {tensor, (at - ruler_[tensor]) / list_.bytes(tensor) / chunk_ * chunk_};
     }
-    int64_t count_;
+
+    const List list_;
     const int64_t *ruler_;
     int64_t chunk_;
     const Parallel &parallel_;
     int64_t parts_;
 };
 
-/// Cut of a plain list. Passed over: entries without data.
+/// A plain list. Passed over: entries without data.
 class ListCut {
 public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        list_(list),
         long_ruler_(count < kShort ? 0 : size_t(count) + 1),
-        cut_(
-            count, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel,
-            [&](int64_t i) { return int64_t(dtype_size(list[i].dtype)); },
-            [&](int64_t i) { return list[i].data != nullptr ? list[i].numel : 0; }) {}
+        cut_({list, count}, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel) {}
+    /// visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
-        cut_.run([&](int64_t i) { return list_[i].data != nullptr ? list_[i].numel : 0; }, visit);
+        cut_.run([](auto, auto) { return 0; },
+                 [&](int64_t i, int64_t begin, int64_t end, int) { visit(i, begin, end); });
     }
 
 private:
-    static constexpr int64_t kShort =
-        32; // such a list needs no memory, so what works on it cannot fail for want of any
-    const dsopt_tensor *list_;
+    struct List {
+        const dsopt_tensor *at;
+        int64_t count;
+        int64_t numel(int64_t i) const { return at[i].data != nullptr ? at[i].numel : 0; }
+        int64_t bytes(int64_t i) const { return int64_t(dtype_size(at[i].dtype)); }
+    };
+    // A list below this length needs no memory, so what works on it cannot fail for want of any.
+    static constexpr int64_t kShort = 32;
     int64_t short_ruler_[kShort];
     std::vector<int64_t> long_ruler_;
-    Cut cut_;
+    Cut<List> cut_;
+};
+
+/// The tensors of a step.
+class StepCut {
+public:
+    StepCut(const StepPlan &plan, const CacheSizes &caches) :
+        plan_(plan),
+        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
+             plan.how.repeats),
+        streaming_(cut_.bytes() > caches.last) {}
+    /// Memory for StepPlan::extra.
+    static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
+
+    int64_t bytes() const { return cut_.bytes(); }
+    int64_t bytes_of_part() const { return cut_.bytes_of_part(); }
+
+    /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for memory.
+    template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
+        using Position = typename Cut<List>::Position;
+        const auto start = [&](const Position &first, const Position &last) {
+            return Ahead{plan_.jobs, first.tensor, first.element, last.tensor, last.element};
+        };
+        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Ahead &ahead) {
+            const TensorJob &job = plan_.jobs[i];
+            const Rule rule = plan_.groups[job.group].rule;
+            visit(i, Span{.job = &job,
+                          .scalars = &plan_.scalars[i],
+                          .rule = rule,
+                          .begin = begin,
+                          .end = end,
+                          .flags = plan_.flags,
+                          .sums = plan_.report_norms && sweeps_of(rule) == 1,
+                          .sums_a = plan_.sums_a,
+                          .sums_b = plan_.sums_b,
+                          .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
+                          .step = int64_t(plan_.step[i]) + 1,
+                          .streaming = streaming_,
+                          .ahead = asks_ahead ? &ahead : nullptr});
+        });
+    }
+
+private:
+    struct List {
+        const TensorJob *jobs;
+        int64_t count;
+        int64_t numel(int64_t i) const { return jobs[i].numel; }
+        int64_t bytes(int64_t i) const {
+            const TensorJob &job = jobs[i];
+            int64_t bytes = 2 * int64_t(dtype_size(job.weight_type)) + int64_t(dtype_size(job.grad_type));
+            for (const Moment &moment : job.moment)
+                if (moment.data != nullptr) bytes += 2 * int64_t(dtype_size(moment.type));
+            if (job.copy != nullptr) bytes += int64_t(dtype_size(job.copy_type));
+            if (job.out != nullptr) bytes += int64_t(dtype_size(job.out_type));
+            return bytes;
+        }
+    };
+    const StepPlan &plan_;
+    const Cut<List> cut_;
+    const bool streaming_;
 };
 
 } // namespace dsopt::cpu

@@ -35,24 +35,12 @@ const Kernels &choose_kernels() {
     return cpu::kernels_generic;
 }
 
-const cpu::OneBitKernels &choose_onebit_kernels(const Kernels &chosen) {
-#if defined(__x86_64__)
-    if (&chosen == &cpu::kernels_avx512) return cpu::onebit_avx512;
-    if (&chosen == &cpu::kernels_avx2) return cpu::onebit_avx2;
-#endif
-    (void)chosen;
-    return cpu::onebit_generic;
-}
-
 class CpuLoops final : public Loops {
 public:
-    CpuLoops() : kernels_(choose_kernels()), onebit_(choose_onebit_kernels(kernels_)) {}
-    size_t extra_bytes(const StepShape &shape) const override { return cpu::Step::extra_bytes(shape); }
-    std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
-    void phase_times(StepCache *, double *) const override {} // they are in the outcome
+    size_t extra_bytes(const StepShape &shape) const override { return cpu::StepCut::extra_bytes(shape.tensors); }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::AheadTrial>(); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
-        cpu::Step step(plan, kernels_, onebit_);
-        body(step);
+        cpu::run_step(plan, kernels_, caches_, body);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
@@ -71,7 +59,7 @@ public:
                      void *) const override {
         const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
         ListCut(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
-            onebit_.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
+            kernels_.onebit.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
         });
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *) const override {
@@ -94,28 +82,29 @@ public:
                          void *) const override {
         *reduction = next_reduction_of(rules, schedule);
     }
-    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
-                       const Parallel &parallel, void *) const override {
-        (void)count;
+    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel,
+                       void *) const override {
         if (buffers.layout->has_levels())
             cpu::fill_message(buffers, list, parallel);
         else
-            cpu::feed_and_pack(onebit_, buffers, list, parallel);
+            cpu::feed_and_pack(kernels_.onebit, buffers, list, parallel);
     }
     void compress_slice(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
-        cpu::pack_slice(onebit_, buffers, parallel);
+        cpu::pack_slice(kernels_.onebit, buffers, parallel);
     }
     void compress_serve(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
-        cpu::serve(onebit_, buffers, parallel);
+        cpu::serve(kernels_.onebit, buffers, parallel);
     }
     void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
                          const Parallel &parallel, void *) const override {
-        cpu::decode(onebit_, buffers, list, count, parallel);
+        int64_t bytes = 0;
+        for (int64_t i = 0; i < count; ++i) bytes += list[i].numel * int64_t(sizeof(float));
+        cpu::decode(kernels_.onebit, buffers, list, bytes > caches_.last, parallel);
     }
 
 private:
-    const Kernels &kernels_;
-    const cpu::OneBitKernels &onebit_;
+    const Kernels &kernels_ = choose_kernels();
+    const cpu::CacheSizes caches_ = cpu::cache_sizes();
 };
 
 void CpuLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
@@ -133,20 +122,18 @@ void CpuLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, doubl
     });
     dsopt_norm_result r{};
     r.first_bad = -1;
-    double lanes[kLanes] = {};
     float most = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const double *const own = squares.data() + first[size_t(i)];
-        lanes[i % kLanes] +=
-            add_in_lanes(first[size_t(i) + 1] - first[size_t(i)], [&](int64_t leaf) { return own[leaf]; });
+    for (int64_t i = 0; i < count; ++i)
         for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
             r.nonfinite += bad[size_t(leaf)] & 0xffff;
             if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
             const float magnitude = largest[size_t(leaf)];
             most = magnitude > most || magnitude != magnitude ? magnitude : most;
         }
-    }
-    const double total = fold_lanes<kLanes>(lanes);
+    const double total = add_in_lanes(count, [&](int64_t i) {
+        const int64_t begin = first[size_t(i)];
+        return add_in_lanes(first[size_t(i) + 1] - begin, [&](int64_t leaf) { return squares[size_t(begin + leaf)]; });
+    });
     const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
     if (raw)
         r.norm = value; // ranks add theirs before the root is taken
@@ -180,12 +167,10 @@ public:
     void clear(void *data, size_t bytes, void *) const override {
         if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
     }
-    void copy(void *to, const void *from, size_t bytes, void *) const override {
+    void copy(void *to, const void *from, size_t bytes) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
     }
-    void copy_to_host(void *host, const void *from, size_t bytes, void *) const override {
-        copy(host, from, bytes, nullptr);
-    }
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override { copy(to, from, bytes); }
     std::unique_ptr<HostReader> reader() const override {
         struct InPlace final : HostReader {
             const void *view(const void *from, size_t, size_t) override { return from; }
@@ -193,17 +178,10 @@ public:
         return std::make_unique<InPlace>();
     }
     std::unique_ptr<HostWriter> writer() const override { return nullptr; }
-    void copy_from_host(void *to, const void *host, size_t bytes, void *) const override {
-        copy(to, host, bytes, nullptr);
-    }
-    void synchronize(void *) const override {}
-    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
-        copy(to, from, bytes, nullptr);
-    }
+    void synchronize() const override {}
     bool finished(void *) const override { return true; }
     void wait(void *) const override {}
-    int ordinal() const override { return 0; }
-    void on_device(void (*body)(void *), void *argument) const override { body(argument); }
+    void on_device(FunctionRef<void()> body) const override { body(); }
 
 private:
     CpuLoops loops_;
@@ -212,6 +190,12 @@ private:
 } // namespace
 
 const char *cpu_isa_name() { return choose_kernels().name; }
+const char *unknown_isa() {
+    const char *const wanted = secure_getenv("DSOPT_ISA");
+    for (const char *known : {"generic", "avx2", "avx512"})
+        if (wanted == nullptr || std::strcmp(wanted, known) == 0) return nullptr;
+    return wanted;
+}
 std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 
 } // namespace dsopt

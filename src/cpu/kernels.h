@@ -2,34 +2,50 @@
 // The loops of the CPU backend. kernels.cc is compiled once per instruction set; all of them give the same bits.
 #pragma once
 #include "device/plan.h"
+#include "rules/all.h"
 
 namespace dsopt::cpu {
 
-/// A piece of one tensor. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
+struct OneBitKernels;
+
+/// Where the loop of a thread will be next. Kernels ask for memory that far in front of themselves, across the ends of
+/// tensors, which the processor's own prefetchers do not see coming.
+struct Ahead {
+    static constexpr int64_t kDistance = 512; // elements
+    const TensorJob *jobs;
+    int64_t tensor, element;           // nothing before it needs to be asked for
+    int64_t last_tensor, last_element; // the end of the thread's share
+    int64_t due = kDistance;           // elements that are still to be asked for beside those of the next call
+};
+
+/// A piece of one tensor in a step. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
 struct Span {
     const TensorJob *job;
     const Scalars *scalars;
+    Rule rule;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 a leaf
+    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 of each leaf
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
     bool streaming;          // 16-bit copies go past the caches
+    Ahead *ahead;            // NULL: no memory is asked for ahead
 };
 
 struct Kernels {
     const char *name;
-    /// Pass 1, of a piece as in Span: sum of squares, number of non-finite elements (NaNs times 2^32 on top) and, where
-    /// wanted, the largest magnitude (NaN if there is one), a leaf each. `leaf` is the index of the first one.
+    const OneBitKernels &onebit;
+    /// Pass 1, of a piece as in Span. For each leaf: the sum of squares, the number of non-finite elements (NaNs times
+    /// 2^32 on top) and, where wanted, the largest magnitude (NaN if there is one). `leaf` is the index of the first.
     void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
                     float *largest, int64_t leaf);
     void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
     /// Element-wise rules: everything in one read-modify-write.
-    void (*update)(Rule rule, const Span &span);
-    /// LAMB: moments, and sums of weight^2 and update^2 a leaf; then the weights.
-    void (*lamb_moments)(Rule rule, const Span &span);
-    void (*lamb_weights)(Rule rule, const Span &span);
+    void (*update)(const Span &span);
+    /// LAMB: moments, and sums of weight^2 and update^2 of each leaf; then the weights.
+    void (*lamb_moments)(const Span &span);
+    void (*lamb_weights)(const Span &span);
     /// A tensor that stays as it is: outputs and zeroed gradients all the same.
     void (*unchanged)(const Span &span);
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.

@@ -6,11 +6,11 @@
 namespace dsopt::cpu {
 namespace {
 
-void add_error(const float *x, float *__restrict kept, float scale, int64_t n) {
+void add_error(const float *x, float *kept, float scale, int64_t n) {
     if (x == nullptr)
         for (int64_t i = 0; i < n; ++i) kept[i] = error_of(kept[i], scale);
     else
-        for (int64_t i = 0; i < n; ++i) kept[i] = x[i] + error_of(kept[i], scale);
+        apply([scale](float value, float &sum) { sum = value + error_of(sum, scale); }, n, x, kept);
 }
 
 /// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
@@ -63,6 +63,13 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
         const __m256 value = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i), backwards);
         bits[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_NLT_UQ)));
     }
+#elif defined(__aarch64__)
+    const uint32x4_t high = {128, 64, 32, 16}, low = {8, 4, 2, 1};
+    for (; i + 8 <= n; i += 8) {
+        const uint32x4_t first = vbicq_u32(high, vcltzq_f32(vld1q_f32(x + i)));
+        const uint32x4_t second = vbicq_u32(low, vcltzq_f32(vld1q_f32(x + i + 4)));
+        bits[i / 8] = uint8_t(vaddvq_u32(vorrq_u32(first, second)));
+    }
 #endif
     for (; i < n; i += 8) {
         unsigned byte = 0;
@@ -77,11 +84,11 @@ enum class To { store, stream, add };
 /// bytes and `first` of 8.
 template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
-    const auto one = [&](int64_t k) {
+    const auto single = [&](int64_t k) {
         const float value = (bits[(first + k) / 8] >> (7 - (first + k) % 8)) & 1 ? scale : -scale;
         y[k] = how == To::add ? y[k] + value : value;
     };
-    for (; i < n && (first + i) % 8 != 0; ++i) one(i);
+    for (; i < n && (first + i) % 8 != 0; ++i) single(i);
 #if defined(__AVX2__)
     const __m256i place8 = _mm256_setr_epi32(128, 64, 32, 16, 8, 4, 2, 1);
     const auto eight = [&] {
@@ -116,10 +123,21 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
         sixteen(_mm512_set1_epi32(word), high);
     }
 #endif
+#if defined(__aarch64__)
+    const float32x4_t plus = vdupq_n_f32(scale), minus = vdupq_n_f32(-scale);
+    const uint32x4_t places[] = {{128, 64, 32, 16}, {8, 4, 2, 1}};
+    while (i + 8 <= n)
+        for (const uint32x4_t place : places) {
+            const uint32x4_t byte = vdupq_n_u32(bits[(first + i) / 8]);
+            const float32x4_t values = vbslq_f32(vtstq_u32(byte, place), plus, minus);
+            vst1q_f32(y + i, how == To::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
+            i += 4;
+        }
+#endif
 #if defined(__AVX2__)
     while (i + 8 <= n) eight();
 #endif
-    for (; i < n; ++i) one(i);
+    for (; i < n; ++i) single(i);
 }
 
 double pack(const Owed *owed, float *kept, int64_t n, uint8_t *bits) {
@@ -196,147 +214,165 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
 }
 
 // ------------------------------------------------------------------------------------------------- pieces of a step
-/// One tile of everything that the rules read, as floats; closed again by whoever wrote to it.
+/// One tile of everything that the rules read, as floats.
 struct Tile {
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, track_buffer;
-    const float *g;
-    float *p, *m, *v, *track;
-    /// `replaced`: whoever asks writes the momentum and does not read it.
-    void open_all(const OneBitSpan &one, int64_t i, int64_t n, bool keep, bool replaced = false) {
-        const TensorJob &job = *one.span->job;
+    Buffer g_buffer, m_buffer, v_buffer, track_buffer;
+    const float *g, *v;
+    float *p, *m, *track;
+
+    explicit Tile(const OneBitSpan &span) : weights_(span) {}
+    /// `replaces_momentum`: whoever asks writes it and does not read it.
+    void open_all(const OneBitSpan &span, int64_t i, int64_t n, bool replaces_momentum = false) {
+        const TensorJob &job = *span.job;
         g = open_gradient(job, i, n, g_buffer);
-        p = open(job.weight, job.weight_type, i, n, p_buffer, keep);
-        if (replaced)
-            m = m_buffer.at;
-        else if (one.momentum.rows != nullptr) {
-            mean(one.momentum, one.worker + i, n, m_buffer.at);
-            m = m_buffer.at;
-        } else
-            m = open(job.moment[0].data, job.moment[0].type, i, n, m_buffer);
-        v = open(job.moment[1].data, job.moment[1].type, i, n, v_buffer);
-        track = one.track != nullptr ? one.track + i : track_buffer.at;
+        p = weights_.open(i, n);
+        m = m_buffer.at;
+        if (!replaces_momentum && span.momentum.rows != nullptr)
+            mean(span.momentum, span.worker + i, n, m);
+        else if (!replaces_momentum)
+            m = open(job.moment[0], i, n, m_buffer);
+        v = open(job.moment[1], i, n, v_buffer);
+        track = span.track != nullptr ? span.track + i : track_buffer.at;
     }
+    void close_weights(int64_t i, int64_t n) { weights_.close(i, n); }
+
+private:
+    WeightTile weights_;
 };
 
-template <Feed F> void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *__restrict x) {
-    const Scalars s = *one.span->scalars;
-    const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) x[k] = feed_value(F, s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
-}
-void feed_tile(const OneBitSpan &one, const Tile &t, int64_t n, float *x) {
-    switch (one.feed) {
-    case Feed::momentum: return feed_tile<Feed::momentum>(one, t, n, x);
-    case Feed::scaled: return feed_tile<Feed::scaled>(one, t, n, x);
-    case Feed::gradient: return feed_tile<Feed::gradient>(one, t, n, x);
-    case Feed::distance: return feed_tile<Feed::distance>(one, t, n, x);
+template <Feed F> struct FeedTag { static constexpr Feed value = F; };
+/// Calls `f` with the tag of what goes into an exchange. No default: -Werror=switch finds what a new one must touch.
+template <class F> void visit(Feed feed, const F &f) {
+    switch (feed) {
+    case Feed::momentum: return f(FeedTag<Feed::momentum>{});
+    case Feed::scaled: return f(FeedTag<Feed::scaled>{});
+    case Feed::gradient: return f(FeedTag<Feed::gradient>{});
+    case Feed::distance: return f(FeedTag<Feed::distance>{});
     }
 }
 
-void local_tile(const OneBitSpan &one, const Tile &t, int64_t n) {
-    const Scalars s = *one.span->scalars;
-    const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) local_step(s, o, t.g[k], t.p[k], t.m[k], t.v[k], t.track[k]);
+void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *to) {
+    visit(span.feed, [&](auto tag) {
+        constexpr Feed feed = decltype(tag)::value;
+        const auto rule = [s = *span.scalars, o = span.onebit](float g, float p, float m, float v, float track,
+                                                               float &x) {
+            x = feed_value(feed, s, o, g, p, m, v, track);
+        };
+        apply(rule, n, t.g, t.p, t.m, t.v, t.track, to);
+    });
 }
 
-template <Feed F> void mean_tile(const OneBitSpan &one, const float *__restrict y, const Tile &t, int64_t n) {
-    const Scalars s = *one.span->scalars;
-    const OneBitScalars o = one.one;
-    for (int64_t k = 0; k < n; ++k) take_mean(F, s, o, y[k], t.p[k], t.m[k], t.v[k], t.track[k]);
+void mean_tile(const OneBitSpan &span, const float *mean, const Tile &t, int64_t n) {
+    visit(span.feed, [&](auto tag) {
+        constexpr Feed feed = decltype(tag)::value;
+        const auto rule = [s = *span.scalars, o = span.onebit](float y, float &p, float &m, float v, float &track) {
+            take_mean(feed, s, o, y, p, m, v, track);
+        };
+        apply(rule, n, mean, t.p, t.m, t.v, t.track);
+    });
 }
 
-void feed(const OneBitSpan &one) {
-    const Span &span = *one.span;
+void local_tile(const OneBitSpan &span, const Tile &t, int64_t n) {
+    const auto rule = [s = *span.scalars, o = span.onebit](float g, float &p, float &m, float v, float &track) {
+        local_step(s, o, g, p, m, v, track);
+    };
+    apply(rule, n, t.g, t.p, t.m, t.v, t.track);
+}
+
+void feed(const OneBitSpan &span) {
     const TensorJob &job = *span.job;
-    Tile t;
+    Tile t(span);
     Buffer x;
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        t.open_all(one, i, n, false);
-        if (one.feed == Feed::distance) {
-            local_tile(one, t, n);
+        t.open_all(span, i, n);
+        if (span.feed == Feed::distance) {
+            local_tile(span, t, n);
             close(t.p, job.weight, job.weight_type, i, n);
-            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
+            close(t.m, job.moment[0], i, n);
         }
-        if (one.message != nullptr) {
-            feed_tile(one, t, n, one.message + one.worker + i);
+        if (span.message != nullptr) {
+            feed_tile(span, t, n, span.message + span.worker + i);
             continue;
         }
-        if (one.kept == nullptr) continue; // one rank
-        feed_tile(one, t, n, x.at);
-        add_error(x.at, one.kept + one.worker + i, one.scale, n);
-        if (one.active != nullptr) leave_out(one.kept + one.worker + i, n, one.active, one.worker + i);
+        if (span.kept == nullptr) continue;
+        float *const kept = span.kept + span.worker + i;
+        feed_tile(span, t, n, x.at);
+        add_error(x.at, kept, span.kept_scale, n);
+        if (span.active != nullptr) leave_out(kept, n, span.active, span.worker + i);
     }
 }
 
-/// The mean of a tile, masked. Without an exchange the rank's own values are it.
-void mean_of(const OneBitSpan &one, const Tile &t, int64_t i, int64_t n, float *y) {
-    if (!one.mean.is_own())
-        mean(one.mean, one.worker + i, n, y);
+/// The mean of a tile. Without an exchange the rank's own values are it.
+void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float *y) {
+    if (span.mean.is_own())
+        feed_tile(span, t, n, y);
     else
-        feed_tile(one, t, n, y);
-    if (one.mask != nullptr)
-        for (int64_t k = 0; k < n; ++k) y[k] *= one.mask[i + k];
+        mean(span.mean, span.worker + i, n, y);
 }
 
-void finish(const OneBitSpan &one) {
-    const Span &span = *one.span;
+void finish(const OneBitSpan &span) {
     const TensorJob &job = *span.job;
-    const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
-    const bool replaces = one.feed == Feed::momentum && !one.mean.is_own();
-    Tile t;
-    Buffer y, old;
+    const bool replaces = span.feed == Feed::momentum && !span.mean.is_own();
+    Tile t(span);
+    Buffer y;
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        t.open_all(one, i, n, keep, replaces);
-        if (one.momentum_goes) t.m = t.m_buffer.at;
-        if (needs_old) widen(t.p, old.at, n, F32{});
-        mean_of(one, t, i, n, y.at);
-        if (one.feed == Feed::gradient)
-            mean_tile<Feed::gradient>(one, y.at, t, n);
-        else if (one.feed == Feed::distance)
-            mean_tile<Feed::distance>(one, y.at, t, n);
-        else
-            mean_tile<Feed::momentum>(one, y.at, t, n);
-        settle(span, t.p, i, n);
-        if (needs_old) subtract(t.p, old.at, n);
-        if (!keep) close(t.p, job.weight, job.weight_type, i, n);
-        if (!one.momentum_goes && replaces)
+        t.open_all(span, i, n, replaces);
+        if (span.momentum_goes) t.m = t.m_buffer.at;
+        mean_of(span, t, i, n, y.at);
+        if (span.mask != nullptr)
+            for (int64_t k = 0; k < n; ++k) y.at[k] *= span.mask[i + k];
+        mean_tile(span, y.at, t, n);
+        if (!span.momentum_goes && replaces)
             store(t.m, job.moment[0].data, job.moment[0].type, i, n, span.streaming);
-        else if (!one.momentum_goes)
-            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
-        publish(span, t.p, old.at, i, n);
+        else if (!span.momentum_goes)
+            close(t.m, job.moment[0], i, n);
+        t.close_weights(i, n);
     }
     if (span.streaming) fence_streaming();
 }
 
-void lamb_mean(const OneBitSpan &one, double *factors) {
-    const Span &span = *one.span;
+struct LambTile {
+    Buffer without_decay, update, factor;
+};
+/// A tile of LAMB with the mean momentum `y`. `mask` NULL: all ones.
+void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
+                    const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
+                    LambTile &out, int64_t n) {
+    const auto take = [&](int64_t i, float factor) {
+        const float value = o.anchored && v[i] == 0 ? 0.0f : y[i];
+        const LambUpdate u = lamb_take_mean(s, o, value, factor, p[i], m[i], v[i], fresh[i]);
+        out.without_decay.at[i] = u.without_decay;
+        out.update.at[i] = u.update;
+        out.factor.at[i] = u.factor;
+    };
+    if (mask == nullptr)
+        for (int64_t i = 0; i < n; ++i) take(i, 1.0f);
+    else
+        for (int64_t i = 0; i < n; ++i) take(i, mask[i]);
+}
+
+void lamb_mean(const OneBitSpan &span, double *factors) {
     const TensorJob &job = *span.job;
     const Scalars s = *span.scalars;
-    Tile t;
-    Buffer y, without, with;
+    Tile t(span);
+    Buffer y;
+    LambTile tile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum sum_without, sum_with;
         float largest = 0;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
-            t.open_all(one, i, n, false);
-            if (!one.mean.is_own())
-                mean(one.mean, one.worker + i, n, y.at);
-            else
-                feed_tile(one, t, n, y.at);
-            for (int64_t k = 0; k < n; ++k) {
-                const float value = one.one.anchored && t.v[k] == 0 ? 0.0f : y.at[k];
-                const LambUpdate u = lamb_take_mean(s, one.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f,
-                                                    t.p[k], t.m[k], t.v[k], one.fresh[i + k]);
-                without.at[k] = u.without_decay;
-                with.at[k] = u.update;
-                largest = larger_factor(largest, u.factor);
-            }
-            sum_without.add(without.at, n);
-            sum_with.add(with.at, n);
-            close(t.m, job.moment[0].data, job.moment[0].type, i, n);
+            t.open_all(span, i, n);
+            mean_of(span, t, i, n, y.at);
+            take_lamb_mean(s, span.onebit, y.at, span.mask != nullptr ? span.mask + i : nullptr, t.p, t.m, t.v,
+                           span.fresh + i, tile, n);
+            sum_without.add(tile.without_decay.at, n);
+            sum_with.add(tile.update.at, n);
+            largest = largest_magnitude(tile.factor.at, n, largest); // they are not negative
+            close(t.m, job.moment[0], i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;
         span.sums_a[index] = sum_without.fold();
@@ -345,46 +381,34 @@ void lamb_mean(const OneBitSpan &one, double *factors) {
     }
 }
 
-void lamb_weights(const OneBitSpan &one) {
-    const Span &span = *one.span;
-    const TensorJob &job = *span.job;
+void lamb_weights(const OneBitSpan &span) {
     const Scalars s = *span.scalars;
-    const bool keep = keeps_weight(span), needs_old = span.flags & kDelta;
-    Tile t;
-    Buffer old;
+    const float lr = s.lr * span.trust;
+    Tile t(span);
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        t.open_all(one, i, n, keep);
-        if (needs_old) widen(t.p, old.at, n, F32{});
-        const float lr = s.lr * span.trust;
-        for (int64_t k = 0; k < n; ++k) t.p[k] = t.p[k] - lr * frozen_update(s, t.p[k], t.m[k], t.v[k]);
-        settle(span, t.p, i, n);
-        if (needs_old) subtract(t.p, old.at, n);
-        if (!keep) close(t.p, job.weight, job.weight_type, i, n);
-        publish(span, t.p, old.at, i, n);
+        t.open_all(span, i, n);
+        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, t.m, t.v);
+        t.close_weights(i, n);
     }
     if (span.streaming) fence_streaming();
 }
 
-void local(const OneBitSpan &one) {
-    const Span &span = *one.span;
+void local(const OneBitSpan &span) {
     const TensorJob &job = *span.job;
-    Tile t;
+    Tile t(span);
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        t.open_all(one, i, n, false);
-        local_tile(one, t, n);
-        close(t.p, job.weight, job.weight_type, i, n);
-        close(t.m, job.moment[0].data, job.moment[0].type, i, n);
-        publish(span, t.p, t.p, i, n);
+        t.open_all(span, i, n);
+        local_tile(span, t, n);
+        close(t.m, job.moment[0], i, n);
+        t.close_weights(i, n);
     }
     if (span.streaming) fence_streaming();
 }
 
 } // namespace
 
-#define DSOPT_JOIN_(a, b) a##b
-#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
     add_error, add_up_rows, add_rows, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};

@@ -17,22 +17,22 @@ struct MeanView {
     bool is_own() const { return rows == nullptr && values == nullptr; }
 };
 
-/// A piece of one tensor in a step with an exchange; as Span.
-struct OneBitSpan {
-    const Span *span;
-    Feed feed;
-    OneBitScalars one;
-    int64_t worker;        // place of the tensor's first element among the worker's
-    float *message;        // two levels: the values as they are, in place of kept sums; or NULL
-    float *kept;           // the worker's elements
-    float scale;           // of the kept sums
-    const int32_t *active; // of the exchange
-    float *track;          // 0/1 Adam: OneBitJob::track(), or NULL
-    const float *mask;     // or NULL
-    float *fresh;          // 1-bit LAMB
-    MeanView mean;
-    MeanView momentum;  // rows NULL: it is in exp_avg
-    bool momentum_goes; // it stays in the rows, not in exp_avg
+/// A piece of one tensor in a step with an exchange.
+struct OneBitSpan : Span {
+    explicit OneBitSpan(const Span &span) : Span(span) {}
+    Feed feed{};
+    OneBitScalars onebit{};
+    int64_t worker = 0;              // place of the tensor's first element among the worker's
+    float *message = nullptr;        // two levels: the values as they are, in place of kept sums; or NULL
+    float *kept = nullptr;           // the worker's elements; NULL without other ranks
+    float kept_scale = 0;            // of the kept sums
+    const int32_t *active = nullptr; // of the exchange
+    float *track = nullptr;          // 0/1 Adam: OneBitJob::track(), or NULL
+    const float *mask = nullptr;     // or NULL
+    float *fresh = nullptr;          // 1-bit LAMB
+    MeanView mean{};
+    MeanView momentum{};        // rows NULL: it is in exp_avg
+    bool momentum_goes = false; // it stays in the rows, not in exp_avg
 };
 
 /// What kept sums take up before they are packed, beside what they owe.
@@ -61,8 +61,8 @@ struct OneBitKernels {
     void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming);
     void (*feed)(const OneBitSpan &span);
     void (*finish)(const OneBitSpan &span);
-    /// 1-bit LAMB: moments and, a leaf each, sums of squares of the update without and with decay (in span->sums_a and
-    /// sums_b) and the largest factor; then the weights.
+    /// 1-bit LAMB: the moments and, for each leaf, the sums of squares of the update without and with decay (in sums_a
+    /// and sums_b) and the largest factor; then the weights.
     void (*lamb_mean)(const OneBitSpan &span, double *factors);
     void (*lamb_weights)(const OneBitSpan &span);
     /// 0/1 Adam between exchanges.

@@ -1,125 +1,122 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/step.h"
-#include <algorithm>
+#include "cpu/onebit_step.h"
+#include <chrono>
+#include <optional>
 
 namespace dsopt::cpu {
 namespace {
 
-/// Bytes that an element of a tensor moves, the ruler along which a list is cut.
-int64_t bytes_of(const TensorJob &job) {
-    int64_t bytes = 2 * int64_t(dtype_size(job.weight_type)) + int64_t(dtype_size(job.grad_type));
-    for (const Moment &moment : job.moment)
-        if (moment.data != nullptr) bytes += 2 * int64_t(dtype_size(moment.type));
-    if (job.copy != nullptr) bytes += int64_t(dtype_size(job.copy_type));
-    if (job.out != nullptr) bytes += int64_t(dtype_size(job.out_type));
-    return bytes;
-}
+class Step final : public StepLoops {
+public:
+    Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
+        plan_(plan),
+        kernels_(kernels),
+        caches_(caches),
+        cut_(plan, caches) {
+        if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
+        if (plan.how.timing) std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
+    }
+
+    void mark(int phase) override {
+        if (!plan_.how.timing) return;
+        const auto now = Clock::now();
+        if (phase >= 0) plan_.outcome->ms[phase] += std::chrono::duration<double, std::milli>(now - last_mark_).count();
+        last_mark_ = now;
+    }
+
+    void inspect(bool) override {
+        if (plan_.read_gradients)
+            cut_.run([&](int64_t, const Span &span) {
+                const TensorJob &job = *span.job;
+                if (!job.present || job.grad == nullptr) return;
+                const int64_t leaf = job.first_leaf + span.begin / kLeaf;
+                kernels_.inspect(job.grad, job.grad_type, span.begin, span.end, plan_.sums_a, plan_.bad, nullptr, leaf);
+                // The original takes the experts' part of the norm from their weights. What is bad stays the
+                // gradient's.
+                if (plan_.wrapper == Wrapper::fused && job.expert != 0)
+                    kernels_.squares(job.weight, job.weight_type, span.begin, span.end, plan_.sums_a, leaf);
+            });
+        fold_gradients(plan_);
+    }
+
+    void move_norms(const NormMove &move) override { move(); }
+
+    void decide() override {
+        if (!decide_step(plan_)) return;
+        for_stretches(plan_,
+                      [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(plan_, begin, end, group); });
+    }
+
+    bool is_skipped() override { return plan_.control->skip != 0; }
+
+    void update() override {
+        const Clock::time_point begin = Clock::now();
+        // What is little longer than a core's own cache comes from the next one in time.
+        auto *const trial = !is_skipped() && cut_.bytes_of_part() > 4 * caches_.core
+                                ? static_cast<AheadTrial *>(plan_.how.cache)
+                                : nullptr;
+        const bool asks_ahead = caches_.core == 0 || (trial != nullptr && trial->asks(cut_.bytes()));
+        const bool skipped = is_skipped(), idle = plan_.onebit != nullptr && plan_.onebit->stage == Stage::dry;
+        cut_.run(
+            [&](int64_t i, const Span &span) {
+                const bool elsewhere = is_elsewhere(i);
+                if (skipped || !span.job->present || (elsewhere && idle))
+                    kernels_.unchanged(span);
+                else if (!elsewhere)
+                    (sweeps_of(span.rule) == 2 ? kernels_.lamb_moments : kernels_.update)(span);
+            },
+            asks_ahead);
+        if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
+        if (skipped || !plan_.has_lamb) return;
+        for (int64_t i = 0; i < plan_.count; ++i) {
+            const TensorJob &job = plan_.jobs[i];
+            if (job.present && sweeps_of(plan_.groups[job.group].rule) == 2 && !is_elsewhere(i))
+                find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
+        }
+    }
+
+    void update_weights(bool shared) override {
+        if (is_skipped()) return;
+        for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
+        cut_.run([&](int64_t i, const Span &span) {
+            if (span.job->present && sweeps_of(span.rule) == 2 && !is_elsewhere(i)) kernels_.lamb_weights(span);
+        });
+    }
+
+    OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
+
+    void finish() override {
+        if (!is_skipped()) {
+            for (int64_t i = 0; i < plan_.count; ++i)
+                if (counts_alone(plan_, i)) plan_.step[i] = one_more(plan_.step[i]);
+            for_stretches(plan_,
+                          [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
+            if (plan_.report_norms) fold_updates(plan_);
+        }
+        write_report(plan_);
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    /// Loops of the 1-bit family update the tensor, or nobody does.
+    bool is_elsewhere(int64_t i) const { return onebit_ && onebit_->owns(i); }
+
+    const DefaultFloatEnvironment environment_;
+    const StepPlan &plan_;
+    const Kernels &kernels_;
+    const CacheSizes &caches_;
+    const StepCut cut_;
+    std::optional<OneBitStep> onebit_;
+    Clock::time_point last_mark_;
+};
 
 } // namespace
 
-Step::Step(const StepPlan &plan, const Kernels &kernels, const OneBitKernels &onebit) :
-    plan_(plan),
-    kernels_(kernels),
-    cut_(
-        plan.count, static_cast<int64_t *>(plan.extra), plan.chunk, plan.parallel,
-        [&](int64_t i) { return bytes_of(plan.jobs[i]); }, [&](int64_t i) { return plan.jobs[i].numel; }),
-    streaming_(leaves_caches(cut_.bytes())) {
-    if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, onebit, cut_, static_cast<const SpanSource &>(*this));
-    if (!plan.timing) return;
-    std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
-    last_mark_ = Clock::now();
-}
-
-void Step::mark(int phase) {
-    if (!plan_.timing) return;
-    const auto now = Clock::now();
-    if (phase >= 0) plan_.outcome->ms[phase] += std::chrono::duration<double, std::milli>(now - last_mark_).count();
-    last_mark_ = now;
-}
-
-Span Step::span_of(int64_t i, int64_t begin, int64_t end) const {
-    return {.job = &plan_.jobs[i],
-            .scalars = &plan_.scalars[i],
-            .begin = begin,
-            .end = end,
-            .flags = plan_.flags,
-            .sums = plan_.report_norms,
-            .sums_a = plan_.sums_a,
-            .sums_b = plan_.sums_b,
-            .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-            .step = plan_.step[i] + 1,
-            .streaming = streaming_};
-}
-
-/// Loops of the 1-bit family update the tensor, or nobody does.
-bool Step::is_elsewhere(int64_t i) const { return onebit_ && onebit_->owns(i); }
-
-void Step::inspect(bool) {
-    if (plan_.read_gradients)
-        cut_.run([&](int64_t i) { return plan_.jobs[i].numel; },
-                 [&](int64_t i, int64_t begin, int64_t end) {
-                     const TensorJob &job = plan_.jobs[i];
-                     if (!job.present || job.grad == nullptr) return;
-                     const int64_t leaf = job.first_leaf + begin / kLeaf;
-                     kernels_.inspect(job.grad, job.grad_type, begin, end, plan_.sums_a, plan_.bad, nullptr, leaf);
-                     // The original takes the experts' part of the norm from their weights. What is bad stays the
-                     // gradient's.
-                     if (plan_.wrapper == Wrapper::fused && job.expert != 0)
-                         kernels_.squares(job.weight, job.weight_type, begin, end, plan_.sums_a, leaf);
-                 });
-    fold_gradients(plan_, table(), plan_.control->found);
-}
-
-void Step::decide() {
-    if (decide_step(plan_, table()))
-        for_stretches(plan_,
-                      [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(plan_, begin, end, group); });
-}
-
-void Step::update() {
-    const bool skipped = is_skipped();
-    cut_.run([&](int64_t i) { return plan_.jobs[i].numel; },
-             [&](int64_t i, int64_t begin, int64_t end) {
-                 const TensorJob &job = plan_.jobs[i];
-                 const Rule rule = plan_.groups[job.group].rule;
-                 const Span span = span_of(i, begin, end);
-                 const bool elsewhere = is_elsewhere(i);
-                 if (skipped || !job.present || (elsewhere && plan_.onebit->stage == Stage::dry))
-                     kernels_.unchanged(span);
-                 else if (elsewhere)
-                     return;
-                 else if (sweeps_of(rule) == 2)
-                     kernels_.lamb_moments(rule, span);
-                 else
-                     kernels_.update(rule, span);
-             });
-    if (skipped || !plan_.has_lamb) return;
-    for (int64_t i = 0; i < plan_.count; ++i) {
-        const TensorJob &job = plan_.jobs[i];
-        if (job.present && sweeps_of(plan_.groups[job.group].rule) == 2 && !is_elsewhere(i))
-            find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
-    }
-}
-
-void Step::update_weights(bool shared) {
-    if (is_skipped()) return;
-    for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
-    cut_.run([&](int64_t i) { return plan_.jobs[i].numel; },
-             [&](int64_t i, int64_t begin, int64_t end) {
-                 const Rule rule = plan_.groups[plan_.jobs[i].group].rule;
-                 if (plan_.jobs[i].present && sweeps_of(rule) == 2 && !is_elsewhere(i))
-                     kernels_.lamb_weights(rule, span_of(i, begin, end));
-             });
-}
-
-void Step::finish() {
-    if (!is_skipped()) {
-        for (int64_t i = 0; i < plan_.count; ++i) plan_.step[i] += counts_alone(plan_, i);
-        for_stretches(plan_,
-                      [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
-        if (plan_.report_norms) fold_updates(plan_, *plan_.outcome);
-    }
-    if (plan_.report != nullptr) write_report(plan_, *plan_.outcome, plan_.report);
+void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
+              FunctionRef<void(StepLoops &)> body) {
+    Step step(plan, kernels, caches);
+    body(step);
 }
 
 } // namespace dsopt::cpu

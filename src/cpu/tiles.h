@@ -7,6 +7,8 @@
 #include "rules/rounding.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace dsopt::cpu {
@@ -23,6 +25,21 @@ struct alignas(64) Buffer {
 };
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/// As many elements as a small register has. Not inlined, which would make one loop of several.
+template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R rule, T *__restrict... x) {
+    for (int i = 0; i < N; ++i) rule(x[i]...);
+}
+/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only loops to vectorise. What is left
+/// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
+template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
+    const int64_t whole = n & -16;
+    for (int64_t i = 0; i < whole; ++i) rule(x[i]...);
+    if (whole == n) return;
+    if (n & 8) apply_to<8>(rule, x + whole...);
+    if (n & 4) apply_to<4>(rule, x + (n & -8)...);
+    for (int64_t i = 0, rest = n & 3; i < rest; ++i) rule(x[n - rest + i]...);
+}
 
 // ------------------------------------------------------------------------------------------------------- conversions
 inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
@@ -85,6 +102,8 @@ inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
                          _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    for (; i + 4 <= n; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
@@ -150,14 +169,47 @@ inline void close(const float *tile, void *data, Dtype type, int64_t index, int6
 inline const float *view(const void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer) {
     return open(const_cast<void *>(data), type, index, n, buffer);
 }
+inline float *open(const Moment &moment, int64_t index, int64_t n, Buffer &buffer) {
+    return open(moment.data, moment.type, index, n, buffer);
+}
+inline void close(const float *tile, const Moment &moment, int64_t index, int64_t n) {
+    close(tile, moment.data, moment.type, index, n);
+}
 inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
     if (job.grad != nullptr) return view(job.grad, job.grad_type, index, n, buffer);
     __builtin_memset(buffer.at, 0, sizeof buffer.at);
     return buffer.at;
 }
-inline void zero_gradient(const TensorJob &job, int64_t index, int64_t n) {
-    const size_t size = dtype_size(job.grad_type);
-    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+
+// ------------------------------------------------------------------------------------------------------- asking ahead
+/// Asks for the lines of elements [index, index + n).
+inline void ask_for(const void *data, Dtype type, int64_t index, int64_t n) {
+    if (data == nullptr) return;
+    const size_t size = dtype_size(type);
+    const char *line = static_cast<const char *>(data) + size_t(index) * size, *const end = line + size_t(n) * size;
+    for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
+}
+/// Called for each n elements that are worked on. What the loops of a step write past the caches is not asked for.
+inline void ask_ahead(const Span &span, int64_t n) {
+    if (span.ahead == nullptr) return;
+    Ahead &ahead = *span.ahead;
+    n += ahead.due;
+    ahead.due = 0;
+    while (n > 0) {
+        const bool last = ahead.tensor == ahead.last_tensor;
+        if (ahead.tensor > ahead.last_tensor || (last && ahead.element == ahead.last_element)) return;
+        const TensorJob &job = ahead.jobs[ahead.tensor];
+        const int64_t end = last ? ahead.last_element : job.numel, size = least(n, end - ahead.element);
+        if (job.present) {
+            ask_for(job.grad, job.grad_type, ahead.element, size);
+            ask_for(job.weight, job.weight_type, ahead.element, size);
+            for (const Moment &moment : job.moment) ask_for(moment.data, moment.type, ahead.element, size);
+            if (!span.streaming) ask_for(job.copy, job.copy_type, ahead.element, size);
+        }
+        n -= size;
+        ahead.element += size;
+        if (ahead.element == end) ++ahead.tensor, ahead.element = 0;
+    }
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
@@ -178,6 +230,12 @@ inline Float8 floats8(const uint16_t *x, BF16) {
 inline Float8 floats8(const uint16_t *x, F16) {
 #if defined(__F16C__)
     return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#elif defined(__aarch64__)
+    const float32x4_t halves[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))),
+                                   vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4)))};
+    Float8 all;
+    __builtin_memcpy(&all, halves, sizeof all);
+    return all;
 #else
     Float8 all;
     for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
@@ -230,31 +288,72 @@ struct LeafSum {
     }
 };
 
+/// Magnitudes compare as integers, and a NaN is above them all.
+inline float largest_magnitude(const float *x, int64_t n, float so_far) {
+    uint32_t most = bits_of(so_far);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return float_of(most);
+}
+
 // ------------------------------------------------------------------------------------------------- where results go
-/// old becomes now - old, or what `out` gets with the delta flag.
-inline void subtract(const float *__restrict now, float *__restrict old, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) old[i] = now[i] - old[i];
-}
-
-/// Where the new weights of a tile go: the weight itself, the low-precision copy, the output.
-inline void publish(const Span &span, const float *tile, const float *delta, int64_t index, int64_t n) {
+/// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
+inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    if (job.copy != nullptr) store(tile, job.copy, job.copy_type, index, n, span.streaming);
-    if (job.out != nullptr) store(span.flags & kDelta ? delta : tile, job.out, job.out_type, index, n);
-    if (job.zeroes) zero_gradient(job, index, n);
+    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n);
+    if (job.zeroes) {
+        const size_t size = dtype_size(job.grad_type);
+        __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+    }
 }
 
-inline void round_stochastic(float *__restrict p, uint64_t key, int64_t first, int64_t n) {
+inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
-/// Applies stochastic rounding where it is wanted; later stores of the tile are then exact.
-inline void settle(const Span &span, float *tile, int64_t index, int64_t n) {
-    const TensorJob &job = *span.job;
-    if (job.stochastic) round_stochastic(tile, rounding_key(job.random_key, span.step), job.offset + index, n);
-}
 
-/// OUT_ONLY leaves parameters alone, but a master is state.
-inline bool keeps_weight(const Span &span) { return (span.flags & kOutOnly) && !span.job->has_master; }
+/// A tile of the weights of a span, which a rule changes in place.
+class WeightTile {
+public:
+    /// `sums_change`: change() is wanted even where no output is.
+    explicit WeightTile(const Span &span, bool sums_change = false) :
+        span_(span),
+        // OUT_ONLY leaves parameters alone, but a master is state.
+        keeps_(!span.job->has_master && (span.flags & kOutOnly) != 0),
+        compares_(sums_change || (span.flags & kDelta) != 0) {}
+
+    float *open(int64_t index, int64_t n) {
+        at_ = dsopt::cpu::open(span_.job->weight, span_.job->weight_type, index, n, buffer_, keeps_);
+        if (compares_) widen(at_, change_.at, n, F32{});
+        return at_;
+    }
+    /// New weights go to where they are wanted: to the tensor, its low-precision copy, the output.
+    void close(int64_t index, int64_t n) {
+        const TensorJob &job = *span_.job;
+        // Once they are rounded so, later stores are exact.
+        if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.offset + index, n);
+        if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
+        if (!keeps_) dsopt::cpu::close(at_, job.weight, job.weight_type, index, n);
+        if (job.copy != nullptr) store(at_, job.copy, job.copy_type, index, n, span_.streaming);
+        write_outputs(span_, at_, change_.at, index, n);
+    }
+    const float *change() const { return change_.at; }
+    /// Tiles may be of any length: no buffer is used.
+    bool is_in_place() const { return span_.job->weight_type == Dtype::f32 && !keeps_ && !compares_; }
+
+private:
+    const Span &span_;
+    const bool keeps_, compares_;
+    float *at_ = nullptr;
+    Buffer buffer_, change_;
+};
 
 } // namespace
 } // namespace dsopt::cpu
+
+// What each instruction set calls its table.
+#define DSOPT_JOIN_(a, b) a##b
+#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
+#define DSOPT_TEXT_(x) #x
+#define DSOPT_TEXT(x) DSOPT_TEXT_(x)

@@ -37,7 +37,7 @@ struct CompressLayout {
         int64_t server;       // as in Unit
         int32_t part;
     };
-    int ranks = 1, rank = 0;
+    int ranks, rank;
     int64_t worker_numel = 0, server_numel = 0;
     int64_t row_scales = 0; // in front of the bits of every row
     std::vector<Unit> units;
@@ -52,6 +52,11 @@ struct CompressLayout {
     int node_ranks = 1;
     int64_t slice = 0, slice_begin = 0; // elements
 
+    explicit CompressLayout(int count = 1, int own = 0) :
+        ranks(count),
+        rank(own),
+        chunks(size_t(count)),
+        first_part(size_t(count)) {}
     /// The original's: every tensor is a vector of its own, padded to a multiple of ranks * lcm(ranks, 8) with elements
     /// that count like any other.
     static CompressLayout padded(int ranks, int rank, const std::vector<int64_t> &numels);
@@ -102,6 +107,7 @@ struct ExchangeBuffers {
     char *slice_results = nullptr;   // the results of this rank's slice; with one level the same as `results`
     ExchangeBuffers() = default;
     ExchangeBuffers(const CompressLayout &layout, float *worker, float *server, void *workspace);
+    size_t take_from(void *workspace);
     /// The same of the worker's elements. Slices begin at whole words.
     const int32_t *own_active() const { return active != nullptr ? active + layout->slice_begin / 32 : nullptr; }
     float *worker_scales() const { return worker + layout->worker_numel; }

@@ -11,6 +11,7 @@ public:
     explicit Context(const dsopt_context_desc &desc);
 
     const Device &device() const { return *device_; }
+    int ordinal() const { return desc_.device; }
     /// The pool of a call: the one it brings, else the context's.
     Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
     int64_t chunk() const { return chunk_; }

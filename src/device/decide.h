@@ -5,30 +5,8 @@
 #pragma once
 #include "device/plan.h"
 #include "rules/all.h"
-#include "rules/lane_sum.h"
 
 namespace dsopt {
-
-/// Sums of squares of gradients as given: a row a group and one more for all of them, a column for dense parameters and
-/// one for each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
-struct NormTable {
-    double *at;
-    int64_t groups, classes;
-    DSOPT_HD static constexpr int64_t size(int64_t groups, int64_t classes) { return (groups + 1) * classes + 1; }
-    /// With a message of agree_on_norms() behind it, and kLanes a cell for fold_gradients().
-    static constexpr int64_t room(int64_t groups, int64_t classes) {
-        return size(groups, classes) + groups + 2 + (groups + 1) * classes * kLanes;
-    }
-    double *lanes() const { return at + size(groups, classes) + groups + 2; }
-    DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
-    DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
-    DSOPT_HD double &reasons() const { return at[(groups + 1) * classes]; }
-    DSOPT_HD double total(int64_t group) const {
-        double sum = 0;
-        for (int64_t type = 0; type < classes; ++type) sum += square(group, type);
-        return sum;
-    }
-};
 
 /// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it
 /// there.
@@ -37,17 +15,14 @@ struct NormMove {
     /// squares by `ranks`.
     enum Kind : uint8_t { take, put, mean } kind;
     NormTable table;
-    double *message;
-    int64_t column;
-    double ranks;
+    int64_t column; // of take and put
+    double ranks;   // of mean
     DSOPT_HD void operator()() const {
-        if (kind == mean) {
-            for (int64_t i = 0; i < NormTable::size(table.groups, table.classes) - 1; ++i) table.at[i] /= ranks;
-            return;
-        }
-        for (int64_t g = 0; g <= table.groups + 1; ++g) {
+        for (int64_t i = 0; kind == mean && i < table.cells(); ++i) table.at[i] /= ranks;
+        for (int64_t g = 0; kind != mean && g <= table.groups + 1; ++g) {
             double &cell = g <= table.groups ? table.square(g, column) : table.reasons();
-            (kind == take ? message[g] : cell) = kind == take ? cell : message[g];
+            double &sent = table.message()[g];
+            (kind == take ? sent : cell) = kind == take ? cell : sent;
         }
     }
 };
@@ -59,14 +34,14 @@ inline double fold_leaves(const double *sums, const TensorJob &job) {
 
 /// Whether a LAMB tensor takes part in the step, with any of its shards.
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
-    return job.trust_slot < 0 ? job.present : plan.shard_sums[job.trust_slot].shards != 0;
+    return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
 /// From a tensor's sums of squares: its trust ratio, or what model ranks add up for it.
 DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
     const TensorJob &job = plan.jobs[i];
     const Hyper &hyper = plan.groups[job.group];
     if (job.trust_slot >= 0)
-        plan.shard_sums[job.trust_slot] = {weights, updates, 1};
+        plan.shards.sums[job.trust_slot] = {weights, updates, 1};
     else
         plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
 }
@@ -75,7 +50,7 @@ DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
     if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
     const Hyper &hyper = plan.groups[job.group];
-    const ShardSums &sums = plan.shard_sums[job.trust_slot];
+    const ShardSums &sums = plan.shards.sums[job.trust_slot];
     plan.trust_ratio[i] = trust_ratio(sums.weights, sums.updates, hyper.min_trust, hyper.max_trust);
 }
 
@@ -87,8 +62,8 @@ DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value,
 }
 
 /// A value of a row of dsopt_step.hyper, or what the host has where the row says NaN.
-DSOPT_HD double row_or(const float *row, int place, double host) {
-    const float value = row[place];
+DSOPT_HD double row_or(const float *row, int column, double host) {
+    const float value = row[column];
     return value == value ? double(value) : host;
 }
 
@@ -115,7 +90,8 @@ DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
     return hyper;
 }
 DSOPT_HD double max_norm_of(const StepPlan &plan) {
-    return plan.given.hyper != nullptr ? row_or(plan.given.hyper, DSOPT_HYPER_MAX_NORM, plan.max_norm) : plan.max_norm;
+    const double host = plan.limits.max_norm;
+    return plan.given.hyper != nullptr ? row_or(plan.given.hyper, DSOPT_HYPER_MAX_NORM, host) : host;
 }
 
 DSOPT_HD bool is_not_negative(double value) { return value >= 0 && is_finite(value); }
@@ -140,7 +116,7 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
         // Clipping that the host has not switched on: gradients are not read for it.
         valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
         const bool clips = of_all < 0 || of_all > 0;
-        valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.max_norm > 0));
+        valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.limits.max_norm > 0));
     }
     return valid;
 }
@@ -171,27 +147,28 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
     return reasons;
 }
 /// The same with what was found, and for the table as ranks add it up: how many of them have a reason.
-DSOPT_HD void note_reasons(const StepPlan &plan, const NormTable &table, Found &found) {
+DSOPT_HD void note_reasons(const StepPlan &plan) {
+    Found &found = plan.control->found;
     found.reasons = reasons_to_skip(plan, found);
-    table.reasons() = found.reasons != 0;
+    plan.norms.reasons() = found.reasons != 0;
 }
 
 /// Where pass 1 did not run.
-DSOPT_HD void fold_nothing(const StepPlan &plan, const NormTable &table, Found &found) {
-    for (int64_t i = 0; i < NormTable::size(table.groups, table.classes); ++i) table.at[i] = 0;
-    found.nonfinite = 0;
-    found.first_bad = -1;
-    found.kind = 0;
-    note_reasons(plan, table, found);
+DSOPT_HD void fold_nothing(const StepPlan &plan) {
+    for (int64_t i = 0; i < plan.norms.cells(); ++i) plan.norms.at[i] = 0;
+    plan.control->found = {0, -1, 0, 0};
+    note_reasons(plan);
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table, whose place in
-/// the list says which lane they are in. Tensors of other cells count as zeros.
-inline void fold_gradients(const StepPlan &plan, const NormTable &table, Found &found) {
-    fold_nothing(plan, table, found);
+/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table. A tensor is in
+/// the lane that its index in the list says. Tensors of other cells count as zeros.
+inline void fold_gradients(const StepPlan &plan) {
+    fold_nothing(plan);
     if (!plan.read_gradients) return;
+    const NormTable &table = plan.norms;
+    Found &found = plan.control->found;
     double *const lanes = table.lanes();
-    const int64_t cells = (table.groups + 1) * table.classes;
+    const int64_t cells = table.cells();
     const auto lane_of = [&](int64_t group, int64_t type, int64_t i) -> double & {
         return lanes[(group * table.classes + type) * kLanes + i % kLanes];
     };
@@ -216,11 +193,12 @@ inline void fold_gradients(const StepPlan &plan, const NormTable &table, Found &
         }
     }
     for (int64_t cell = 0; cell < cells; ++cell) table.at[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
-    note_reasons(plan, table, found);
+    note_reasons(plan);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
-DSOPT_HD void take_given_norms(const StepPlan &plan, const NormTable &table) {
+DSOPT_HD void take_given_norms(const StepPlan &plan) {
+    const NormTable &table = plan.norms;
     for (int64_t g = 0; g < table.groups; ++g) {
         const double norm = plan.given.grad_norms[g];
         table.square(g, 0) = norm < 0 ? NAN : norm * norm;
@@ -232,8 +210,10 @@ DSOPT_HD void take_given_norms(const StepPlan &plan, const NormTable &table) {
 DSOPT_HD double wrapper_square(double squares) { return squares <= 3.4028234663852886e38 ? squares : 1.0; }
 
 /// True if the step is taken. Writes one divisor a group, moves the scaler, and notes the outcome.
-DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outcome) {
+DSOPT_HD bool decide(const StepPlan &plan) {
+    const NormTable &table = plan.norms;
     const Found &found = plan.control->found;
+    Outcome &outcome = *plan.outcome;
     outcome.nonfinite = found.nonfinite;
     outcome.first_bad = found.first_bad;
     outcome.kind = found.kind;
@@ -243,7 +223,7 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
     // Through the ranks of an expert comm a rank hears of its own reason too.
-    const bool echoes = plan.expert_comms != 0 && outcome.reasons != 0;
+    const bool echoes = table.classes > 1 && outcome.reasons != 0;
     if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
@@ -263,8 +243,8 @@ DSOPT_HD bool decide(const StepPlan &plan, const NormTable &table, Outcome &outc
     if (wrapped && have_norms) { // one norm a group there
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
-            double experts =
-                0; // summed by itself: a difference to the dense part would be NaN where that is not finite
+            // Summed by itself: a difference to the dense part would be NaN where that is not finite.
+            double experts = 0;
             for (int64_t type = 1; plan.wrapper == Wrapper::fused && type < table.classes; ++type)
                 experts += table.square(g, type);
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
@@ -335,9 +315,9 @@ DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end,
         int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
         for (int64_t i = begin; i < end; ++i) {
             if (!plan.jobs[i].present) continue;
-            if (plan.step[i] + 1 != step) {
-                step = plan.step[i] + 1;
-                scalars = make_scalars(hyper, step, divisor, plan.max_value);
+            if (int64_t(plan.step[i]) + 1 != step) {
+                step = int64_t(plan.step[i]) + 1;
+                scalars = make_scalars(hyper, step, divisor, plan.limits.max_value);
             }
             plan.scalars[i] = scalars;
         }
@@ -350,7 +330,7 @@ DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end,
         Scalars scalars{};
         for (int64_t i = begin; i < end; ++i) {
             if (!plan.jobs[i].present || plan.jobs[i].weight_type != counted_type(type)) continue;
-            if (!counted) scalars = make_scalars(hyper, ++step, divisor, plan.max_value);
+            if (!counted) scalars = make_scalars(hyper, ++step, divisor, plan.limits.max_value);
             counted = true;
             plan.scalars[i] = scalars;
         }
@@ -368,15 +348,15 @@ DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, i
     for (int type = 0; type < kCountedTypes; ++type)
         for (int64_t i = begin; i < end; ++i)
             if (plan.jobs[i].present && plan.jobs[i].weight_type == counted_type(type)) {
-                ++plan.step[last];
+                plan.step[last] = one_more(plan.step[last]);
                 break;
             }
 }
 
 /// The decision of a step, where all that ranks agree on is in the table. Leaves it in the control word.
-DSOPT_HD bool decide_step(const StepPlan &plan, const NormTable &table) {
-    if (plan.given.grad_norms != nullptr) take_given_norms(plan, table);
-    const bool taken = decide(plan, table, *plan.outcome);
+DSOPT_HD bool decide_step(const StepPlan &plan) {
+    if (plan.given.grad_norms != nullptr) take_given_norms(plan);
+    const bool taken = decide(plan);
     plan.control->skip = !taken;
     return taken;
 }
@@ -389,7 +369,7 @@ DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
 }
 
 /// Weight and update norm from the sums that pass 2 left.
-inline void fold_updates(const StepPlan &plan, Outcome &outcome) {
+inline void fold_updates(const StepPlan &plan) {
     double weights[kLanes] = {}, updates[kLanes] = {};
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
@@ -397,11 +377,15 @@ inline void fold_updates(const StepPlan &plan, Outcome &outcome) {
         weights[i % kLanes] += fold_leaves(plan.sums_a, job);
         updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.sums_b, job);
     }
-    outcome.weight_norm = sqrt(fold_lanes<kLanes>(weights));
-    outcome.update_norm = sqrt(fold_lanes<kLanes>(updates));
+    plan.outcome->weight_norm = sqrt(fold_lanes<kLanes>(weights));
+    plan.outcome->update_norm = sqrt(fold_lanes<kLanes>(updates));
 }
 
-DSOPT_HD void write_report(const StepPlan &plan, const Outcome &outcome, float *report) {
+/// Where the caller wants one.
+DSOPT_HD void write_report(const StepPlan &plan) {
+    const Outcome &outcome = *plan.outcome;
+    float *const report = plan.report;
+    if (report == nullptr) return;
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i) report[i] = 0;
     report[DSOPT_REPORT_SKIPPED] = float(outcome.skipped);
     report[DSOPT_REPORT_GRAD_NORM] = float(outcome.grad_norm);

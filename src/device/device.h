@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means and where it runs. One Device per kind of memory.
 #pragma once
+#include "base/sizes.h"
 #include "device/loops.h"
 #include <memory>
 
@@ -22,13 +23,12 @@ public:
 class HostWriter {
 public:
     virtual ~HostWriter() = default;
-    /// Room for a piece of at most 4 MiB.
-    virtual void *room() = 0;
-    /// Copies what is in the room to `to`.
+    /// For a piece of at most 4 MiB.
+    virtual void *buffer() = 0;
+    /// Copies what is in the buffer to `to`.
     virtual void write(void *to, size_t bytes) = 0;
     virtual void finish() = 0; // all copies have arrived
 };
-constexpr size_t kPiece = size_t(4) << 20;
 
 /// Memory, streams and copies of one kind of device.
 class Device {
@@ -43,25 +43,26 @@ public:
     virtual bool owns(const void *pointer) const = 0;
     /// True if the host reads and writes backend memory in place.
     virtual bool is_host() const = 0;
-    virtual HostBuffer host_buffer(size_t bytes) const = 0;               // pinned; not for backends that are the host
-    virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
-    virtual void copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
-    virtual void copy_to_host(void *host, const void *from, size_t bytes, void *stream) const = 0;
+    virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
     virtual std::unique_ptr<HostReader> reader() const = 0;
     virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
-    virtual void copy_from_host(void *to, const void *host, size_t bytes, void *stream) const = 0;
-    virtual void synchronize(void *stream) const = 0;
-    /// In stream order, between host and backend memory in any direction.
+    /// Waits for everything on the device.
+    virtual void synchronize() const = 0;
+    /// Between host and backend memory in any direction, after everything on the device. Waits until it is done.
+    virtual void copy(void *to, const void *from, size_t bytes) const = 0;
+    /// The same in stream order.
     virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
     /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
     virtual bool finished(void *stream) const = 0;
-    virtual void wait(void *stream) const = 0; // for everything on `stream` and nothing else
-    virtual int ordinal() const = 0;
-    virtual void on_device(void (*body)(void *), void *argument) const = 0; // with the device current in this thread
+    virtual void wait(void *stream) const = 0;                  // for everything on `stream` and nothing else
+    virtual void on_device(FunctionRef<void()> body) const = 0; // with the device current in this thread
 };
 
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
 const char *cpu_isa_name();
+/// What DSOPT_ISA asks for that is no instruction set; NULL: nothing. The generic loops run then.
+const char *unknown_isa();
 std::unique_ptr<Device> make_cpu_device();
 /// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
 std::unique_ptr<Device> make_cuda_device(int device);

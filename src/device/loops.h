@@ -15,23 +15,23 @@ struct Factor {
     float value = 1;
 };
 
-/// What a backend keeps for one optimizer between steps, such as tables in device memory.
+/// What a device keeps for one optimizer between steps, such as tables in its memory.
 class StepCache {
 public:
     virtual ~StepCache() = default;
+    /// Adds the times of the phases of the last step, which is over.
+    virtual void add_phase_times(double *ms) const = 0;
 };
 
 class Loops {
 public:
     virtual ~Loops() = default;
     // Steps.
-    /// Memory for StepPlan::extra.
+    /// Memory for Execution::extra.
     virtual size_t extra_bytes(const StepShape &shape) const = 0;
-    virtual std::unique_ptr<StepCache> make_cache() const = 0; // NULL if it keeps nothing
+    virtual std::unique_ptr<StepCache> make_cache() const = 0;
     /// Calls body(loops) with the loops of a step, which live as long as the call.
     virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
-    /// Times of the phases of the last step, where its outcome does not have them. The step is over.
-    virtual void phase_times(StepCache *cache, double *ms) const = 0;
     // Lists; entries without data are passed over.
     virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
     /// y = a x + b y in fp32.

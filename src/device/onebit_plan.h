@@ -15,7 +15,7 @@ struct OneBitJob {
     float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
     float *fresh;      // 1-bit LAMB: the variance as it would be
     const float *mask; // or NULL
-    int64_t worker;    // place of its first element among the worker's; -1: never compressed
+    int64_t worker;    // index of its first element among the worker's; -1: never compressed
     int32_t part;
     bool averaged;       // in exchange steps the engine averages its gradient
     uint8_t reserved[3]; // no padding, as in TensorJob
@@ -36,7 +36,7 @@ struct OneBitPlan {
     bool compat;
     bool exchanges; // there are other ranks
     ScheduleState *schedule;
-    int32_t *lr_sum; // a double a group; 0/1 Adam
+    DoubleWords *lr_sum; // one a group; 0/1 Adam
     // One a tensor; 1-bit LAMB.
     float *trust_average, *trust_factor;
     float *trust_scaling; // compat mode: what momenta are multiplied with before they are sent; or NULL
@@ -50,7 +50,7 @@ struct OneBitPlan {
 /// What the rules take beside Scalars for a tensor of the exchange.
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, Feed feed, int64_t tensor, int32_t group) {
     return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
-            one.lr_sum != nullptr ? float(read_double(one.lr_sum + 2 * group)) : 0.0f,
+            one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
             one.compat && !one.exchanges && feed == Feed::gradient, !one.compat};
 }
 
@@ -62,7 +62,7 @@ DSOPT_HD void begin_tensor(const OneBitPlan &one, int64_t i) {
     if (one.trust_factor != nullptr && one.trust_factor[i] == 0) one.trust_factor[i] = 1;
 }
 DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g) {
-    if (steps_alone(one)) write_double(one.lr_sum + 2 * g, read_double(one.lr_sum + 2 * g) + hyper_of(plan, g).lr);
+    if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
 /// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
@@ -77,15 +77,15 @@ DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
                                 double with) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);
-    plan.shard_sums[slot] = {without, with, 1};
-    plan.shard_factors()[slot] = factor_to_send(factor);
+    plan.shards.sums[slot] = {without, with, 1};
+    plan.shards.factors()[slot] = factor_to_send(factor);
 }
 /// From what model ranks have added up.
 DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
-    const ShardSums &sums = plan.shard_sums[slot];
-    take_frozen_trust(plan, one, i, plan.shard_factors()[slot], sums.weights, sums.updates);
+    const ShardSums &sums = plan.shards.sums[slot];
+    take_frozen_trust(plan, one, i, plan.shards.factors()[slot], sums.weights, sums.updates);
 }
 
 DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
@@ -95,7 +95,7 @@ DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i)
                   one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
 }
 DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
-    if (one.stage == Stage::sync) write_double(one.lr_sum + 2 * g, 0);
+    if (one.stage == Stage::sync) one.lr_sum[g] = 0;
 }
 /// Of a skipped step, too: the original alone never hears of one.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {

@@ -2,6 +2,7 @@
 // What one step is, as every backend reads it: plain data, nothing owned.
 #pragma once
 #include "base/parallel.h"
+#include "rules/lane_sum.h"
 #include "rules/loss_scale.h"
 #include "rules/scalars.h"
 
@@ -32,7 +33,7 @@ struct TensorJob {
     uint64_t random_key; // the tensor's key: for stochastic rounding
     int32_t group;
     int32_t expert;     // 0 = dense
-    int32_t trust_slot; // among StepPlan::shard_sums; -1: no other rank has a part in its trust ratio
+    int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio
     Dtype grad_type, weight_type, copy_type, out_type;
     bool present;        // takes part in this step
     bool has_master;     // `weight` is one
@@ -49,8 +50,38 @@ struct ShardSums {
     double weights, updates; // of squares; in compressed steps of 1-bit LAMB of the update without and with decay
     double shards;           // that take part in the step; none: the trust ratio stays
 };
-/// Of `count` such tensors, with a factor each behind them.
-constexpr size_t shard_bytes(int64_t count) { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
+/// Of all such tensors, one slot each.
+struct ShardTable {
+    ShardSums *sums;
+    int64_t count; // 0 where no tensor is sharded, or they all are on one rank
+    /// 1-bit LAMB, behind the sums: of every slot the largest counts.
+    DSOPT_HD double *factors() const { return reinterpret_cast<double *>(sums + count); }
+    size_t bytes() const { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
+};
+
+/// Sums of squares of gradients as given: a row for each group and one for all of them, a column for dense parameters
+/// and one for each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
+struct NormTable {
+    double *at;
+    int64_t groups, classes;
+    DSOPT_HD int64_t cells() const { return (groups + 1) * classes; }
+    DSOPT_HD int64_t size() const { return cells() + 1; }
+    DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
+    DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
+    DSOPT_HD double &reasons() const { return at[cells()]; }
+    DSOPT_HD double total(int64_t group) const {
+        double sum = 0;
+        for (int64_t type = 0; type < classes; ++type) sum += square(group, type);
+        return sum;
+    }
+    /// Behind the table: what agree_on_norms() sends of it, a column and the reasons.
+    DSOPT_HD double *message() const { return at + size(); }
+    int64_t message_size() const { return groups + 2; }
+    int64_t size_with_message() const { return size() + message_size(); }
+    /// Behind the message: kLanes for each cell, for fold_gradients().
+    double *lanes() const { return at + size_with_message(); }
+    int64_t size_with_lanes() const { return size_with_message() + cells() * kLanes; }
+};
 
 enum StepFlag : uint32_t {
     kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
@@ -91,6 +122,9 @@ struct Control {
 struct GivenScalars {
     const float *lr, *hyper, *grad_scale, *grad_norms;
     const int32_t *skip;
+    bool any() const {
+        return lr != nullptr || hyper != nullptr || grad_scale != nullptr || grad_norms != nullptr || skip != nullptr;
+    }
 };
 
 /// The scaler of a step, in backend memory; all NULL without one.
@@ -100,14 +134,31 @@ struct PlannedScaler {
     ScalerRules rules;
 };
 
+/// Gradients are clipped to these.
+struct Limits {
+    double max_norm; // 0 = off
+    float max_value; // INFINITY = off
+};
+
 class StepCache;
+
+/// How a step runs. What it does to tensors does not follow from this.
+struct Execution {
+    void *stream;
+    Parallel parallel;
+    int64_t chunk;    // elements that a thread takes at once, at least
+    void *extra;      // workspace of the device, Loops::extra_bytes() long
+    StepCache *cache; // what the device keeps between steps; NULL in `apply`
+    bool timing;
+    bool repeats; // tables of tensors and groups, and what of them is in `extra`, are those of the last step in `cache`
+};
+
 struct OneBitPlan;
 
 /// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
 /// (StepTable), all else is in the backend's.
 struct StepPlan {
-    const void *table; // StepTable: memory that `jobs`, `groups` and jobs of the 1-bit family are parts of
-    TensorJob *jobs;
+    TensorJob *jobs; // StepTable: what else there is of it is behind them
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
@@ -117,11 +168,8 @@ struct StepPlan {
     bool skip_nonfinite;
     bool report_norms;
     bool has_lamb;
-    bool timing;
     bool dry; // learning rates are 0
-    int32_t expert_comms;
-    double max_norm;
-    float max_value; // INFINITY = off
+    Limits limits;
     GivenScalars given;
     PlannedScaler scaler;
     int32_t *step;            // one counter a tensor
@@ -129,24 +177,15 @@ struct StepPlan {
     float *trust_ratio;       // one a tensor, or NULL
     float *report;            // or NULL
     Outcome *outcome;
-    // Workspace, sized by Optimizer::layout().
+    Execution how;
+    // Workspace, cut by StepMemory.
     Control *control;
-    Scalars *scalars;        // one a tensor
-    double *divisors;        // one a group
-    double *norms;           // NormTable, and a message of it
+    Scalars *scalars; // one a tensor
+    double *divisors; // one a group
+    NormTable norms;
     double *sums_a, *sums_b; // one a leaf
     int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
-    ShardSums *shard_sums;   // one a slot, with shard_factors() in one piece of shard_bytes()
-    int64_t shard_count;     // 0 where no tensor is sharded, or they all are on one rank
-    void *extra;             // of the backend, Device::extra_bytes() long
-    StepCache *cache;        // what the backend keeps between steps; NULL in `apply`
-    void *stream;
-    Parallel parallel;
-    int64_t chunk;
-
-    DSOPT_HD int64_t classes() const { return 1 + expert_comms; }
-    /// 1-bit LAMB: of every slot the largest counts.
-    DSOPT_HD double *shard_factors() const { return reinterpret_cast<double *>(shard_sums + shard_count); }
+    ShardTable shards;
 };
 
 } // namespace dsopt

@@ -19,18 +19,18 @@ struct StepTable {
     Hyper *groups;
     OneBitJob *onebit; // NULL without the family
 
-    static size_t bytes(const StepShape &shape) { return Places(shape).bytes; }
+    static size_t bytes(const StepShape &shape) { return Offsets(shape).bytes; }
     static StepTable at(void *memory, const StepShape &shape) {
-        const Places place(shape);
+        const Offsets offset(shape);
         char *const base = static_cast<char *>(memory);
-        return {reinterpret_cast<TensorJob *>(base), reinterpret_cast<Hyper *>(base + place.groups),
-                shape.onebit ? reinterpret_cast<OneBitJob *>(base + place.onebit) : nullptr};
+        return {reinterpret_cast<TensorJob *>(base), reinterpret_cast<Hyper *>(base + offset.groups),
+                shape.onebit ? reinterpret_cast<OneBitJob *>(base + offset.onebit) : nullptr};
     }
 
 private:
-    struct Places {
+    struct Offsets {
         size_t groups, onebit, bytes;
-        explicit Places(const StepShape &shape) :
+        explicit Offsets(const StepShape &shape) :
             groups(round_up(size_t(shape.tensors) * sizeof(TensorJob))),
             onebit(groups + round_up(size_t(shape.groups) * sizeof(Hyper))),
             bytes(onebit + (shape.onebit ? round_up(size_t(shape.tensors) * sizeof(OneBitJob)) : 0)) {}

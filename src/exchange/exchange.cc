@@ -43,8 +43,6 @@ void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuff
     node->all_gather(buffers.slice_results, buffers.results, layout.row_bytes() * layout.ranks, stream, Place::backend);
 }
 
-int64_t padded_numel(int node_ranks, int64_t numel) { return (numel + node_ranks - 1) / node_ranks * node_ranks; }
-
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream) {
     if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
@@ -62,7 +60,7 @@ void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *wo
     const auto on_host = [&](const float *data, int64_t floats) -> const float * {
         if (device.is_host()) return data;
         copy.resize(size_t(floats));
-        device.copy_to_host(copy.data(), data, size_t(floats) * sizeof(float), nullptr);
+        device.copy(copy.data(), data, size_t(floats) * sizeof(float));
         return copy.data();
     };
     const auto owe = [](const float *kept, float scale, int64_t n, float *errors) {

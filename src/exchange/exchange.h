@@ -13,11 +13,10 @@ void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuff
               void *stream);
 
 /// Sum in full precision over all ranks. Without `node` it is one all-reduce. With `node` only this rank's slice leaves
-/// the node; `numel` must come from padded_numel(), and `scratch` has as many floats. All ranks get the same bits,
+/// the node; `numel` must be a multiple of its ranks, and `scratch` has as many floats. All ranks get the same bits,
 /// because each element is added up in one order, and the ranks of a node in theirs, in one pass.
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream);
-int64_t padded_numel(int node_ranks, int64_t numel);
 
 /// The ranks of a node as exchanges see them: NULL for a node of one rank. Refuses what cannot be one beside `data`.
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);

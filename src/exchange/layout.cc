@@ -7,17 +7,11 @@
 #include <numeric>
 
 namespace dsopt {
-namespace {
 
 constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
 
-} // namespace
-
 CompressLayout CompressLayout::padded(int ranks, int rank, const std::vector<int64_t> &numels) {
-    CompressLayout layout;
-    layout.ranks = ranks;
-    layout.rank = rank;
-    layout.chunks.resize(size_t(ranks));
+    CompressLayout layout(ranks, rank);
     const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
     for (const int64_t numel : numels) {
         const int64_t padded = round_up(numel, alignment), chunk = padded / ranks;
@@ -30,16 +24,12 @@ CompressLayout CompressLayout::padded(int ranks, int rank, const std::vector<int
         layout.server_numel += chunk;
     }
     layout.row_scales = int64_t(numels.size());
-    layout.first_part.assign(size_t(ranks), 0);
     layout.count_leaves();
     return layout;
 }
 
 CompressLayout CompressLayout::bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
-    CompressLayout layout;
-    layout.ranks = ranks;
-    layout.rank = rank;
-    layout.chunks.resize(size_t(ranks));
+    CompressLayout layout(ranks, rank);
     int64_t at = 0;
     for (const int64_t numel : numels) {
         layout.parts.push_back({at, numel, numel, 0});
@@ -49,7 +39,6 @@ CompressLayout CompressLayout::bucket(int ranks, int rank, const std::vector<int
     layout.units.push_back({0, chunk, 0});
     layout.worker_numel = chunk * ranks;
     layout.server_numel = chunk;
-    layout.first_part.assign(size_t(ranks), 0);
     size_t part = 0;
     for (int64_t d = 0; d < ranks; ++d) {
         auto &segments = layout.chunks[size_t(d)];
@@ -75,46 +64,48 @@ void CompressLayout::count_leaves() {
         segment_leaf.push_back(segment_leaf.back() + leaves_of(segment.numel));
 }
 
-size_t CompressLayout::workspace_bytes() const {
-    const auto row = size_t(row_bytes());
-    const size_t one_level = 3 * round_up(row * size_t(ranks)) + round_up(row) +
-                             round_up(size_t(leaves()) * sizeof(double)) + round_up(size_t(leaves()) * sizeof(int32_t));
-    if (!has_levels()) return one_level;
-    return one_level + round_up(row * size_t(whole->ranks)) + 2 * round_up(size_t(whole->worker_numel) * sizeof(float));
-}
-
 ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer, float *server_buffer,
                                  void *workspace) :
     layout(&of),
     worker(worker_buffer),
     server(server_buffer) {
-    const size_t rows = round_up(size_t(of.row_bytes() * of.ranks));
-    send = static_cast<char *>(workspace);
-    recv = send + rows;
-    results = recv + rows;
-    result = results + rows;
-    sums = reinterpret_cast<double *>(result + round_up(size_t(of.row_bytes())));
-    counts =
-        reinterpret_cast<int32_t *>(reinterpret_cast<char *>(sums) + round_up(size_t(of.leaves()) * sizeof(double)));
-    slice_results = results;
-    if (!of.has_levels()) return;
-    results = reinterpret_cast<char *>(counts) + round_up(size_t(of.leaves()) * sizeof(int32_t));
-    message = reinterpret_cast<float *>(results + round_up(size_t(of.row_bytes() * of.whole->ranks)));
-    slices = message + round_up(size_t(of.whole->worker_numel) * sizeof(float)) / sizeof(float);
+    (void)take_from(workspace);
+}
+
+/// Returns how many bytes it takes. NULL: it only counts them.
+size_t ExchangeBuffers::take_from(void *workspace) {
+    size_t used = 0;
+    const auto take = [&]<class T>(T *&array, int64_t count) {
+        array = workspace != nullptr ? reinterpret_cast<T *>(static_cast<char *>(workspace) + used) : nullptr;
+        used += round_up(size_t(count) * sizeof(T));
+    };
+    for (char **rows : {&send, &recv, &slice_results}) take(*rows, layout->rows_bytes());
+    take(result, layout->row_bytes());
+    take(sums, layout->leaves());
+    take(counts, layout->leaves());
+    results = slice_results;
+    if (!layout->has_levels()) return used;
+    take(results, layout->row_bytes() * layout->whole->ranks);
+    take(message, layout->whole->worker_numel);
+    take(slices, layout->whole->worker_numel);
+    return used;
+}
+
+size_t CompressLayout::workspace_bytes() const {
+    ExchangeBuffers buffers;
+    buffers.layout = this;
+    return buffers.take_from(nullptr);
 }
 
 CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, int node_rank,
                                          const std::vector<int64_t> &numels) {
     const int first = node_rank * ranks; // chunk l * ranks + d is served by node rank l of node d
     const auto whole = std::make_shared<CompressLayout>(bucket(ranks * node_ranks, first + rank, numels));
-    CompressLayout own;
-    own.ranks = ranks;
-    own.rank = rank;
+    CompressLayout own(ranks, rank);
     own.whole = whole;
     own.node_ranks = node_ranks;
     own.slice = ranks * whole->server_numel;
     own.slice_begin = node_rank * own.slice;
-    own.chunks.resize(size_t(ranks));
     own.count_leaves();
     if (ranks == 1) {
         own.part_leaf.push_back(leaves_of(own.slice)); // how the slice is shared out among threads
@@ -132,7 +123,7 @@ CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, in
     for (int d = 0; d < ranks; ++d) {
         own.chunks[size_t(d)] = whole->chunks[size_t(first + d)];
         for (Segment &segment : own.chunks[size_t(d)]) segment.begin -= own.slice_begin;
-        own.first_part.push_back(whole->first_part[size_t(first + d)]);
+        own.first_part[size_t(d)] = whole->first_part[size_t(first + d)];
     }
     own.count_leaves();
     return own;

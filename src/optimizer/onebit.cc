@@ -13,39 +13,38 @@ ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
             group.max_local_interval, compat};
 }
 
-/// The first group of the family; all of them have the same schedule.
-const dsopt_group *first_group(const std::vector<dsopt_group> &groups, bool compat) {
-    const dsopt_group *first = nullptr;
+} // namespace
+
+void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
+    bool found = false;
     for (const dsopt_group &group : groups) {
         if (!is_onebit(group.algorithm)) continue;
-        if (first == nullptr) first = &group;
-        if (group.algorithm != first->algorithm)
+        const ScheduleRules schedule = schedule_rules(group, compat);
+        const TrustRules ratios{group.trust_beta, group.trust_threshold, group.trust_min_change, group.trust_max_change,
+                                compat};
+        if (!found) {
+            rules = schedule;
+            trust = ratios;
+            found = true;
+        }
+        if (schedule.algorithm != rules.algorithm)
             throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
-        const ScheduleRules rules = schedule_rules(group, compat), others = schedule_rules(*first, compat);
-        if (rules.freeze_step != others.freeze_step || rules.var_interval_steps != others.var_interval_steps ||
-            rules.local_interval_steps != others.local_interval_steps ||
-            rules.max_local_interval != others.max_local_interval)
+        if (schedule != rules)
             throw Error(DSOPT_ERR_ARGUMENT,
                         "freeze_step and the intervals must be the same in all groups of the 1-bit family");
-        if (group.trust_beta != first->trust_beta || group.trust_threshold != first->trust_threshold ||
-            group.trust_min_change != first->trust_min_change || group.trust_max_change != first->trust_max_change)
+        if (ratios != trust)
             throw Error(DSOPT_ERR_ARGUMENT, "trust_beta, _threshold, _min_change and _max_change must be the same in "
                                             "all groups of 1-bit LAMB");
     }
-    return first;
 }
 
-} // namespace
-
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                         const dsopt_optimizer_desc &desc, DataRank place) {
-    const auto [own, count, node_ranks] = place;
+                         const dsopt_optimizer_desc &desc, DataRank own) {
+    const auto [rank, count, node_ranks] = own;
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
-    const dsopt_group *const first = first_group(groups, compat);
-    if (first == nullptr) return;
-    rules = schedule_rules(*first, compat);
+    follow(groups, compat);
     compresses = count > 1;
-    const bool lamb = first->algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+    const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of parts
     int32_t group = -1;
@@ -57,7 +56,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         mean.push_back(-1);
         if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
-            mean_numel += padded_numel(node_ranks, param.numel);
+            mean_numel += round_up(param.numel, int64_t(node_ranks));
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
@@ -69,21 +68,17 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         group = param.group;
         if (!joins) numels.push_back(0);
         part.push_back(int32_t(numels.size()) - 1);
-        worker.push_back(numels.back()); // within the part; its place is added below
+        worker.push_back(numels.back()); // within the part, whose begin is added below
         numels.back() += param.numel;
     }
     if (node_ranks > 1) {
         const int nodes = count / node_ranks;
-        layout = CompressLayout::two_level(nodes, own % nodes, node_ranks, own / nodes, numels);
+        layout = CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
         if (layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
     } else if (compresses)
-        layout = compat ? CompressLayout::padded(count, own, numels) : CompressLayout::bucket(count, own, numels);
+        layout = compat ? CompressLayout::padded(count, rank, numels) : CompressLayout::bucket(count, rank, numels);
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.all().parts[size_t(part[i])].begin;
-}
-
-void OneBit::follow(const std::vector<dsopt_group> &groups) {
-    setup_.rules = schedule_rules(*first_group(groups, setup_.rules.compat), setup_.rules.compat);
 }
 
 void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_group &group,
@@ -141,7 +136,7 @@ ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) co
     const Device &device = context_.device();
     if (own && known_.valid) return known_.state;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
-    device.copy_to_host(&state, data, sizeof state, stream);
+    device.copy(&state, data, sizeof state);
     return state;
 }
 
@@ -151,62 +146,46 @@ void OneBit::count_step(const OneBitPlan &plan) const {
     (void)advance_schedule(setup_.rules, known_.state);
 }
 
-PlannedOneBit OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
-                           const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors,
-                           bool own, void *stream) const {
-    const OneBitSetup &setup = setup_;
-    const auto find = [&]<class T>(StateKind kind, T *) {
-        const dsopt_tensor *tensor = state.find(list, kind);
-        return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
-    };
-    const auto floats = [&](StateKind kind) { return find(kind, static_cast<float *>(nullptr)); };
-    const auto words = [&](StateKind kind) { return find(kind, static_cast<int32_t *>(nullptr)); };
-    PlannedOneBit planned;
-    auto *const schedule = find(StateKind::schedule, static_cast<ScheduleState *>(nullptr));
+void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
+                  const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
+                  void *stream, PlannedOneBit &planned) const {
+    const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
+    auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
     const ScheduleState now = read_schedule(schedule, own, stream);
-    if (setup.compresses)
+    auto *const active = state.data<int32_t>(list, StateKind::active);
+    if (setup_.compresses)
         planned.buffers =
-            ExchangeBuffers(setup.layout, floats(StateKind::worker_error), floats(StateKind::server_error), workspace);
-    planned.buffers.active = words(StateKind::active);
-    const dsopt_group &first =
-        *std::find_if(groups.begin(), groups.end(), [](const auto &group) { return is_onebit(group.algorithm); });
+            ExchangeBuffers(setup_.layout, floats(StateKind::worker_error), floats(StateKind::server_error), workspace);
+    planned.buffers.active = active;
     planned.plan = {.jobs = jobs,
-                    .buffers = nullptr, // the caller's copy
-                    .rules = setup.rules,
-                    .trust = {first.trust_beta, first.trust_threshold, first.trust_min_change, first.trust_max_change,
-                              setup.rules.compat},
+                    .buffers = &planned.buffers,
+                    .rules = setup_.rules,
+                    .trust = setup_.trust,
                     .now = now,
-                    .stage = stage_of(setup.rules, now),
-                    .compat = setup.rules.compat,
-                    .exchanges = setup.compresses,
+                    .stage = stage_of(setup_.rules, now),
+                    .compat = setup_.rules.compat,
+                    .exchanges = setup_.compresses,
                     .schedule = schedule,
-                    .lr_sum = words(StateKind::lr_sum),
+                    .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),
                     .trust_average = floats(StateKind::trust_average),
                     .trust_factor = floats(StateKind::trust_factor),
                     .trust_scaling = floats(StateKind::trust_scaling),
                     .trust_weight = floats(StateKind::trust_weight),
                     .factors = factors,
-                    .active = words(StateKind::active),
+                    .active = active,
                     .padding = floats(StateKind::exp_avg_pad),
-                    .momentum = reinterpret_cast<char *>(words(StateKind::exp_avg_bits))};
+                    .momentum = state.data<char>(list, StateKind::exp_avg_bits)};
     for (size_t i = 0; i < params.size(); ++i) {
-        const Param &param = params[i];
-        const dsopt_group &group = groups[size_t(param.group)];
-        const auto find_own = [&](StateKind kind) -> void * {
-            const dsopt_tensor *const tensor = state.find(list, int64_t(i), kind);
-            return tensor != nullptr ? tensor->data : nullptr;
-        };
-        OneBitJob job{};
-        job.worker = setup.worker[i];
-        job.part = setup.part[i];
-        job.averaged = !goes_into_exchanges(group);
-        job.anchor = static_cast<float *>(find_own(StateKind::anchor));
-        job.drift = static_cast<float *>(find_own(StateKind::momentum_accumulator));
-        job.fresh = static_cast<float *>(find_own(StateKind::exp_avg_sq_fresh));
-        job.mask = static_cast<const float *>(find_own(StateKind::mask));
-        jobs[i] = job;
+        const auto of_param = [&](StateKind kind) { return state.data<float>(list, int64_t(i), kind); };
+        jobs[i] = {.anchor = of_param(StateKind::anchor),
+                   .drift = of_param(StateKind::momentum_accumulator),
+                   .fresh = of_param(StateKind::exp_avg_sq_fresh),
+                   .mask = of_param(StateKind::mask),
+                   .worker = setup_.worker[i],
+                   .part = setup_.part[i],
+                   .averaged = !goes_into_exchanges(groups[size_t(params[i].group)]),
+                   .reserved = {}};
     }
-    return planned;
 }
 
 void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
@@ -216,7 +195,8 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
     for (size_t i = 0; i < setup_.mean.size(); ++i) {
         const int64_t at = setup_.mean[i];
         if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        means.add(jobs[i], mean + at, padded_numel(setup_.layout.node_ranks, jobs[i].numel), context_.device(), stream);
+        means.add(jobs[i], mean + at, round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)), context_.device(),
+                  stream);
     }
 }
 
@@ -235,14 +215,14 @@ int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first
     return reduction_of(stage_of(setup_.rules, now));
 }
 
-void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &params) const {
+void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &params) const {
     if (!(desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     const StateEntry *const bits = table.find(StateKind::exp_avg_bits);
     const StateEntry *const schedule = table.find(StateKind::schedule);
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
     const Device &device = context_.device();
     ScheduleState state;
-    device.copy_to_host(&state, schedule->data, sizeof state, nullptr);
+    device.copy(&state, schedule->data, sizeof state);
     if (state.momentum_in_bits == 0) return;
     ExchangeBuffers exchange(setup_.layout, nullptr, nullptr, nullptr);
     exchange.results = static_cast<char *>(bits->data);
@@ -257,7 +237,7 @@ void OneBit::settle_momentum(const StateTable &table, const std::vector<Param> &
     }
     device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
     state.momentum_in_bits = 0;
-    device.copy_from_host(schedule->data, &state, sizeof state, nullptr);
+    device.copy(schedule->data, &state, sizeof state);
     forget_schedule();
 }
 
@@ -267,18 +247,27 @@ void OneBit::forget_like_original(const StateTable &table) const {
     const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
-    device.copy_to_host(&schedule, entry.data, sizeof schedule, nullptr);
+    device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
     kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
-    device.copy_from_host(entry.data, &kept, sizeof kept, nullptr);
-    for (const StateEntry &other : table) {
-        const auto is = [&](StateKind kind) { return other.kind == kind; };
-        if (other.is_error() || is(StateKind::exp_avg_pad) || is(StateKind::momentum_accumulator) ||
-            is(StateKind::lr_sum) || (other.is_trust() && kept.frozen == 0))
-            device.clear(other.data, other.bytes(), nullptr);
-    }
+    device.copy(entry.data, &kept, sizeof kept);
+    const auto forgets = [&](StateKind kind) {
+        switch (kind) {
+        case StateKind::worker_error:
+        case StateKind::server_error:
+        case StateKind::exp_avg_pad:
+        case StateKind::momentum_accumulator:
+        case StateKind::lr_sum: return true;
+        case StateKind::trust_average:
+        case StateKind::trust_factor:
+        case StateKind::trust_scaling: return kept.frozen == 0;
+        default: return false;
+        }
+    };
+    for (const StateEntry &other : table)
+        if (forgets(other.kind)) device.clear(other.data, other.bytes(), nullptr);
 }
 
 void OneBit::export_errors(const StateTable &table, const StateEntry &entry, float *out) const {
@@ -293,7 +282,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     if (active == nullptr) return;
     // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
     std::vector<int32_t> words(size_t(active->numel));
-    context_.device().copy_to_host(words.data(), active->data, active->bytes(), nullptr);
+    context_.device().copy(words.data(), active->data, active->bytes());
     const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
         for (int64_t i = 0; i < count; ++i, ++element)
             if (!takes_part(words.data(), element)) errors[i] = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit family's part of an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et
-// al. 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
+// What the 1-bit family adds to an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB
+// (Li et al. 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
 #pragma once
 #include "exchange/exchange.h"
 #include "optimizer/param.h"
@@ -18,16 +18,20 @@ struct DataRank {
 /// How the parameters of an optimizer go into exchanges; follows from groups, parameters and ranks.
 struct OneBitSetup {
     ScheduleRules rules{};
+    TrustRules trust{};
     CompressLayout layout;
-    std::vector<int64_t> worker; // of every parameter, as in OneBitJob
+    // Of every parameter, as in OneBitJob.
+    std::vector<int64_t> worker;
     std::vector<int32_t> part;
-    std::vector<int64_t> mean; // place of its averaged gradient in workspace, -1 = it has none
+    std::vector<int64_t> mean; // where its averaged gradient is in the workspace, -1 = it has none
     int64_t mean_numel = 0;
-    int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where an exchange has no room as long
+    int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where the exchange's own memory is too short for it
     bool compresses = false;  // more than one rank
 
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                const dsopt_optimizer_desc &desc, DataRank place);
+                const dsopt_optimizer_desc &desc, DataRank own);
+    /// The rules are those of the groups.
+    void follow(const std::vector<dsopt_group> &groups, bool compat);
 };
 
 /// One step.
@@ -44,23 +48,22 @@ inline bool goes_into_exchanges(const dsopt_group &group) {
 class OneBit {
 public:
     OneBit(const Context &context, const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-           const dsopt_optimizer_desc &desc, DataRank place) :
+           const dsopt_optimizer_desc &desc, DataRank own) :
         context_(context),
         desc_(desc),
-        setup_(groups, params, desc, place) {}
+        setup_(groups, params, desc, own) {}
     const OneBitSetup &setup() const { return setup_; }
-    /// The schedule's rules are those of the groups.
-    void follow(const std::vector<dsopt_group> &groups);
+    void follow(const std::vector<dsopt_group> &groups) { setup_.follow(groups, setup_.rules.compat); }
 
     /// State tensors of a parameter, and of the whole optimizer, beside those of other rules.
     static void add_param_state(const Param &param, int64_t index, const dsopt_group &group,
                                 const dsopt_optimizer_desc &desc, StateTable &state);
     void add_state(int64_t groups, int64_t params, StateTable &state) const;
 
-    /// `own`: the schedule in `list` is the engine's.
-    PlannedOneBit plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
-                       const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
-                       void *stream) const;
+    /// Fills `planned`, which must stay where it is, and `jobs`. `own`: the schedule in `list` is the engine's.
+    void plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
+              const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
+              void *stream, PlannedOneBit &planned) const;
     /// Jobs whose gradients the engine averages in this step.
     void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
 
@@ -76,7 +79,7 @@ public:
     /// What the next calls do with gradients, DSOPT_REDUCTION_...; `first_call_is_spent`: by a wrapper that was made.
     int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
     /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
-    void settle_momentum(const StateTable &state, const std::vector<Param> &params) const;
+    void decode_momentum(const StateTable &state, const std::vector<Param> &params) const;
     /// After a load: what the original forgets or decides anew there.
     void forget_like_original(const StateTable &state) const;
     /// Errors as what they stand for, to host memory.

@@ -2,18 +2,14 @@
 #pragma once
 #include "base/in_use.h"
 #include "base/scratch.h"
-#include "base/tensor_list.h"
 #include "comm/comm.h"
 #include "device/context.h"
+#include "optimizer/last_step.h"
 #include "optimizer/onebit.h"
-#include "optimizer/param.h"
 #include "optimizer/scaler.h"
-#include "optimizer/state_entry.h"
 #include "step/drive.h"
-#include <atomic>
-#include <cmath>
 #include <memory>
-#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,8 +22,39 @@ struct Attachments {
     std::vector<std::shared_ptr<Comm>> experts;
 };
 
-/// A max_value that clips, or none. Below fp32's range it would clip every gradient to zero.
-inline bool is_max_value(double value) { return value == 0 || (std::isfinite(value) && value > 0 && float(value) > 0); }
+/// What the last steps came to: in backend memory, with a copy on the host where that is another. See report.cc.
+class LastOutcome {
+public:
+    void make(const std::shared_ptr<const Context> &context, void *stream);
+    Outcome *data() const { return static_cast<Outcome *>(memory_.data()); }
+    /// Whether the host has a copy, which lags behind.
+    bool is_copied() const { return mirror_ != nullptr; }
+    /// What the host knows without waiting; NULL before the first step.
+    const Outcome *known() const { return is_copied() ? static_cast<const Outcome *>(mirror_.get()) : data(); }
+    void enqueue_copy(const Device &device, void *stream) const;
+    /// Waits.
+    Outcome read(const Device &device) const;
+    /// Waits. Nothing to change before the first step.
+    void change(const Device &device, void (*change)(Outcome &));
+
+private:
+    Memory memory_;
+    HostBuffer mirror_;
+};
+
+/// What a checkpoint holds beside tensors; replaced as a whole by a load.
+struct Restored {
+    std::vector<dsopt_group> groups;
+    double max_norm, max_value;
+    int64_t calls;
+    std::string accumulated; // a digit per parameter; "": left as it is
+    int resharded_from;      // ranks; 0 = as many as these
+};
+
+/// Calls are counted so far: a double holds the number, as dsopt_optimizer_get returns it.
+constexpr int64_t kMostCalls = int64_t(1) << 53;
+
+struct StepRequest;
 
 class Optimizer {
 public:
@@ -36,24 +63,23 @@ public:
 
     const Context &context() const { return *context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
+    const Attachments &attachments() const { return with_; }
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }
     const StateTable &state() const { return state_; }
+    /// NULL without a group of the 1-bit family.
+    const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
-    /// Of the data-parallel ranks. Two levels: in the order of the chunks that they serve, so those that share a slice
-    /// follow one another.
-    int rank() const {
-        return (with_.data ? with_.data->rank() : 0) + (with_.node ? with_.node->rank() * (ranks() / node_ranks()) : 0);
-    }
-    int ranks() const { return int(data_ranks(with_.data.get(), with_.node.get())); }
-    int node_ranks() const { return with_.node ? with_.node->ranks() : 1; }
-    DataRank data_rank() const { return {rank(), ranks(), node_ranks()}; }
-    void note_loaded(int resharded_from) { resharded_from_ = resharded_from; }
-    Scaler *scaler() const { return with_.scaler.get(); }
+    /// Two levels: in the order of the chunks that they serve, so those that share a slice follow one another.
+    DataRank data_rank() const;
+    /// Which of the original's wrappers compat mode stands for.
+    Wrapper wrapper() const { return wrapper_; }
+    /// How many tensors have a trust ratio that other model ranks have a part in.
+    int32_t trust_slots() const { return trust_slots_; }
     /// Throws DSOPT_ERR_STATE if the scaler was detached since.
     void check_scaler() const {
-        if (with_.scaler) with_.scaler->check_attached(scaler_ticket_);
+        if (with_.scaler) with_.scaler->check_attached(scaler_token_);
     }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
@@ -67,120 +93,91 @@ public:
     /// Memory for every state tensor that has none, with its starting values. `params`: where masters start from, NULL
     /// = where the parameters are bound. `masters_follow`: the caller fills them at once.
     void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
-    /// What a checkpoint holds beside tensors; replaced as a whole by a load.
-    void restore(std::vector<dsopt_group> groups, double max_norm, double max_value, int64_t calls);
+    /// Starting values into the caller's list, the original's step on zero gradients included.
+    void init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const;
+    /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
+    void decode_momentum() {
+        if (onebit_) onebit_->decode_momentum(state_, params_);
+    }
+    /// To be called where state tensors may have been written to, other than by steps.
+    void state_changed() const {
+        if (onebit_) onebit_->forget_schedule();
+    }
+    /// After the tensors of a load. Does not fail.
+    void restore(Restored restored);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
-    /// Which accumulators hold something, as a checkpoint keeps it: a digit a parameter.
-    std::string accumulated() const;
-    void set_accumulated(const std::string &digits);
 
     void step(const dsopt_step &step);
     void apply(const dsopt_step &step) const;
     /// With the slack for any alignment.
     size_t workspace_bytes() const;
-    /// Starting values into the caller's list, the original's step on zero gradients included.
-    void init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const;
-    void write_reduction(const dsopt_tensor *schedule, int32_t *reduction, void *stream) const;
-    dsopt_schedule_info decode_schedule(const int32_t *words) const;
     dsopt_report report() const;
-    int32_t next_reduction(int64_t call) const;
-    /// Into host memory, as what it stands for.
-    void export_entry(const StateEntry &entry, void *host) const;
-    /// After a load: what the original forgets or decides anew there.
-    void forget_like_original();
-    /// NULL without a group of the 1-bit family.
-    const OneBit *onebit() const { return onebit_.get(); }
-    /// exp_avg is what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
-    void settle_momentum();
-    /// To be called where state tensors may have been written to, other than by steps.
-    void state_changed() const {
-        if (onebit_) onebit_->forget_schedule();
-    }
-
-    const int64_t *dims_of(const StateEntry &entry, int32_t &count) const;
 
 private:
-    struct Arguments; // pointers of one call, checked
-    struct Layout;    // where the parts of the workspace are
-    struct OfEngine {
-        Memory *outcome;
-        bool own_schedule; // false: the call brings its own schedule tensor
+    void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
+    struct Added { // with parameters that are not there for good yet
+        std::set<std::string> names;
+        MemoryMap memory; // its labels point to the names
     };
-
-    Arguments check_step(const dsopt_step &step, bool functional) const;
+    void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
+    std::unique_ptr<OneBit> make_onebit(size_t first_new) const;
+    void add_param_state(size_t index);
+    void add_own_state(const OneBit *onebit, bool has_trust);
+    std::vector<Memory> carry_state(const std::vector<StateEntry> &old);
+    MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
+    void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
+    void ensure_workspace(void *stream);
     void take_step(const dsopt_step &step, bool &met);
     void take_apply(const dsopt_step &step, bool &met) const;
-    // In rank_check.cc; `met` is set once the ranks have compared what they do.
-    bool checks_ranks() const;
-    void check_ranks(const StepPlan &plan, bool lists_only, bool remembers) const;
-    void check_places(void *stream) const;
-    void refuse_to_ranks(void *stream) const noexcept;
-    void reduce_words(void *words, size_t bytes, void *stream) const;
-    int64_t first_different(const std::vector<uint64_t> &keys, void *stream) const;
-    /// `of_engine`: NULL in `apply`, which remembers nothing.
-    void run(const Arguments &arguments, const dsopt_tensor *state, void *workspace, const OfEngine *of_engine) const;
-    void ensure_workspace(void *stream);
-    void check_pointers(const StepPlan &plan) const;
-    static Outcome no_outcome();
-    /// What the host knows of the last steps without waiting, NULL before the first one.
-    const Outcome *last_known() const;
-    void change_outcome(void (*change)(Outcome &));
-    Layout layout() const;
-    void grow(std::vector<dsopt_group> groups, const dsopt_param *params, int64_t count, bool named_groups);
-    Param make_param(const dsopt_param &given, int64_t index, int32_t group) const;
-    void add_param_state(const Param &param, int64_t index, const dsopt_group &group, StateTable &state) const;
-    void add_own_state(const OneBit *onebit, const std::vector<dsopt_group> &groups, int64_t params,
-                       StateTable &state) const;
-    std::vector<Param> with_params(const std::vector<dsopt_group> &groups, const dsopt_param *added, int64_t count,
-                                   bool named_groups) const;
-    std::unique_ptr<OneBit> make_onebit(const std::vector<dsopt_group> &groups, const std::vector<Param> &params) const;
-    std::vector<Memory> carry_state(const std::vector<StateEntry> &old, StateTable &state) const;
+    void run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const;
+    void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     CommSet comms() const {
         return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
     }
-    Wrapper wrapper() const;
-    bool shares_trust() const; // with other model ranks: of tensors that are sharded over them
-    bool shares_trust(const Param &param) const;
-    int64_t shard_count() const; // of such tensors
-    void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
-    int32_t plan_jobs(const Arguments &arguments, const dsopt_tensor *state, const OneBitPlan *onebit,
-                      TensorJob *jobs) const;
-    void plan_groups(Hyper *hypers) const;
-    StepPlan make_plan(const Arguments &arguments, const dsopt_tensor *state, char *workspace, const Layout &place,
-                       const StepTable &table, const OfEngine *of_engine) const;
-    StepShape shape() const;
-    static std::vector<dsopt_tensor> list_of(const StateTable &state);
-    void check_state_list(const dsopt_tensor *list, int64_t count, bool required) const;
-    void check_state_tensor(const dsopt_tensor &tensor, const StateEntry &entry, bool required) const;
-    void check_param(const dsopt_tensor &given, const Param &param) const;
-    const char *owner_of(const StateEntry &entry) const;
-    const void *memory_of(const StateEntry &entry) const; // of its parameter
-    /// The value that every element of a state tensor starts with, if it is not a copy of the parameter.
-    double start_of(const StateEntry &entry) const;
-    void fill(const dsopt_tensor &tensor, float value, void *stream) const; // F32
-    void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
 
     std::shared_ptr<const Context> context_;
     dsopt_optimizer_desc desc_;
     std::vector<dsopt_group> groups_;
     Attachments with_;
-    int64_t scaler_ticket_ = 0;   // says whether the scaler was detached since
-    std::vector<Comm *> experts_; // of with_, as a plan wants them
+    std::shared_ptr<void> scaler_token_; // says whether the scaler was detached since
+    std::vector<Comm *> experts_;        // of with_, as a plan wants them
     std::vector<Param> params_;
+    std::set<std::string> names_; // theirs; labels of memory_map_ point here
+    Wrapper wrapper_ = Wrapper::none;
+    int32_t trust_slots_ = 0;
     StateTable state_;
     std::vector<Memory> memory_; // what the engine owns of the state
+    MemoryMap memory_map_;       // of parameters and state, while `mapped_`
+    bool mapped_ = false;
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
     std::vector<dsopt_tensor> call_list_;  // the same with what a call brings
-    Memory outcome_memory_;                // an Outcome
-    HostBuffer mirror_;                    // its copy on the host, where backend memory is not
+    LastStep last_step_;
+    std::vector<char> host_memory_; // StepMemory's of the host for last_step_
+    LastOutcome outcome_;
     std::unique_ptr<StepCache> cache_;
-    std::unique_ptr<OneBit> onebit_; // with a group of the 1-bit family
-    bool lists_compared_ = false;    // with those of other ranks, since the last group came
+    std::unique_ptr<OneBit> onebit_;
+    bool lists_compared_ = false; // with those of other ranks, since the last group came
     mutable ScratchPool host_scratch_;
     int64_t calls_ = 0;
     int resharded_from_ = 0;
     mutable InUse in_use_{0};
 };
+
+/// Throws STATE for an optimizer that has no groups yet.
+void check_groups(const Optimizer &optimizer);
+/// A list of all state tensors, and one of them. `required`: each has memory. Failures name the tensor.
+void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required);
+void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, const StateEntry &entry, bool required);
+/// What the next step does with gradients, as callers ask for it: by a schedule tensor of theirs to backend memory
+/// (`schedule` NULL: there is none), or by the optimizer's own.
+void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream);
+int32_t next_reduction(const Optimizer &optimizer, int64_t call);
+dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words);
+/// A max_value that clips, or 0 for none. Below fp32's range it would clip every gradient to zero.
+bool is_max_value(double value);
+/// Throw ARGUMENT that names `field`.
+void check_max_norm(double value, const char *field);
+void check_max_value(double value, const char *field);
 
 } // namespace dsopt

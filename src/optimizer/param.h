@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-#include <cstdint>
+#include "base/tensor_list.h"
 #include <string>
 #include <vector>
 
@@ -19,8 +19,17 @@ struct Param {
     uint64_t random_key; // of stochastic rounding: name and seed
     int32_t flags;       // DSOPT_PARAM_...
     int32_t expert;
+    int32_t trust_slot; // as in TensorJob
     bool has_master;
     bool accumulated; // its accumulator got something since the last step
+
+    dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
+    Label label() const { return {"parameter", name.c_str()}; }
 };
+
+/// One parameter, checked by itself. `first_leaf` and `trust_slot` follow from others and are left to the caller.
+Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc);
+/// A tensor in place of the registered one.
+void check_param(const dsopt_tensor &given, const Param &param);
 
 } // namespace dsopt

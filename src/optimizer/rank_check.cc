@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// DSOPT_OPTIMIZER_CHECK_RANKS: before the first collective of a step the data-parallel ranks compare what they are
-// about to do; where they will exchange bits, they compare their lists before the first step in any case. One
-// all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell every
-// rank whether all have the same x, and so all come to the same end.
-#include "optimizer/optimizer.h"
+// One all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell
+// every rank whether all have the same x, and so all come to the same end.
+#include "optimizer/rank_check.h"
 #include "rules/rounding.h"
 #include <algorithm>
 #include <iterator>
@@ -15,20 +13,20 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 
 /// Everything that ranks compare, as words.
 struct Words {
-    enum : int { params, list, calls, schedule, stage, gradients, parts };
+    enum : int { params, list, calls, schedule, stage, gradients, count };
     int32_t refused = 0;                             // rank + 1 of one that takes no part in the step
-    int32_t high[parts][2] = {}, low[parts][2] = {}; // x and ~x: maxima become the largest x and ~ the smallest one
-    void set(int part, uint64_t value) {
+    int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x: maxima become the largest x and ~ the smallest one
+    void set(int word, uint64_t value) {
         for (int half = 0; half < 2; ++half) {
-            high[part][half] = int32_t(uint32_t(value >> (32 * half)));
-            low[part][half] = ~high[part][half];
+            high[word][half] = int32_t(uint32_t(value >> (32 * half)));
+            low[word][half] = ~high[word][half];
         }
     }
-    bool same(int part) const { return high[part][0] == ~low[part][0] && high[part][1] == ~low[part][1]; }
-    int32_t least(int part) const { return ~low[part][0]; }
-    int32_t most(int part) const { return high[part][0]; }
+    bool same(int word) const { return high[word][0] == ~low[word][0] && high[word][1] == ~low[word][1]; }
+    int32_t least(int word) const { return ~low[word][0]; }
+    int32_t most(int word) const { return high[word][0]; }
 };
-static_assert(sizeof(Words) == (1 + 4 * Words::parts) * sizeof(int32_t));
+static_assert(sizeof(Words) == (1 + 4 * Words::count) * sizeof(int32_t));
 
 /// How ranks know a parameter. Experts of ranks differ, and so may their names.
 uint64_t key_of(const Param &param, const dsopt_group &group) {
@@ -50,52 +48,76 @@ const char *name_of(Stage stage) {
     return "a synchronisation";
 }
 
-} // namespace
-
-void Optimizer::reduce_words(void *words, size_t bytes, void *stream) const {
-    for (Comm *comm : {with_.node.get(), with_.data.get()})
+void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *stream) {
+    for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
         if (comm != nullptr)
             comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
 }
 
-bool Optimizer::checks_ranks() const { return (desc_.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && ranks() > 1; }
-
 /// The first entry whose key is not the same on all ranks.
-int64_t Optimizer::first_different(const std::vector<uint64_t> &keys, void *stream) const {
+int64_t first_different(const Optimizer &optimizer, const std::vector<uint64_t> &keys, void *stream) {
     std::vector<uint64_t> both = keys;
     for (const uint64_t key : keys) both.push_back(~key);
-    reduce_words(both.data(), both.size() * sizeof(uint64_t), stream);
+    reduce_words(optimizer, both.data(), both.size() * sizeof(uint64_t), stream);
     for (size_t i = 0; i < keys.size(); ++i) // halves are compared as integers, each by itself
         if (both[i] != ~both[keys.size() + i]) return int64_t(i);
     return -1;
 }
 
-void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remembers) const {
+/// Two levels: those that exchange a slice must have the same one, or the mean is one of different tensors.
+void check_nodes(const Optimizer &optimizer, void *stream) {
+    const auto &[own, ranks, node_ranks] = optimizer.data_rank();
+    const Attachments &with = optimizer.attachments();
+    const int nodes = ranks / node_ranks, index = with.node->rank();
+    int32_t indices[2] = {index, ~index};
+    if (with.data) with.data->all_reduce(indices, std::size(indices), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
+    const bool apart = indices[0] != ~indices[1];
+    int32_t all[5] = {apart, nodes, ~nodes, node_ranks, ~node_ranks};
+    reduce_words(optimizer, all, sizeof all, stream);
+    if (all[1] != ~all[2] || all[3] != ~all[4])
+        throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d nodes of %d to %d ranks", ~all[2], all[1], ~all[4],
+                    all[3]);
+    if (all[0] != 0)
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "dsopt_optimizer_desc.data has ranks of different places in their nodes, in this rank's from %d "
+                    "to %d: they must be the same in each",
+                    ~indices[1], indices[0]);
+}
+
+} // namespace
+
+bool checks_ranks(const Optimizer &optimizer) {
+    return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
+}
+
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers) {
+    const std::vector<Param> &params = optimizer.params();
+    const auto own_key = [&](const Param &param) { return key_of(param, optimizer.groups()[size_t(param.group)]); };
     Words words;
     uint64_t list = 0, gradients = 0;
-    for (const Param &param : params_) list = mix(list, key_of(param, groups_[size_t(param.group)]));
+    for (const Param &param : params) list = mix(list, own_key(param));
     // Where the caller averages, what is absent on one rank must be absent on all. Elsewhere it counts as zeros, or
     // concerns one rank alone.
-    const bool full =
-        plan.onebit == nullptr || (plan.onebit->stage == Stage::full && !(desc_.flags & DSOPT_OPTIMIZER_AVERAGES));
+    const bool full = plan.onebit == nullptr ||
+                      (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
     const auto counts = [&](int64_t i) {
-        return full && plan.wrapper == Wrapper::none && params_[size_t(i)].expert == 0;
+        return full && plan.wrapper == Wrapper::none && params[size_t(i)].expert == 0;
     };
     for (int64_t i = 0; i < plan.count; ++i)
         if (counts(i)) gradients = mix(gradients, uint64_t(2 * i + plan.jobs[i].present));
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
-    for (int part = Words::calls; part < Words::parts; ++part) words.set(part, 0);
+    for (int word = Words::calls; word < Words::count; ++word) words.set(word, 0);
     if (!lists_only) {
-        words.set(Words::calls, remembers ? uint32_t(calls_) : 0);
+        words.set(Words::calls, remembers ? uint32_t(optimizer.calls()) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
         words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
         words.set(Words::gradients, gradients);
     }
     const Words own = words;
-    reduce_words(&words, sizeof words, plan.stream);
+    reduce_words(optimizer, &words, sizeof words, plan.how.stream);
 
-    const int rank = this->rank();
+    const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
         throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
                     words.refused - 1);
@@ -104,9 +126,9 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remember
                     words.least(Words::params), words.most(Words::params), rank, ll(plan.count));
     if (!words.same(Words::list)) {
         std::vector<uint64_t> keys;
-        for (const Param &param : params_) keys.push_back(key_of(param, groups_[size_t(param.group)]));
-        const int64_t i = first_different(keys, plan.stream);
-        const Param &param = params_[size_t(std::max<int64_t>(i, 0))];
+        for (const Param &param : params) keys.push_back(own_key(param));
+        const int64_t i = first_different(optimizer, keys, plan.how.stream);
+        const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
             "ranks have other lists: parameter %lld is '%s' on rank %d, with %lld elements of dtype %d in group "
@@ -126,39 +148,21 @@ void Optimizer::check_ranks(const StepPlan &plan, bool lists_only, bool remember
     if (!words.same(Words::gradients)) {
         std::vector<uint64_t> keys;
         for (int64_t i = 0; i < plan.count; ++i) keys.push_back(counts(i) && plan.jobs[i].present);
-        const int64_t i = std::max<int64_t>(first_different(keys, plan.stream), 0);
+        const int64_t i = std::max<int64_t>(first_different(optimizer, keys, plan.how.stream), 0);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
-                    params_[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
+                    params[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }
-    if (with_.node) check_places(plan.stream);
+    if (optimizer.attachments().node) check_nodes(optimizer, plan.how.stream);
 }
 
-/// Two levels: those that exchange a slice must have the same one, or the mean is one of different tensors.
-void Optimizer::check_places(void *stream) const {
-    const int nodes = ranks() / node_ranks(), place = with_.node->rank();
-    int32_t places[2] = {place, ~place};
-    if (with_.data) with_.data->all_reduce(places, std::size(places), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
-    const bool apart = places[0] != ~places[1];
-    int32_t all[5] = {apart, nodes, ~nodes, node_ranks(), ~node_ranks()};
-    reduce_words(all, sizeof all, stream);
-    if (all[1] != ~all[2] || all[3] != ~all[4])
-        throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d nodes of %d to %d ranks", ~all[2], all[1], ~all[4],
-                    all[3]);
-    if (all[0] != 0)
-        throw Error(DSOPT_ERR_MISMATCH,
-                    "dsopt_optimizer_desc.data has ranks of different places in their nodes, in this rank's from %d "
-                    "to %d: they must be the same in each",
-                    ~places[1], places[0]);
-}
-
-void Optimizer::refuse_to_ranks(void *stream) const noexcept {
+void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
     try {
         Words words;
-        words.refused = rank() + 1;
+        words.refused = optimizer.data_rank().rank + 1;
         // The least of integers, so that it is never the maximum of two.
         for (auto *side : {&words.high, &words.low})
-            for (auto &part : *side) part[0] = part[1] = INT32_MIN;
-        reduce_words(&words, sizeof words, stream);
+            for (auto &word : *side) word[0] = word[1] = INT32_MIN;
+        reduce_words(optimizer, &words, sizeof words, stream);
     } catch (const std::exception &) { // the caller hears of what came first
     }
 }

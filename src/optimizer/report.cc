@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the last steps came to.
+// What the last steps came to, and what the next one does with gradients.
 #include "optimizer/optimizer.h"
 #include <cmath>
 #include <cstring>
 
 namespace dsopt {
 
-Outcome Optimizer::no_outcome() {
+namespace {
+
+Outcome no_outcome() {
     Outcome outcome{};
     outcome.first_bad = -1;
     outcome.grad_norm = outcome.dense_norm = outcome.expert_norm = outcome.weight_norm = outcome.update_norm = NAN;
@@ -14,28 +16,42 @@ Outcome Optimizer::no_outcome() {
     return outcome;
 }
 
-const Outcome *Optimizer::last_known() const {
-    return static_cast<const Outcome *>(context_->device().is_host() ? outcome_memory_.data() : mirror_.get());
+} // namespace
+
+void LastOutcome::make(const std::shared_ptr<const Context> &context, void *stream) {
+    if (data() != nullptr) return;
+    const Device &device = context->device();
+    Memory memory(context, sizeof(Outcome), stream);
+    if (!device.is_host()) mirror_ = device.host_buffer(sizeof(Outcome));
+    const Outcome first = no_outcome();
+    if (mirror_) std::memcpy(mirror_.get(), &first, sizeof first);
+    device.copy(memory.data(), &first, sizeof first);
+    memory_ = std::move(memory);
 }
 
-void Optimizer::change_outcome(void (*change)(Outcome &)) {
-    if (outcome_memory_.data() == nullptr) return;
-    const Device &device = context_->device();
-    device.synchronize(nullptr);
-    Outcome outcome;
-    device.copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
+Outcome LastOutcome::read(const Device &device) const {
+    Outcome outcome = no_outcome();
+    if (data() == nullptr) return outcome;
+    device.synchronize();
+    device.copy(&outcome, data(), sizeof outcome);
+    return outcome;
+}
+
+void LastOutcome::change(const Device &device, void (*change)(Outcome &)) {
+    if (data() == nullptr) return;
+    Outcome outcome = read(device);
     change(outcome);
-    device.copy_from_host(outcome_memory_.data(), &outcome, sizeof outcome, nullptr);
-    if (mirror_.get() != nullptr) std::memcpy(mirror_.get(), &outcome, sizeof outcome);
+    device.copy(data(), &outcome, sizeof outcome);
+    if (mirror_) std::memcpy(mirror_.get(), &outcome, sizeof outcome);
+}
+
+void LastOutcome::enqueue_copy(const Device &device, void *stream) const {
+    if (mirror_) device.enqueue_copy(mirror_.get(), data(), sizeof(Outcome), stream);
 }
 
 dsopt_report Optimizer::report() const {
     dsopt_report r{};
-    Outcome outcome = no_outcome();
-    if (outcome_memory_.data() != nullptr) {
-        context_->device().synchronize(nullptr);
-        context_->device().copy_to_host(&outcome, outcome_memory_.data(), sizeof outcome, nullptr);
-    }
+    const Outcome outcome = outcome_.read(context_->device());
     r.calls = calls_;
     r.skipped = outcome.total_skipped;
     r.skipped_in_row = outcome.skipped_in_row;
@@ -54,11 +70,50 @@ dsopt_report Optimizer::report() const {
     r.update_norm = outcome.update_norm;
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
-    context_->device().loops().phase_times(cache_.get(), r.ms);
+    if (cache_) cache_->add_phase_times(r.ms);
     r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
     return r;
+}
+
+void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream) {
+    check_groups(optimizer);
+    if (reduction == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "reduction is NULL");
+    if (reinterpret_cast<uintptr_t>(reduction) % sizeof *reduction != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "reduction is at %p, not aligned to 4 bytes", static_cast<void *>(reduction));
+    const StateEntry *const entry = optimizer.state().find(StateKind::schedule);
+    if ((schedule != nullptr) != (entry != nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    entry != nullptr ? "schedule is NULL" : "schedule is given, and no group is of the 1-bit family");
+    if (entry != nullptr) check_state_tensor(optimizer, *schedule, *entry, true);
+    optimizer.context().device().loops().write_reduction(
+        entry != nullptr ? optimizer.onebit()->setup().rules : ScheduleRules{},
+        entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr, reduction, stream);
+}
+
+dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words) {
+    if (optimizer.onebit() == nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "no group is of the 1-bit family: there is no schedule");
+    ScheduleState state;
+    std::memcpy(&state, words, sizeof state);
+    dsopt_schedule_info info{};
+    info.step = state.step;
+    info.frozen = state.frozen;
+    info.var_interval = state.var_interval;
+    info.var_counter = state.var_counter;
+    info.local_interval = state.local_interval;
+    info.local_counter = state.local_counter;
+    info.momentum_in_bits = state.momentum_in_bits;
+    info.reduction = next_reduction_of(optimizer.onebit()->setup().rules, &state);
+    return info;
+}
+
+int32_t next_reduction(const Optimizer &optimizer, int64_t call) {
+    check_groups(optimizer);
+    if (call < 0 || call > INT32_MAX) throw Error(DSOPT_ERR_ARGUMENT, "call is %lld, not in [0, 2^31)", ll(call));
+    if (optimizer.onebit() == nullptr) return DSOPT_REDUCTION_FULL;
+    return optimizer.onebit()->next_reduction(optimizer.state(), call, optimizer.wrapper() != Wrapper::none);
 }
 
 } // namespace dsopt

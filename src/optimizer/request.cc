@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call brings is checked before anything is enqueued.
-#include "optimizer/step_parts.h"
+#include "optimizer/plan.h"
 
 namespace dsopt {
-Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool functional) const {
-    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
+
+StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
+    check_groups(optimizer);
+    const std::vector<Param> &params = optimizer.params();
     constexpr int32_t known =
         DSOPT_STEP_ZERO_GRADS | DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA | DSOPT_STEP_ACCUMULATED | DSOPT_STEP_NO_NAN;
     const bool accumulated = step.flags & DSOPT_STEP_ACCUMULATED;
     if (step.flags & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.flags has unknown bits: 0x%x", step.flags);
     if (step.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.reserved is %u, must be 0", step.reserved);
-    if (step.count != int64_t(params_.size()))
+    if (step.count != int64_t(params.size()))
         throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count),
-                    params_.size());
+                    params.size());
     if (step.count > 0 && !accumulated && step.grads == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
     if (accumulated && step.grads != nullptr)
         throw Error(DSOPT_ERR_ARGUMENT,
                     "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
-    if (accumulated && !(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
+    if (accumulated && !(optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
     if (accumulated && functional)
         throw Error(DSOPT_ERR_UNSUPPORTED,
@@ -37,21 +39,23 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
         if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
 
-    const bool wrapped = wrapper() != Wrapper::none;
+    const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
+    const bool wrapped = optimizer.wrapper() != Wrapper::none;
     uint32_t flags = step.flags;
     if (flags & DSOPT_STEP_DELTA) flags |= DSOPT_STEP_OUT_ONLY;
     if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_STEP_OUT_ONLY and _DELTA need dsopt_step.out");
-    for (size_t i = 0; i < params_.size(); ++i) {
-        const Param &param = params_[i];
+    for (size_t i = 0; i < params.size(); ++i) {
+        const Param &param = params[i];
         const char *name = param.name.c_str();
         bool present = accumulated ? param.accumulated : step.grads[i].data != nullptr;
         if (present && !accumulated) {
             check_float_tensor(step.grads[i], {"gradient of", name});
             check_numel(step.grads[i], param.numel, {"gradient of", name});
         }
-        // Ranks exchange what an absent gradient stands for, zeros.
-        present = present || wrapped || (onebit_ && onebit_->setup().worker[i] >= 0);
+        // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
+        present = present || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
+                  optimizer.state().find(int64_t(i), StateKind::anchor) != nullptr;
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];
@@ -71,14 +75,14 @@ Optimizer::Arguments Optimizer::check_step(const dsopt_step &step, bool function
                         "would not give the new weight",
                         name);
         if ((flags & DSOPT_STEP_OUT_ONLY) && !param.has_master &&
-            groups_[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            optimizer.groups()[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "OUT_ONLY and DELTA with 0/1 Adam: its local steps add up in '%s', which has no master", name);
         if (data == nullptr && param.numel != 0 && (present || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
     if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
-    return {step, step.params, step.out, flags, context_->parallel(step.parallel_for, step.parallel_user), false};
+    return {step, step.params, step.out, flags, optimizer.context().parallel(step.parallel_for, step.parallel_user)};
 }
 
 } // namespace dsopt

@@ -14,8 +14,6 @@ struct Profile {
 constexpr Profile kProfiles[] = {
     {65536, 1, 0}, {4294967296.0, 1, 0}, {65536, 0.25, 0}, {4294967296.0, 1, DSOPT_SCALER_FAIL_AT_MIN}};
 
-bool positive(double value) { return std::isfinite(value) && value > 0; }
-
 ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
                                DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
@@ -51,7 +49,7 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
         rules.flags &= ~uint32_t(DSOPT_SCALER_FAIL_AT_MIN);
     Scaler::check(rules);
     init = desc.init != 0 ? desc.init : fixed ? 1 : profile.init;
-    if (!positive(init) || !std::isfinite(float(init)) || init < rules.min || init > rules.max)
+    if (!is_loss_scale(init) || init < rules.min || init > rules.max)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.init is %g, not in [min, max] = [%g, %g]", init, rules.min,
                     rules.max);
     return rules;
@@ -62,8 +60,9 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
 void Scaler::check(const ScalerRules &rules) {
     if (!std::isfinite(rules.factor) || rules.factor <= 1)
         throw Error(DSOPT_ERR_ARGUMENT, "the scale factor is %g, must be above 1", rules.factor);
-    if (!std::isfinite(rules.min) || rules.min < 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive", rules.min);
+    // A static scale has no minimum.
+    if (!is_loss_scale(rules.min) && !(rules.min == 0 && (rules.flags & DSOPT_SCALER_STATIC)))
+        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive and finite in fp32", rules.min);
     if (!(rules.max >= rules.min))
         throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
     if (rules.window < 1) throw Error(DSOPT_ERR_ARGUMENT, "the scale window is %d, must be at least 1", rules.window);
@@ -74,8 +73,8 @@ void Scaler::check(const ScalerRules &rules) {
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
     rules_ = make_rules(desc, init_);
     memory_ = Memory(context_, 128, nullptr);
-    write(first_state(), nullptr);
-    context_->device().synchronize(nullptr);
+    write(first_state());
+    context_->device().synchronize();
 }
 
 ScalerState Scaler::first_state() const {
@@ -86,47 +85,42 @@ ScalerState Scaler::first_state() const {
     return state;
 }
 
-int64_t Scaler::attach() {
+std::shared_ptr<void> Scaler::attach() const {
     const std::lock_guard lock(mutex_);
-    if (attached_ != 0 && !(rules_.flags & DSOPT_SCALER_SHARED))
+    if (token_.use_count() > 1 && !(rules_.flags & DSOPT_SCALER_SHARED))
         throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
                                      "dsopt_scaler_detach first");
-    ++attached_;
-    return ticket_;
+    return token_;
 }
-void Scaler::detach(int64_t ticket) noexcept {
+void Scaler::detach_all() {
+    std::shared_ptr<void> fresh = std::make_shared<char>();
     const std::lock_guard lock(mutex_);
-    if (ticket == ticket_) --attached_;
+    token_.swap(fresh);
 }
-void Scaler::detach_all() noexcept {
+void Scaler::check_attached(const std::shared_ptr<void> &token) const {
     const std::lock_guard lock(mutex_);
-    attached_ = 0;
-    ++ticket_;
-}
-void Scaler::check_attached(int64_t ticket) const {
-    const std::lock_guard lock(mutex_);
-    if (ticket != ticket_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
+    if (token != token_) throw Error(DSOPT_ERR_STATE, "the scaler was detached from this optimizer");
 }
 
 ScalerState Scaler::read() const {
     ScalerState state;
-    context_->device().copy_to_host(&state, this->state(), sizeof state, nullptr);
+    context_->device().copy(&state, this->state(), sizeof state);
     return state;
 }
-void Scaler::write(const ScalerState &state, void *stream) {
+void Scaler::write(const ScalerState &state) {
     const float scale = scale_in_use(state);
-    context_->device().copy_from_host(this->state(), &state, sizeof state, stream);
-    context_->device().copy_from_host(this->scale(), &scale, sizeof scale, stream);
+    context_->device().copy(this->state(), &state, sizeof state);
+    context_->device().copy(this->scale(), &scale, sizeof scale);
 }
 
-void Scaler::set(int32_t what, double value, void *stream) {
+void Scaler::set(int32_t what, double value) {
     ScalerState state = read();
     if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {
         if (value != 0) throw Error(DSOPT_ERR_ARGUMENT, "clearing an override takes no value, got %g", value);
         state.overridden = 0;
         state.forced = 0;
     } else if (what == DSOPT_SCALE_VALUE || what == DSOPT_SCALE_OVERRIDE) {
-        if (!positive(value) || !std::isfinite(float(value)))
+        if (!is_loss_scale(value))
             throw Error(DSOPT_ERR_ARGUMENT, "the loss scale is %g, must be positive and finite in fp32", value);
         if (what == DSOPT_SCALE_VALUE)
             state.dynamic = value;
@@ -137,29 +131,7 @@ void Scaler::set(int32_t what, double value, void *stream) {
     } else {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_set: what is %d", what);
     }
-    write(state, stream);
-}
-
-namespace {
-
-void check_overflow(const int32_t *overflow) {
-    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
-                    static_cast<const void *>(overflow));
-}
-
-} // namespace
-
-void Scaler::update(const int32_t *overflow, void *stream) {
-    check_overflow(overflow);
-    context_->device().loops().update_scaler(rules(), state(), scale(), overflow, stream);
-}
-
-void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
-    check_float_tensor(loss, {"loss", ""});
-    check_numel(loss, 1, {"loss", ""});
-    if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
-    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
+    write(state);
 }
 
 namespace {
@@ -171,38 +143,49 @@ struct ScalerArrays {
 };
 ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
     if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
-    if (count != 2)
-        throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2",
-                    static_cast<long long>(count));
-    const struct {
-        const char *name;
-        int32_t dtype;
-        int64_t numel;
-    } wanted[] = {{"loss_scale", DSOPT_DTYPE_F32, 1}, {"scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4}};
-    for (int i = 0; i < 2; ++i) {
-        const Label label{wanted[i].name, "the scaler"};
-        check_tensor(list[i], label);
-        check_dtype(list[i], wanted[i].dtype, label);
-        check_numel(list[i], wanted[i].numel, label);
-        if (list[i].data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", label.role);
-    }
+    if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
+    const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
+        const Label label{name, "the scaler"};
+        check_tensor(tensor, label);
+        check_dtype(tensor, dtype, label);
+        check_numel(tensor, numel, label);
+        if (tensor.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", name);
+    };
+    check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);
+    check(list[1], "scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
     return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
+}
+
+void move_scale(const Context &context, const ScalerRules &rules, ScalerArrays arrays, const int32_t *overflow,
+                void *stream) {
+    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
+                    static_cast<const void *>(overflow));
+    context.device().loops().update_scaler(rules, arrays.state, arrays.scale, overflow, stream);
 }
 
 } // namespace
 
+void Scaler::update(const int32_t *overflow, void *stream) {
+    move_scale(*context_, rules(), {scale(), state()}, overflow, stream);
+}
+void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
+    move_scale(*context_, rules(), check_arrays(state, count), overflow, stream);
+}
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const ScalerArrays arrays = check_arrays(state, count);
     context_->device().loops().write_scaler(first_state(), arrays.state, arrays.scale, stream);
 }
-void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
-    const ScalerArrays arrays = check_arrays(state, count);
-    check_overflow(overflow);
-    context_->device().loops().update_scaler(rules(), arrays.state, arrays.scale, overflow, stream);
+
+void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
+    check_float_tensor(loss, {"loss", ""});
+    check_numel(loss, 1, {"loss", ""});
+    if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
+    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
 dsopt_scaler_info Scaler::info() const {
-    context_->device().synchronize(nullptr);
+    context_->device().synchronize();
     return decode(read());
 }
 dsopt_scaler_info Scaler::decode(const ScalerState &state) {

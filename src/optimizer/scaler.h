@@ -21,15 +21,14 @@ public:
     float *scale() const { return static_cast<float *>(memory_.data()); }
     ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
 
-    /// Throws DSOPT_ERR_STATE for a second optimizer unless SHARED. Returns a ticket.
-    int64_t attach();
-    /// Lets go of one optimizer, or of all of them: their tickets are then no good any more.
-    void detach(int64_t ticket) noexcept;
-    void detach_all() noexcept;
-    /// Throws DSOPT_ERR_STATE if the ticket's optimizer was let go.
-    void check_attached(int64_t ticket) const;
+    /// For an optimizer to keep as long as it has the scaler. Throws DSOPT_ERR_STATE for a second one unless SHARED.
+    std::shared_ptr<void> attach() const;
+    /// Lets go of all optimizers.
+    void detach_all();
+    /// Throws DSOPT_ERR_STATE if the optimizer with this token was let go.
+    void check_attached(const std::shared_ptr<void> &token) const;
 
-    void set(int32_t what, double value, void *stream);
+    void set(int32_t what, double value);
     void update(const int32_t *overflow, void *stream);
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
@@ -47,15 +46,14 @@ public:
 
 private:
     ScalerState read() const;
-    void write(const ScalerState &state, void *stream);
+    void write(const ScalerState &state);
 
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;
     double init_ = 0;
     Memory memory_;
-    mutable std::mutex mutex_; // of the rules and the two below
-    int attached_ = 0;
-    int64_t ticket_ = 0;
+    mutable std::mutex mutex_; // of the rules and the token
+    std::shared_ptr<void> token_ = std::make_shared<char>();
 };
 
 } // namespace dsopt

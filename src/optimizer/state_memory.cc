@@ -1,52 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "base/sizes.h"
-#include "optimizer/optimizer.h"
+#include "optimizer/contents.h"
 #include <algorithm>
 
 namespace dsopt {
 namespace {
 
-/// Of the same entries. They stay where they are: callers hold dsopt_state_info.dims.
-void swap_memory(StateTable &a, StateTable &b) {
-    for (size_t i = 0; i < a.size(); ++i) std::swap(a[i].data, b[i].data);
+const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
+    return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-} // namespace
-
-const char *Optimizer::owner_of(const StateEntry &entry) const {
-    return entry.param < 0 ? "the optimizer" : params_[size_t(entry.param)].name.c_str();
-}
-
-const void *Optimizer::memory_of(const StateEntry &entry) const {
-    return entry.param < 0 ? nullptr : params_[size_t(entry.param)].data;
-}
-
-double Optimizer::start_of(const StateEntry &entry) const {
-    if (entry.moment == nullptr || entry.moment->start == nullptr) return 0;
-    return groups_[size_t(params_[size_t(entry.param)].group)].*entry.moment->start;
-}
-
-/// By copies in stream order, each twice as long as the last one.
-void Optimizer::fill(const dsopt_tensor &tensor, float value, void *stream) const {
-    const Device &device = context_->device();
+/// By copies, each twice as long as the last one.
+void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
     const size_t total = size_t(tensor.numel) * sizeof value;
     float block[256];
     for (float &element : block) element = value;
     if (total == 0) return;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     size_t done = std::min(total, sizeof block);
-    device.copy_from_host(tensor.data, block, done, stream);
+    device.copy(tensor.data, block, done);
     for (; done < total; done += std::min(done, total - done))
-        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
+        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done));
 }
+
+} // namespace
 
 void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
     const Device &device = context_->device();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
-        const double start = start_of(entry);
         device.clear(data, entry.bytes(), stream);
-        if (start != 0) fill({data, entry.numel, entry.dtype, 0}, float(start), stream);
+        if (entry.moment == nullptr || entry.moment->start == nullptr) return;
+        const double start = groups_[size_t(params_[size_t(entry.param)].group)].*entry.moment->start;
+        if (start != 0) fill(device, {data, entry.numel, entry.dtype, 0}, float(start), stream);
         return;
     }
     const Param &param = params_[size_t(entry.param)];
@@ -62,70 +48,59 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
     if (!state_.empty() && state_list_.size() == state_.size())
         return; // made when everything had memory, dropped on any change
-    const auto is_flat = [&](const StateEntry &entry) {
-        return desc_.masters == DSOPT_MASTERS_FLAT && (entry.flags & DSOPT_STATE_FROM_PARAM);
-    };
     // Flat masters first, those of a group one behind the other; then the rest, each on its own cache line.
-    std::vector<size_t> place(state_.size()), flat;
-    const auto group_of = [&](size_t i) { return params_[size_t(state_[i].param)].group; };
+    constexpr int32_t apart = INT32_MAX;
+    const auto flat_group = [&](size_t i) {
+        const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state_[i].flags & DSOPT_STATE_FROM_PARAM);
+        return flat ? params_[size_t(state_[i].param)].group : apart;
+    };
+    std::vector<size_t> missing, offsets;
     for (size_t i = 0; i < state_.size(); ++i)
-        if (state_[i].data == nullptr && is_flat(state_[i])) flat.push_back(i);
-    std::stable_sort(flat.begin(), flat.end(), [&](size_t a, size_t b) { return group_of(a) < group_of(b); });
-    size_t bytes = 0;
-    bool missing = !flat.empty();
-    for (size_t k = 0; k < flat.size(); ++k) {
-        if (k != 0 && group_of(flat[k]) != group_of(flat[k - 1])) bytes = round_up(bytes);
-        place[flat[k]] = bytes;
-        bytes += state_[flat[k]].bytes();
-    }
-    for (size_t i = 0; i < state_.size(); ++i) {
-        if (state_[i].data != nullptr || is_flat(state_[i])) continue;
-        place[i] = bytes = round_up(bytes);
-        bytes += state_[i].bytes();
-        missing = true;
-    }
-    if (missing) {
-        state_changed();
-        Memory arena(context_, std::max(round_up(bytes), kLine), stream);
-        StateTable allocated = state_;
-        bool counters = false;
-        for (size_t i = 0; i < allocated.size(); ++i) {
-            StateEntry &entry = allocated[i];
-            if (entry.data != nullptr) continue;
-            entry.data = static_cast<char *>(arena.data()) + place[i];
-            const bool own = entry.param < 0 || params == nullptr;
-            if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM))
-                initialize(entry, own ? memory_of(entry) : params[entry.param].data, entry.data, stream);
-            counters = counters || entry.per_param();
-        }
-        std::vector<dsopt_tensor> list = list_of(allocated);
-        const bool initial_step = counters && wrapper() != Wrapper::none && !masters_follow;
-        if (initial_step) ensure_workspace(stream);
-        memory_.reserve(memory_.size() + 1);
-        // From here on nothing can fail for want of memory: either all of it was there or nothing has changed. But the
-        // caller's pool can.
-        memory_.push_back(std::move(arena));
-        swap_memory(state_, allocated);
+        if (state_[i].data == nullptr) missing.push_back(i);
+    std::stable_sort(missing.begin(), missing.end(), [&](size_t a, size_t b) { return flat_group(a) < flat_group(b); });
+    std::vector<dsopt_tensor> list = state_.list();
+    if (missing.empty()) {
         state_list_.swap(list);
-        if (initial_step) {
-            try {
-                take_initial_step(params, state_list_.data(), workspace_.data(), stream);
-            } catch (...) { // by the next use it is still to be taken
-                swap_memory(state_, allocated);
-                state_list_.clear();
-                memory_.pop_back();
-                throw;
-            }
-        }
-    } else
-        state_list_ = list_of(state_);
+        return;
+    }
+    size_t bytes = 0;
+    for (size_t k = 0; k < missing.size(); ++k) {
+        const int32_t group = flat_group(missing[k]);
+        if (k == 0 || group == apart || group != flat_group(missing[k - 1])) bytes = round_up(bytes);
+        offsets.push_back(bytes);
+        bytes += state_[missing[k]].bytes();
+    }
+    state_changed();
+    Memory arena(context_, std::max(round_up(bytes), kLine), stream);
+    bool counters = false;
+    for (size_t k = 0; k < missing.size(); ++k) {
+        const StateEntry &entry = state_[missing[k]];
+        void *const data = list[missing[k]].data = static_cast<char *>(arena.data()) + offsets[k];
+        counters = counters || entry.per_param();
+        if (masters_follow && (entry.flags & DSOPT_STATE_FROM_PARAM)) continue;
+        const void *source = nullptr;
+        if (entry.param >= 0) source = params != nullptr ? params[entry.param].data : params_[size_t(entry.param)].data;
+        initialize(entry, source, data, stream);
+    }
+    const bool initial_step = counters && wrapper_ != Wrapper::none && !masters_follow;
+    memory_.reserve(memory_.size() + 1);
+    if (initial_step) {
+        ensure_workspace(stream);
+        // It moves parameters that are their own masters: nothing after it may fail.
+        take_initial_step(params, list.data(), workspace_.data(), stream);
+    }
+    memory_.push_back(std::move(arena));
+    for (const size_t i : missing) state_[i].data = list[i].data;
+    state_list_.swap(list);
+    mapped_ = false;
+    last_step_.forget();
 }
 
 void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const {
-    if (groups_.empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
-    check_state_list(state, count, true);
+    check_groups(*this);
+    check_state_list(*this, state, count, true);
     for (size_t i = 0; params != nullptr && i < params_.size(); ++i) check_param(params[i], params_[i]);
-    const bool initial_step = wrapper() != Wrapper::none;
+    const bool initial_step = wrapper_ != Wrapper::none;
     for (size_t i = 0; i < params_.size(); ++i) // wrappers move parameters that are their own masters
         if (params_[i].numel != 0 && (params_[i].has_master || initial_step) &&
             (params == nullptr || params[i].data == nullptr))
@@ -149,40 +124,18 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
 
-void Optimizer::settle_momentum() {
-    if (onebit_) onebit_->settle_momentum(state_, params_);
-}
-void Optimizer::forget_like_original() {
-    if (onebit_) onebit_->forget_like_original(state_);
-}
-void Optimizer::export_entry(const StateEntry &entry, void *host) const {
-    if (entry.numel == 0) return; // `host` may be NULL
-    if (entry.is_error()) return onebit_->export_errors(state_, entry, static_cast<float *>(host));
-    context_->device().copy_to_host(host, entry.data, entry.bytes(), nullptr);
-}
-
-const int64_t *Optimizer::dims_of(const StateEntry &entry, int32_t &count) const {
-    count = entry.param >= 0 ? int32_t(params_[size_t(entry.param)].dims.size()) : 1;
-    return entry.param >= 0 ? params_[size_t(entry.param)].dims.data() : &entry.numel;
-}
-
-std::vector<dsopt_tensor> Optimizer::list_of(const StateTable &state) {
-    std::vector<dsopt_tensor> list;
-    list.reserve(state.size());
-    for (const StateEntry &entry : state) list.push_back(entry.tensor());
-    return list;
-}
-
-void Optimizer::check_state_list(const dsopt_tensor *list, int64_t count, bool required) const {
+void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required) {
+    const StateTable &state = optimizer.state();
     if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the state list is NULL");
-    if (count != int64_t(state_.size()))
+    if (count != int64_t(state.size()))
         throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
-                    state_.size());
-    for (size_t i = 0; i < state_.size(); ++i) check_state_tensor(list[i], state_[i], required);
+                    state.size());
+    for (size_t i = 0; i < state.size(); ++i) check_state_tensor(optimizer, list[i], state[i], required);
 }
 
-void Optimizer::check_state_tensor(const dsopt_tensor &tensor, const StateEntry &entry, bool required) const {
-    const Label label{entry.name(), owner_of(entry)};
+void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, const StateEntry &entry,
+                        bool required) {
+    const Label label{entry.name(), owner_of(optimizer, entry)};
     check_tensor(tensor, label);
     check_dtype(tensor, entry.dtype, label);
     check_numel(tensor, entry.numel, label);
@@ -190,43 +143,47 @@ void Optimizer::check_state_tensor(const dsopt_tensor &tensor, const StateEntry 
         throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
 }
 
-void Optimizer::check_param(const dsopt_tensor &given, const Param &param) const {
-    const Label label{"parameter", param.name.c_str()};
-    check_float_tensor(given, label);
-    check_dtype(given, param.dtype, label);
-    check_numel(given, param.numel, label);
+/// Of parameters and state, or lists in their place; throws OVERLAP.
+MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const {
+    MemoryMap map;
+    const auto name_of = [&](int64_t param) { return names_.find(params_[size_t(param)].name)->c_str(); };
+    for (size_t i = 0; i < params_.size(); ++i)
+        map.add(params != nullptr ? params[i] : params_[i].tensor(), {"parameter", name_of(int64_t(i))});
+    for (size_t i = 0; i < state_.size(); ++i)
+        map.add(state != nullptr ? state[i] : state_[i].tensor(),
+                {state_[i].name(), state_[i].param < 0 ? "the optimizer" : name_of(state_[i].param)});
+    return map;
 }
 
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     if (count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld parameters, registered are %zu", ll(count), params_.size());
     if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
-    std::vector<Interval> intervals;
-    for (size_t i = 0; i < params_.size(); ++i) {
-        check_param(list[i], params_[i]);
-        intervals.push_back(interval_of(list[i], {"parameter", params_[i].name.c_str()}));
-    }
-    for (const StateEntry &entry : state_)
-        if (entry.data != nullptr) intervals.push_back(interval_of(entry.tensor(), {entry.name(), owner_of(entry)}));
-    check_overlap(intervals);
+    for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
+    memory_map_ = map_memory(list, nullptr);
+    mapped_ = true;
+    last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
-    check_state_list(list, count, false);
-    settle_momentum();
-    std::vector<Interval> intervals;
-    for (const Param &param : params_)
-        intervals.push_back(interval_of({param.data, param.numel, param.dtype, 0}, {"parameter", param.name.c_str()}));
-    StateTable bound = state_;
-    for (size_t i = 0; i < bound.size(); ++i) {
-        if (list[i].data != nullptr) bound[i].data = list[i].data;
-        if (bound[i].data == nullptr) continue;
-        intervals.push_back(interval_of(bound[i].tensor(), {bound[i].name(), owner_of(bound[i])}));
+    check_state_list(*this, list, count, false);
+    std::vector<char> words;
+    for (size_t i = 0; i < state_.size(); ++i) {
+        if (list[i].data == nullptr || state_[i].numel == 0 || !has_meaning(state_[i].kind)) continue;
+        words.resize(state_[i].bytes());
+        context_->device().copy(words.data(), list[i].data, words.size());
+        check_contents(*this, state_[i], words.data(), "bound memory");
     }
-    check_overlap(intervals);
-    swap_memory(state_, bound);
+    decode_momentum();
+    std::vector<dsopt_tensor> bound = state_.list();
+    for (size_t i = 0; i < bound.size(); ++i)
+        if (list[i].data != nullptr) bound[i].data = list[i].data;
+    memory_map_ = map_memory(nullptr, bound.data());
+    mapped_ = true;
+    for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
     state_list_.clear();
+    last_step_.forget();
     state_changed();
 }
 
@@ -234,27 +191,20 @@ void Optimizer::reset(int32_t what, void *stream) {
     constexpr int32_t known =
         DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS | DSOPT_RESET_ERRORS;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
-    const auto part_of = [](const StateEntry &entry) -> int32_t {
-        if (entry.flags & DSOPT_STATE_FROM_PARAM) return DSOPT_RESET_MASTERS;
-        if (entry.kind == StateKind::grad_accum) return DSOPT_RESET_GRADS;
-        if (entry.kind == StateKind::mask) return 0; // the caller's
-        if (entry.param >= 0) return DSOPT_RESET_MOMENTS;
-        if (entry.kind == StateKind::active) return DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS; // no variance
-        if (entry.is_error()) return DSOPT_RESET_ERRORS;
-        return entry.of_scaler() ? 0 : DSOPT_RESET_COUNTERS; // the scaler is its own
-    };
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params_)
             if (param.has_master && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
-    settle_momentum(); // which counters tell
+    decode_momentum(); // which counters tell
     for (const StateEntry &entry : state_)
-        if (entry.data != nullptr && (what & part_of(entry))) initialize(entry, memory_of(entry), entry.data, stream);
+        if (entry.data != nullptr && (what & record_of(entry.kind).reset))
+            initialize(entry, entry.param < 0 ? nullptr : params_[size_t(entry.param)].data, entry.data, stream);
     state_changed();
     if (what & DSOPT_RESET_COUNTERS) {
         calls_ = 0;
-        change_outcome([](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
+        outcome_.change(context_->device(),
+                        [](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
     }
     if (what & DSOPT_RESET_GRADS)
         for (Param &param : params_) param.accumulated = false;

@@ -1,12 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
+// State tensors: what there can be, one of them, and all those of an optimizer.
 #pragma once
-#include "optimizer/state_entry.h"
+#include "base/dtype.h"
+#include "rules/rule.h"
 #include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
 
 namespace dsopt {
+
+enum class StateKind : uint8_t {
+    // of a parameter
+    master,
+    first_moment, // these two have the names that the rule gives them
+    second_moment,
+    grad_accum,
+    anchor,
+    momentum_accumulator,
+    exp_avg_sq_fresh,
+    mask,
+    // of the whole optimizer
+    worker_error,
+    server_error,
+    active,
+    exp_avg_bits,
+    schedule,
+    lr_sum,
+    trust_average,
+    trust_factor,
+    trust_scaling,
+    trust_weight,
+    exp_avg_pad,
+    loss_scale,
+    scaler,
+    trust_ratio,
+    step
+};
+
+constexpr StateKind kMomentKinds[] = {StateKind::first_moment, StateKind::second_moment};
+static_assert(std::size(kMomentKinds) == size_t(kMoments));
+
+/// What becomes of a tensor of the whole optimizer when parameters are added.
+enum class Growth : uint8_t {
+    anew,     // it starts again
+    carried,  // it keeps its contents
+    per_param // it has one element per parameter, and keeps those that are there
+};
+
+/// What a kind of state tensor is, beside what steps do with it.
+struct StateRecord {
+    const char *name;  // in dsopt_state_info and in checkpoints; of moments see StateEntry::name
+    int32_t reset = 0; // DSOPT_RESET_..., which set it back
+    Growth growth = Growth::anew;
+};
+constexpr StateRecord record_of(StateKind kind) {
+    constexpr int32_t moments = DSOPT_RESET_MOMENTS, counters = DSOPT_RESET_COUNTERS, errors = DSOPT_RESET_ERRORS;
+    switch (kind) {
+    case StateKind::master: return {"master", DSOPT_RESET_MASTERS};
+    case StateKind::first_moment:
+    case StateKind::second_moment: return {"moment", moments};
+    case StateKind::grad_accum: return {"grad_accum", DSOPT_RESET_GRADS};
+    case StateKind::anchor: return {"anchor", moments};
+    case StateKind::momentum_accumulator: return {"momentum_accumulator", moments};
+    case StateKind::exp_avg_sq_fresh: return {"exp_avg_sq_fresh", moments};
+    case StateKind::mask: return {"mask"}; // the caller's
+    case StateKind::worker_error: return {"worker_error", errors};
+    case StateKind::server_error: return {"server_error", errors};
+    case StateKind::active: return {"active", moments | counters, Growth::carried}; // whose variance is not 0
+    case StateKind::exp_avg_bits: return {"exp_avg_bits", counters};
+    case StateKind::schedule: return {"schedule", counters, Growth::carried};
+    case StateKind::lr_sum: return {"lr_sum", counters, Growth::carried};
+    case StateKind::trust_average: return {"trust_average", counters, Growth::per_param};
+    case StateKind::trust_factor: return {"trust_factor", counters, Growth::per_param};
+    case StateKind::trust_scaling: return {"trust_scaling", counters, Growth::per_param};
+    case StateKind::trust_weight: return {"trust_weight", counters, Growth::per_param};
+    case StateKind::exp_avg_pad: return {"exp_avg_pad", counters};
+    case StateKind::loss_scale: return {"loss_scale"}; // the scaler is its own
+    case StateKind::scaler: return {"scaler"};
+    case StateKind::trust_ratio: return {"trust_ratio", counters, Growth::per_param};
+    case StateKind::step: return {"step", counters, Growth::per_param};
+    }
+    return {""};
+}
+
+/// One state tensor. `data` is NULL until allocated or bound.
+struct StateEntry {
+    StateKind kind;
+    int64_t param; // -1: of the whole optimizer
+    int32_t dtype;
+    int32_t flags;
+    int64_t numel;
+    void *data = nullptr;
+    const MomentInfo *moment = nullptr; // of its rule, if it is one
+    const char *name() const { return moment != nullptr ? moment->name : record_of(kind).name; }
+    size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
+    dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
+    bool is_error() const { return kind == StateKind::worker_error || kind == StateKind::server_error; }
+    bool of_scaler() const { return kind == StateKind::loss_scale || kind == StateKind::scaler; }
+    bool per_param() const { return record_of(kind).growth == Growth::per_param; }
+    /// exp_avg_bits is not saved: exp_avg is, decoded first.
+    bool saved() const { return kind != StateKind::exp_avg_bits; }
+};
 
 /// All state tensors of an optimizer: those of its parameters, then those of the whole. Found by parameter and kind.
 class StateTable {
@@ -19,16 +114,20 @@ public:
         slots(entry.param)[size_t(entry.kind)] = int32_t(entries_.size());
         entries_.push_back(entry);
     }
-    /// Takes those of the whole optimizer out.
-    std::vector<StateEntry> take_optimizer() {
-        const auto first = std::find_if(entries_.begin(), entries_.end(), [](const auto &e) { return e.param < 0; });
-        std::vector<StateEntry> taken(first, entries_.end());
-        entries_.erase(first, entries_.end());
+    /// Those of the whole optimizer, which are the last ones.
+    std::vector<StateEntry> of_optimizer() const {
+        auto first = entries_.end();
+        while (first != entries_.begin() && (first - 1)->param < 0) --first;
+        return {first, entries_.end()};
+    }
+    /// Leaves the tensors of the first `params` parameters and no others.
+    void truncate(int64_t params) {
+        while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) entries_.pop_back();
+        if (of_params_.size() > size_t(params)) of_params_.resize(size_t(params));
         of_optimizer_ = no_slots();
-        return taken;
     }
 
-    /// Its place in lists of all state tensors; -1: there is none.
+    /// Its index in lists of all state tensors; -1: there is none.
     int64_t slot(int64_t param, StateKind kind) const {
         if (param >= int64_t(of_params_.size())) return -1;
         return (param < 0 ? of_optimizer_ : of_params_[size_t(param)])[size_t(kind)];
@@ -44,6 +143,20 @@ public:
         return at >= 0 ? list + at : nullptr;
     }
     const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind) const { return find(list, kOptimizer, kind); }
+    /// Its memory in such a list; NULL: there is no such tensor.
+    template <class T> T *data(const dsopt_tensor *list, int64_t param, StateKind kind) const {
+        const dsopt_tensor *const tensor = find(list, param, kind);
+        return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
+    }
+    template <class T> T *data(const dsopt_tensor *list, StateKind kind) const {
+        return data<T>(list, kOptimizer, kind);
+    }
+    std::vector<dsopt_tensor> list() const {
+        std::vector<dsopt_tensor> tensors;
+        tensors.reserve(entries_.size());
+        for (const StateEntry &entry : entries_) tensors.push_back(entry.tensor());
+        return tensors;
+    }
 
     size_t size() const { return entries_.size(); }
     bool empty() const { return entries_.empty(); }
@@ -53,7 +166,6 @@ public:
     auto begin() const { return entries_.begin(); }
     auto end() { return entries_.end(); }
     auto end() const { return entries_.end(); }
-    void swap(StateTable &other) noexcept { std::swap(*this, other); }
 
 private:
     using Slots = std::array<int32_t, size_t(StateKind::step) + 1>;

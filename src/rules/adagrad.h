@@ -20,6 +20,10 @@ template <bool EpsInside> struct Adagrad {
     }
 };
 
+inline void adagrad_defaults(dsopt_group &group) {
+    group.lr = 1e-2;
+    group.eps = 1e-10;
+}
 inline void check_adagrad(const dsopt_group &group, bool) {
     if (group.initial_accumulator_value > 3.4028234663852886e38)
         throw Error(DSOPT_ERR_ARGUMENT, "initial_accumulator_value is %g, which fp32 does not hold",
@@ -30,16 +34,8 @@ inline constexpr RuleInfo kAdagrad{.algorithm = DSOPT_ALGORITHM_ADAGRAD,
                                    .fields = kEps | kLrDecay,
                                    .flags = DSOPT_GROUP_EPS_INSIDE_SQRT,
                                    .compat = false,
-                                   .defaults =
-                                       [](dsopt_group &group) {
-                                           group.lr = 1e-2;
-                                           group.eps = 1e-10;
-                                       },
+                                   .defaults = adagrad_defaults,
                                    .check = check_adagrad,
-                                   .formula =
-                                       [](const dsopt_group &group) {
-                                           return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::adagrad_eps_inside
-                                                                                            : Rule::adagrad;
-                                       }};
+                                   .formula = by_eps<Rule::adagrad, Rule::adagrad_eps_inside>};
 
 } // namespace dsopt

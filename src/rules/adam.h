@@ -9,9 +9,32 @@ namespace dsopt {
 inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
-/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay. The order of operations is
-/// part of the result: both moments are divided by their correction first, then root, sum with eps, quotient.
+/// What an unscaled gradient does to both.
+DSOPT_HD void take_gradient(const Scalars &s, float g, float &m, float &v) {
+    m = s.beta1 * m + s.a1 * g;
+    v = s.beta2 * v + (s.a2 * g) * g;
+}
+
+/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one root:
+/// the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
+/// factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
 template <bool Decoupled> struct Adam {
+    static constexpr int sweeps = 1;
+    static constexpr uint32_t fields = kAdamFields | kStepSize;
+    static constexpr MomentList moments = kMeans;
+    Scalars s; // lr = lr / c1
+    DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
+        g = unscale(s, g);
+        if (!Decoupled) g = g + s.wd * p;
+        take_gradient(s, g, m, v);
+        const float change = s.lr * (m / (sqrtf(v) * s.inverse_root + s.eps));
+        p = p - (Decoupled ? change + s.lr_wd * p : change);
+    }
+};
+
+/// The same as the original has it, whose order of operations is part of the result: both moments are divided by their
+/// correction first, then root, sum with eps, quotient.
+template <bool Decoupled> struct AdamCompat {
     static constexpr int sweeps = 1;
     static constexpr uint32_t fields = kAdamFields;
     static constexpr MomentList moments = kMeans;
@@ -19,15 +42,14 @@ template <bool Decoupled> struct Adam {
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
-        m = s.beta1 * m + s.a1 * g;
-        v = s.beta2 * v + (s.a2 * g) * g;
+        take_gradient(s, g, m, v);
         float update = (m / s.c1) / (sqrtf(v / s.c2) + s.eps);
         if (Decoupled) update = update + s.wd * p;
         p = p - s.lr * update;
     }
 };
 
-/// The quotient that LAMB and the legacy Adam share: moments without bias correction, decay added.
+/// The quotient that LAMB, the legacy Adam and the 1-bit family share: moments without bias correction, decay added.
 template <bool EpsInside> DSOPT_HD float plain_update(const Scalars &s, float p, float m, float v) {
     const float denominator = EpsInside ? sqrtf(v + s.eps) : sqrtf(v) + s.eps;
     return m / denominator + s.wd * p;
@@ -39,9 +61,7 @@ template <bool EpsInside> struct LegacyAdam {
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
     DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
-        g = unscale(s, g);
-        m = s.beta1 * m + s.a1 * g;
-        v = s.beta2 * v + (s.a2 * g) * g;
+        take_gradient(s, unscale(s, g), m, v);
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);
     }
 };
@@ -58,6 +78,9 @@ inline void check_adam(const dsopt_group &group, bool compat) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "eps_uncorrected has no effect without bias correction");
     if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no eps_uncorrected");
 }
+template <Rule Standard, Rule Compat> Rule by_mode(const dsopt_group &, bool compat) {
+    return compat ? Compat : Standard;
+}
 inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
                                 .name = "adam",
                                 .fields = kAdamFields,
@@ -65,7 +88,7 @@ inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
                                 .compat = true,
                                 .defaults = adam_defaults,
                                 .check = check_adam,
-                                .formula = [](const dsopt_group &) { return Rule::adam; }};
+                                .formula = by_mode<Rule::adam, Rule::adam_compat>};
 inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .name = "adamw",
                                  .fields = kAdamFields,
@@ -73,18 +96,13 @@ inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
                                  .compat = true,
                                  .defaults = adam_defaults,
                                  .check = check_adam,
-                                 .formula = [](const dsopt_group &) { return Rule::adamw; }};
+                                 .formula = by_mode<Rule::adamw, Rule::adamw_compat>};
 inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .name = "adam_legacy",
                                       .fields = kAdamFields,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
                                       .compat = true,
                                       .defaults = adam_defaults,
-                                      .check = [](const dsopt_group &, bool) {},
-                                      .formula =
-                                          [](const dsopt_group &group) {
-                                              return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::legacy_eps_inside
-                                                                                               : Rule::legacy;
-                                          }};
+                                      .formula = by_eps<Rule::legacy, Rule::legacy_eps_inside>};
 
 } // namespace dsopt

@@ -21,6 +21,8 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     switch (rule) {
     case Rule::adam: f(Formula<Adam<false>>{}); return;
     case Rule::adamw: f(Formula<Adam<true>>{}); return;
+    case Rule::adam_compat: f(Formula<AdamCompat<false>>{}); return;
+    case Rule::adamw_compat: f(Formula<AdamCompat<true>>{}); return;
     case Rule::lamb: f(Formula<Lamb<false>>{}); return;
     case Rule::lamb_eps_inside: f(Formula<Lamb<true>>{}); return;
     case Rule::legacy: f(Formula<LegacyAdam<false>>{}); return;
@@ -39,11 +41,6 @@ DSOPT_HD int sweeps_of(Rule rule) {
     int sweeps = 0;
     visit(rule, [&](auto formula) { sweeps = decltype(formula)::type::sweeps; });
     return sweeps;
-}
-DSOPT_HD int moments_of(Rule rule) {
-    int moments = 0;
-    visit(rule, [&](auto formula) { moments = decltype(formula)::type::moments.count; });
-    return moments;
 }
 DSOPT_HD uint32_t fields_of(Rule rule) {
     uint32_t fields = 0;

@@ -21,67 +21,7 @@ void check_field(const GroupField &field, double value, const RuleInfo &info) {
     }
 }
 
-} // namespace
-
-const RuleInfo &info_of(int32_t algorithm) {
-    for (const RuleInfo *info : kRules)
-        if (info->algorithm == algorithm) return *info;
-    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", algorithm);
-}
-
-dsopt_group default_group(int32_t algorithm) {
-    dsopt_group group{};
-    group.algorithm = algorithm;
-    info_of(algorithm).defaults(group);
-    return group;
-}
-
-void check_group(const dsopt_group &group, bool compat) {
-    const RuleInfo &info = info_of(group.algorithm);
-    int32_t unknown = group.flags;
-    for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
-    if (unknown != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", group.flags);
-    for (const GroupFlag &flag : kGroupFlags)
-        if (group.flags & flag.flag & ~info.flags)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", flag.name, info.name);
-    if (compat && !info.compat)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
-    for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
-    info.check(group, compat);
-    check_onebit_fields(group);
-}
-
-Rule formula_of(const dsopt_group &group) { return info_of(group.algorithm).formula(group); }
-
-const MomentList &moments_of(const dsopt_group &group) {
-    const MomentList *moments = nullptr;
-    visit(formula_of(group), [&](auto formula) { moments = &decltype(formula)::type::moments; });
-    return *moments;
-}
-
-const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
-    for (int k = 0; k < kMoments; ++k) {
-        const MomentInfo *const x = k < a.count ? &a.at[k] : nullptr, *const y = k < b.count ? &b.at[k] : nullptr;
-        if (x == nullptr && y == nullptr) continue;
-        if (x == nullptr || y == nullptr) return x != nullptr ? x : y;
-        if (std::strcmp(x->name, y->name) != 0) return x;
-    }
-    return nullptr;
-}
-
-bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group)) == 2; }
-
-const GroupField *find_field(int32_t key) {
-    for (const GroupField &field : kGroupFields)
-        if (field.key == key) return &field;
-    return nullptr;
-}
-const GroupFlag *find_flag(int32_t key) {
-    for (const GroupFlag &flag : kGroupFlags)
-        if (flag.key != 0 && flag.key == key) return &flag;
-    return nullptr;
-}
-
+/// Fields that only the 1-bit family has. Where the algorithm does not use them they must be 0.
 void check_onebit_fields(const dsopt_group &g) {
     const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -109,6 +49,65 @@ void check_onebit_fields(const dsopt_group &g) {
             "finite and not negative");
     require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
             "in [0, trust_max_change]");
+}
+
+} // namespace
+
+const RuleInfo &info_of(int32_t algorithm) {
+    for (const RuleInfo *info : kRules)
+        if (info->algorithm == algorithm) return *info;
+    throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.algorithm is %d, which this library does not know", algorithm);
+}
+
+dsopt_group default_group(int32_t algorithm) {
+    dsopt_group group{};
+    group.algorithm = algorithm;
+    info_of(algorithm).defaults(group);
+    return group;
+}
+
+void check_group(const dsopt_group &group, bool compat) {
+    const RuleInfo &info = info_of(group.algorithm);
+    int32_t unknown = group.flags;
+    for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
+    if (unknown != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_group.flags has unknown bits: 0x%x", group.flags);
+    for (const GroupFlag &flag : kGroupFlags)
+        if (group.flags & flag.flag & ~info.flags)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s", flag.name, info.name);
+    if (compat && !info.compat)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
+    for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
+    if (info.check != nullptr) info.check(group, compat);
+    check_onebit_fields(group);
+}
+
+Rule formula_of(const dsopt_group &group, bool compat) { return info_of(group.algorithm).formula(group, compat); }
+
+const MomentList &moments_of(const dsopt_group &group) {
+    const MomentList *moments = nullptr;
+    visit(formula_of(group, false), [&](auto formula) { moments = &decltype(formula)::type::moments; });
+    return *moments;
+}
+
+const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
+    for (int k = 0; k < kMoments; ++k) {
+        const MomentInfo &x = a.at[k], &y = b.at[k];
+        if (std::strcmp(x.name, y.name) != 0) return *x.name != 0 ? &x : &y;
+    }
+    return nullptr;
+}
+
+bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group, false)) == 2; }
+
+const GroupField *find_field(int32_t key) {
+    for (const GroupField &field : kGroupFields)
+        if (field.key == key) return &field;
+    return nullptr;
+}
+const GroupFlag *find_flag(int32_t key) {
+    for (const GroupFlag &flag : kGroupFlags)
+        if (flag.key != 0 && flag.key == key) return &flag;
+    return nullptr;
 }
 
 } // namespace dsopt

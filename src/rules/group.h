@@ -11,8 +11,8 @@ const RuleInfo &info_of(int32_t algorithm);
 dsopt_group default_group(int32_t algorithm);
 void check_group(const dsopt_group &group, bool compat);
 
-/// The formula that a group runs, and the moments that it keeps.
-Rule formula_of(const dsopt_group &group);
+/// The formula that a group runs, and the moments that it keeps, which are the same in both modes.
+Rule formula_of(const dsopt_group &group, bool compat);
 const MomentList &moments_of(const dsopt_group &group);
 /// Which one is in one of the two lists only, NULL if none.
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b);

@@ -10,9 +10,7 @@ template <bool EpsInside> struct LambMoments {
     Scalars s;
     /// Returns the update, whose norm the trust ratio needs.
     DSOPT_HD float operator()(float g, float p, float &m, float &v) const {
-        g = unscale(s, g);
-        m = s.beta1 * m + s.a1 * g;
-        v = s.beta2 * v + (s.a2 * g) * g;
+        take_gradient(s, unscale(s, g), m, v);
         return plain_update<EpsInside>(s, p, m, v);
     }
 };
@@ -50,9 +48,6 @@ inline constexpr RuleInfo kLamb{.algorithm = DSOPT_ALGORITHM_LAMB,
                                 .compat = true,
                                 .defaults = lamb_defaults,
                                 .check = check_lamb,
-                                .formula = [](const dsopt_group &group) {
-                                    return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Rule::lamb_eps_inside
-                                                                                     : Rule::lamb;
-                                }};
+                                .formula = by_eps<Rule::lamb, Rule::lamb_eps_inside>};
 
 } // namespace dsopt

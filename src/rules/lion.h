@@ -19,18 +19,17 @@ struct Lion {
     }
 };
 
+inline void lion_defaults(dsopt_group &group) {
+    group.lr = 1e-4;
+    group.beta1 = 0.9;
+    group.beta2 = 0.99;
+}
 inline constexpr RuleInfo kLion{.algorithm = DSOPT_ALGORITHM_LION,
                                 .name = "lion",
                                 .fields = kBeta1 | kBeta2,
                                 .flags = 0,
                                 .compat = false,
-                                .defaults =
-                                    [](dsopt_group &group) {
-                                        group.lr = 1e-4;
-                                        group.beta1 = 0.9;
-                                        group.beta2 = 0.99;
-                                    },
-                                .check = [](const dsopt_group &, bool) {},
-                                .formula = [](const dsopt_group &) { return Rule::lion; }};
+                                .defaults = lion_defaults,
+                                .formula = always<Rule::lion>};
 
 } // namespace dsopt

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loss-scale machine. It lives in backend memory and moves there, so no step waits for it.
 #pragma once
-#include "base/hd.h"
+#include "base/dtype.h"
 #include "dsopt.h"
+#include "rules/count.h"
 #include <cfloat>
-#include <string.h>
 
 namespace dsopt {
 
@@ -12,20 +12,6 @@ struct ScalerRules {
     double factor, min, max; // max: HUGE_VAL = none
     int32_t window, hysteresis;
     uint32_t flags; // DSOPT_SCALER_STATIC, _REFILL, _FAIL_AT_MIN, _GROWTH_AT_WINDOW
-};
-
-/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
-struct DoubleWords {
-    int32_t words[2];
-    DSOPT_HD operator double() const {
-        double value;
-        memcpy(&value, words, sizeof value);
-        return value;
-    }
-    DSOPT_HD DoubleWords &operator=(double value) {
-        memcpy(words, &value, sizeof value);
-        return *this;
-    }
 };
 
 /// State tensor "scaler", as 12 I32 words.
@@ -36,15 +22,16 @@ struct ScalerState {
 };
 static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t) && alignof(ScalerState) == alignof(int32_t));
 
-/// The float that backward multiplies by. The machine counts in double as the original does, and may grow past what
-/// fp32 holds; a scale of Inf would turn gradients of zero into NaN.
+/// A scale that fp32 holds: one of Inf would turn gradients of zero into NaN, one of 0 divides by zero.
+DSOPT_HD bool is_loss_scale(double scale) { return float(scale) > 0 && scale <= double(FLT_MAX); }
+/// The largest that a scale grows to: a power of two, so that it goes on to divide gradients without rounding.
+constexpr double kLargestGrown = 0x1p127;
+
+/// The float that backward multiplies by. The machine counts in double as the original does, and a caller's words may
+/// hold anything.
 DSOPT_HD float scale_in_use(const ScalerState &s) {
     const double scale = s.overridden ? s.forced : s.dynamic;
     return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
-}
-
-DSOPT_HD void shrink(const ScalerRules &rules, ScalerState &s) {
-    s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
 }
 
 /// False for words that no transition leaves behind, such as zeros or those of another array.
@@ -59,11 +46,25 @@ DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
     }
     if (rules.flags & DSOPT_SCALER_STATIC) return;
     if (!(s.dynamic > 0)) s.dynamic = rules.min > 0 ? rules.min : 1;
-    if (!(s.dynamic <= DBL_MAX)) s.dynamic = double(FLT_MAX);
+    if (!(s.dynamic <= double(FLT_MAX))) s.dynamic = double(FLT_MAX);
 }
 
-/// Counts from words that may be anything.
-DSOPT_HD int32_t one_more(int32_t count) { return int32_t(uint32_t(count) + 1); }
+/// The larger scale after a window without overflow.
+DSOPT_HD double grown_scale(const ScalerRules &rules, double scale) {
+    const double grown = scale * rules.factor < rules.max ? scale * rules.factor : rules.max;
+    if (grown <= kLargestGrown) return grown;
+    return scale > kLargestGrown && scale <= double(FLT_MAX) ? scale : kLargestGrown;
+}
+
+/// At the end of their range both counts go back by whole windows: only what lies between them matters.
+DSOPT_HD void count_update(const ScalerRules &rules, ScalerState &s) {
+    if (s.updates == INT32_MAX) {
+        const int64_t good = (int64_t(s.updates) - s.last_overflow - 1) % rules.window;
+        s.last_overflow = -1;
+        s.updates = int32_t(good < INT32_MAX - rules.window ? good + rules.window : good);
+    }
+    s.updates = one_more(s.updates);
+}
 
 /// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without
 /// hysteresis).
@@ -73,7 +74,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
     if (overflow) restore_scale(rules, s);
     if (s.overridden) return;
     if (rules.flags & DSOPT_SCALER_STATIC) {
-        s.updates = one_more(s.updates);
+        count_update(rules, s);
         return;
     }
     if (overflow) {
@@ -84,7 +85,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
                 s.failures = one_more(s.failures);
                 return; // the original throws here, before it counts
             }
-            shrink(rules, s);
+            s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;
         }
         s.last_overflow = s.updates;
     } else {
@@ -94,10 +95,10 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
                                                                       : good > 0 && good % rules.window == 0;
         if (grow) {
             s.hysteresis = rules.hysteresis;
-            s.dynamic = s.dynamic * rules.factor < rules.max ? s.dynamic * rules.factor : rules.max;
+            s.dynamic = grown_scale(rules, s.dynamic);
         }
     }
-    s.updates = one_more(s.updates);
+    count_update(rules, s);
 }
 
 } // namespace dsopt

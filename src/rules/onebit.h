@@ -2,7 +2,6 @@
 // 1-bit compression with error feedback, and the rules of the optimizers that use it. One element each.
 #pragma once
 #include "rules/scalars.h"
-#include <string.h>
 
 namespace dsopt {
 
@@ -10,14 +9,6 @@ namespace dsopt {
 DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
 /// What a kept sum still owes: nothing is lost, so the next message makes up for it.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
-
-/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
-DSOPT_HD double read_double(const int32_t *words) {
-    double value;
-    memcpy(&value, words, sizeof value);
-    return value;
-}
-DSOPT_HD void write_double(int32_t *words, double value) { memcpy(words, &value, sizeof value); }
 
 /// The scale of a part: so that signs have its mean square.
 DSOPT_HD float rms_of(double squares, int64_t numel) {
@@ -62,7 +53,7 @@ DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, f
     return (o.anchored ? p - track : track) * (sqrtf(v) + s.eps);
 }
 
-/// Adam's step with a variance that stays: the same order as Adam<true> without bias correction.
+/// Adam's step with a variance that stays: the same order as in plain_update().
 DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
     const float update = m / (sqrtf(v) + s.eps);
     return s.wd > 0 ? update + s.wd * p : update;
@@ -106,6 +97,8 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
 struct TrustRules {
     double beta, threshold, min_change, max_change;
     bool compat;
+
+    bool operator==(const TrustRules &) const = default;
 };
 /// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
 /// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used. NULL in compat mode.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The records of the algorithms that exchange one bit per element. Steps without an exchange run the formulas of AdamW
-// and LAMB; what the others do is in onebit.h, and when in schedule.h.
+// The records of the algorithms that exchange one bit per element. Steps without an exchange run AdamW's formula without
+// bias correction, in compat mode as the legacy Adam has it, or LAMB's; what the others do is in onebit.h, and when in
+// schedule.h.
 #pragma once
 #include "rules/lamb.h"
 
@@ -11,54 +12,49 @@ inline bool is_onebit(int32_t algorithm) {
            algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 
-/// Fields that only this family has. Of every group: where the algorithm does not use them they must be 0.
-void check_onebit_fields(const dsopt_group &group);
-
 inline constexpr uint32_t kOneBitFields = kBeta1 | kBeta2 | kEps;
 
+inline void onebit_adam_defaults(dsopt_group &group) {
+    adam_defaults(group);
+    group.freeze_step = 100000;
+}
 inline constexpr RuleInfo kOneBitAdam{.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
                                       .name = "onebit_adam",
                                       .fields = kOneBitFields,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_NON_FREEZE,
                                       .compat = true,
-                                      .defaults =
-                                          [](dsopt_group &group) {
-                                              adam_defaults(group);
-                                              group.freeze_step = 100000;
-                                          },
-                                      .check = [](const dsopt_group &, bool) {},
-                                      .formula = [](const dsopt_group &) { return Rule::adamw; }};
+                                      .defaults = onebit_adam_defaults,
+                                      .formula = by_mode<Rule::adamw, Rule::legacy>};
+
+inline void zero_one_adam_defaults(dsopt_group &group) {
+    onebit_adam_defaults(group);
+    group.var_interval_steps = 16;
+    group.local_interval_steps = 32678; // sic: the original's number, probably meant to be 2^15
+    group.max_local_interval = 16;
+}
 inline constexpr RuleInfo kZeroOneAdam{.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                        .name = "zero_one_adam",
                                        .fields = kOneBitFields,
                                        .flags = DSOPT_GROUP_NO_BIAS_CORRECTION,
                                        .compat = true,
-                                       .defaults =
-                                           [](dsopt_group &group) {
-                                               adam_defaults(group);
-                                               group.freeze_step = 100000;
-                                               group.var_interval_steps = 16;
-                                               group.local_interval_steps =
-                                                   32678; // sic: the original's number, probably meant to be 2^15
-                                               group.max_local_interval = 16;
-                                           },
-                                       .check = [](const dsopt_group &, bool) {},
-                                       .formula = [](const dsopt_group &) { return Rule::adamw; }};
+                                       .defaults = zero_one_adam_defaults,
+                                       .formula = by_mode<Rule::adamw, Rule::legacy>};
+
+inline void onebit_lamb_defaults(dsopt_group &group) {
+    lamb_defaults(group);
+    group.freeze_step = 100000;
+    group.trust_beta = 0.9;
+    group.trust_threshold = 0.1;
+    group.trust_min_change = 0.5;
+    group.trust_max_change = 4;
+}
 inline constexpr RuleInfo kOneBitLamb{.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB,
                                       .name = "onebit_lamb",
                                       .fields = kOneBitFields | kTrust,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION,
                                       .compat = true,
-                                      .defaults =
-                                          [](dsopt_group &group) {
-                                              lamb_defaults(group);
-                                              group.freeze_step = 100000;
-                                              group.trust_beta = 0.9;
-                                              group.trust_threshold = 0.1;
-                                              group.trust_min_change = 0.5;
-                                              group.trust_max_change = 4;
-                                          },
+                                      .defaults = onebit_lamb_defaults,
                                       .check = check_lamb,
-                                      .formula = [](const dsopt_group &) { return Rule::lamb; }};
+                                      .formula = always<Rule::lamb>};
 
 } // namespace dsopt

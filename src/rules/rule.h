@@ -12,6 +12,8 @@ namespace dsopt {
 enum class Rule : uint8_t {
     adam,
     adamw,
+    adam_compat,
+    adamw_compat,
     lamb,
     lamb_eps_inside,
     legacy,
@@ -28,10 +30,10 @@ constexpr int kMoments = 2; // of any rule, at most
 
 /// A state tensor that a formula keeps beside each weight.
 struct MomentInfo {
-    const char *name = nullptr;           // in dsopt_state_info and in checkpoints
+    const char *name = "";                // in dsopt_state_info and in checkpoints
     double dsopt_group::*start = nullptr; // the value that it starts with; nullptr: zeros
 };
-/// All of them, in the order in which the functor takes them. What is not listed has no memory and no traffic.
+/// All of them, in the order in which the functor takes them. What is not listed has no name, memory or traffic.
 struct MomentList {
     int count;
     MomentInfo at[kMoments];
@@ -44,9 +46,10 @@ enum Field : uint32_t {
     kEps = 4,
     kTrust = 8, // min_trust and max_trust
     kBiasCorrection = 16,
-    kFoldedCorrection = 32, // it is in the learning rate
+    kFoldedCorrection = 32, // sqrt(c2) / c1 is in the learning rate
     kMomentum = 64,         // and dampening
     kLrDecay = 128,         // and initial_accumulator_value
+    kStepSize = 256,        // 1 / c1 is in the learning rate
 };
 
 /// One hyper-parameter of dsopt_group.
@@ -92,14 +95,20 @@ inline constexpr GroupFlag kGroupFlags[] = {
 
 /// The record of an algorithm.
 struct RuleInfo {
-    int32_t algorithm;                                    // DSOPT_ALGORITHM_...
-    const char *name;                                     // in checkpoints and messages
-    uint32_t fields;                                      // an OR of Field
-    int32_t flags;                                        // of enum dsopt_group_flags that have an effect
-    bool compat;                                          // compat mode has it
-    void (*defaults)(dsopt_group &group);                 // of fields that do not start as 0
-    void (*check)(const dsopt_group &group, bool compat); // what the tables above do not say
-    Rule (*formula)(const dsopt_group &group);            // which one its options choose
+    int32_t algorithm;                                              // DSOPT_ALGORITHM_...
+    const char *name;                                               // in checkpoints and messages
+    uint32_t fields;                                                // an OR of Field
+    int32_t flags;                                                  // of enum dsopt_group_flags that have an effect
+    bool compat;                                                    // compat mode has it
+    void (*defaults)(dsopt_group &group);                           // of fields that do not start as 0
+    void (*check)(const dsopt_group &group, bool compat) = nullptr; // what the tables above do not say
+    Rule (*formula)(const dsopt_group &group, bool compat);         // which one its options choose
 };
+
+/// RuleInfo::formula of an algorithm with one formula, and of one that may have eps inside the root.
+template <Rule Only> Rule always(const dsopt_group &, bool) { return Only; }
+template <Rule Outside, Rule Inside> Rule by_eps(const dsopt_group &group, bool) {
+    return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Inside : Outside;
+}
 
 } // namespace dsopt

@@ -20,11 +20,13 @@ static_assert(sizeof(Hyper) == 96);
 
 /// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
 struct Scalars {
-    float lr;           // LAMB, legacy: with the bias correction folded in
+    float lr;           // by kFoldedCorrection and kStepSize with the bias correction in it
     float beta1, beta2; // decay of the moments
     float a1, a2;       // what is new counts in them: 1 - beta, or 1 - dampening
     float eps, wd;
-    float c1, c2; // bias corrections; 1 without
+    float lr_wd;        // lr times wd, as given
+    float c1, c2;       // bias corrections; 1 without
+    float inverse_root; // 1 / sqrt(c2)
     float inverse;
     bool first;  // this is the tensor's first step
     float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
@@ -61,8 +63,10 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     const double c1 = hyper.bias_correction ? 1.0 - power(beta1, step) : 1.0;
     const double c2 = hyper.bias_correction ? 1.0 - power(beta2, step) : 1.0;
     const double root = sqrt(c2);
+    s.lr_wd = float(hyper.lr * hyper.weight_decay);
     s.c1 = float(c1);
     s.c2 = float(c2);
+    s.inverse_root = float(1.0 / root);
     // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the rule stays as it is.
     s.eps = float(hyper.eps_uncorrected ? hyper.eps / root : hyper.eps);
     s.inverse = float(1.0 / divisor);
@@ -75,6 +79,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
         else if (hyper.bias_correction)
             s.lr = float(hyper.lr * root / c1);
     }
+    if (fields & kStepSize) s.lr = float(hyper.lr / c1);
     if (fields & kLrDecay) s.lr = float(hyper.lr / (1.0 + double(step - 1) * hyper.lr_decay));
     return s;
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "base/hd.h"
 #include "dsopt.h"
+#include "rules/count.h"
 
 namespace dsopt {
 
@@ -13,6 +14,8 @@ struct ScheduleRules {
     int64_t local_interval_steps; // 0/1 Adam: steps until the interval between synchronisations doubles
     int64_t max_local_interval;
     bool compat; // the first call is spent on nothing, the last full step has number freeze_step
+
+    bool operator==(const ScheduleRules &) const = default;
 };
 
 /// State tensor "schedule", as 8 I32 words.
@@ -57,23 +60,27 @@ DSOPT_HD int32_t next_reduction_of(const ScheduleRules &rules, const ScheduleSta
 /// After a step. True if the variance was frozen by it: errors then belong to another quantity and start anew.
 DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     const Stage stage = stage_of(rules, s);
-    ++s.step;
+    s.step = one_more(s.step);
     if (stage == Stage::dry) return false;
     const int64_t last =
         rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && rules.compat ? rules.freeze_step + 1 : rules.freeze_step;
     if (stage == Stage::local || stage == Stage::sync) {
-        if (++s.local_counter == rules.local_interval_steps) {
+        s.local_counter = one_more(s.local_counter);
+        if (s.local_counter >= rules.local_interval_steps) {
             s.local_counter = 0;
             const int64_t twice = 2 * int64_t(at_least_one(s.local_interval));
             s.local_interval = int32_t(twice < rules.max_local_interval ? twice : rules.max_local_interval);
         }
         return false;
     }
-    if (rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && stage == Stage::full &&
-        ++s.var_counter == rules.var_interval_steps) {
-        s.var_counter = 0;
-        // An interval past the freeze is never used up, and must not run over.
-        s.var_interval = at_least_one(s.var_interval) < (1 << 29) ? 2 * at_least_one(s.var_interval) : s.var_interval;
+    if (rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && stage == Stage::full) {
+        s.var_counter = one_more(s.var_counter);
+        if (s.var_counter >= rules.var_interval_steps) {
+            s.var_counter = 0;
+            // An interval past the freeze is never used up, and must not run over.
+            const int32_t now = at_least_one(s.var_interval);
+            s.var_interval = now < (1 << 29) ? 2 * now : now;
+        }
     }
     if (s.frozen || s.step < last) return false;
     s.frozen = 1;

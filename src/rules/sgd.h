@@ -39,6 +39,10 @@ inline void check_sgd(const dsopt_group &group, bool) {
     if (nesterov && group.dampening != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dampening is %g, must be 0 with nesterov", group.dampening);
 }
+inline Rule sgd_formula(const dsopt_group &group, bool) {
+    if (group.momentum == 0) return Rule::sgd;
+    return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov : Rule::sgd_momentum;
+}
 inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
                                .name = "sgd",
                                .fields = kMomentum,
@@ -46,11 +50,6 @@ inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
                                .compat = false,
                                .defaults = [](dsopt_group &group) { group.lr = 1e-3; },
                                .check = check_sgd,
-                               .formula =
-                                   [](const dsopt_group &group) {
-                                       if (group.momentum == 0) return Rule::sgd;
-                                       return group.flags & DSOPT_GROUP_NESTEROV ? Rule::sgd_nesterov
-                                                                                 : Rule::sgd_momentum;
-                                   }};
+                               .formula = sgd_formula};
 
 } // namespace dsopt

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/agree.h"
+#include <algorithm>
 #include <cmath>
 
 namespace dsopt {
 namespace {
 
+/// Comms of a step that have other ranks.
 template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
     for (const Comm *comm : {comms.data, comms.node, comms.model})
         if (comm != nullptr && comm->ranks() > 1) look(*comm);
@@ -12,42 +14,33 @@ template <class Look> void for_each_with_peers(const CommSet &comms, const Look 
         if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
 }
 
-/// `table` with a message behind it is where `place` says; run(move) does a move there.
-void reduce(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
+/// `table` is in memory that `place` names; run(move) does a move there.
+void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
             FunctionRef<void(const NormMove &)> run) {
-    const auto add_up = [&](Comm *comm, double *values, int64_t count) {
-        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream, place);
+    const auto over = [&](Comm *comm, double *values, int64_t count) {
+        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.how.stream, place);
     };
-    const int64_t size = NormTable::size(table.groups, table.classes);
-    NormMove move{NormMove::take, table, table.at + size, 0, 1};
-    for (int32_t k = 0; k < comms.expert_count; ++k) {
-        const bool alone = comms.experts[k]->ranks() == 1;
-        move.column = k + 1;
-        move.kind = NormMove::take;
-        if (!alone) run(move);
-        add_up(comms.experts[k], move.message, table.groups + 2);
-        move.kind = NormMove::put;
-        if (!alone) run(move);
-    }
-    add_up(comms.model, table.at, size);
     const auto over_data = [&](double *values, int64_t count) {
-        for (Comm *comm : {comms.node, comms.data}) add_up(comm, values, count);
+        over(comms.node, values, count);
+        over(comms.data, values, count);
     };
+    for (int32_t k = 0; k < comms.expert_count; ++k) {
+        Comm *const expert = comms.experts[k];
+        if (expert->ranks() > 1) run({NormMove::take, table, k + 1, 1});
+        over(expert, table.message(), table.message_size());
+        if (expert->ranks() > 1) run({NormMove::put, table, k + 1, 1});
+    }
+    over(comms.model, table.at, table.size());
     const int64_t ranks = data_ranks(comms.data, comms.node);
     const bool local = plan.onebit != nullptr && plan.onebit->stage != Stage::full && plan.onebit->stage != Stage::dry;
     // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
     if (local && !plan.onebit->compat && ranks > 1) {
-        over_data(table.at, size);
-        move.kind = NormMove::mean;
-        move.ranks = double(ranks);
-        return run(move);
+        over_data(table.at, table.size());
+        return run({NormMove::mean, table, 0, double(ranks)});
     }
     // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
     // not have.
-    const GivenScalars &given = plan.given;
-    const bool has_values = given.lr != nullptr || given.hyper != nullptr || given.grad_scale != nullptr ||
-                            given.grad_norms != nullptr || given.skip != nullptr;
-    if (plan.wrapper == Wrapper::none || local || has_values) over_data(&table.reasons(), 1);
+    if (plan.wrapper == Wrapper::none || local || plan.given.any()) over_data(&table.reasons(), 1);
 }
 
 } // namespace
@@ -58,36 +51,43 @@ bool has_peers(const CommSet &comms) {
     return peers;
 }
 
-void agree_on_norms(const StepPlan &plan, const CommSet &comms, const Device &device, StepLoops &loops, double *host) {
+void agree_on_norms(const StepRun &run, StepLoops &loops) {
+    const StepPlan &plan = run.plan;
+    const Device &device = run.context.device();
     bool in_place = true;
-    for_each_with_peers(comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
-    const int64_t groups = plan.group_count, classes = plan.classes();
+    for_each_with_peers(run.comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
     if (device.is_host() || in_place)
-        return reduce(plan, comms, {plan.norms, groups, classes}, Place::backend,
+        return add_up(plan, run.comms, plan.norms, Place::backend,
                       [&](const NormMove &move) { loops.move_norms(move); });
-    const size_t bytes = size_t(NormTable::size(groups, classes)) * sizeof(double);
-    (void)device.finished(plan.stream); // refuses a stream that is being captured
-    device.enqueue_copy(host, plan.norms, bytes, plan.stream);
-    device.wait(plan.stream);
-    reduce(plan, comms, {host, groups, classes}, Place::host, [](const NormMove &move) { move(); });
-    device.enqueue_copy(plan.norms, host, bytes, plan.stream);
-    device.wait(plan.stream); // the next step writes to `host`
+    NormTable host = plan.norms;
+    host.at = run.host_norms;
+    const size_t bytes = size_t(host.size()) * sizeof(double);
+    (void)device.finished(plan.how.stream); // refuses a stream that is being captured
+    device.enqueue_copy(host.at, plan.norms.at, bytes, plan.how.stream);
+    device.wait(plan.how.stream);
+    add_up(plan, run.comms, host, Place::host, [](const NormMove &move) { move(); });
+    device.enqueue_copy(plan.norms.at, host.at, bytes, plan.how.stream);
+    device.wait(plan.how.stream); // the next step writes to `host`
 }
 
-bool has_shards(const StepPlan &plan, bool frozen) {
+bool begin_shards(const StepRun &run, bool frozen) {
+    const StepPlan &plan = run.plan;
     const bool apart = plan.onebit != nullptr && plan.onebit->stage != Stage::full;
-    for (int64_t i = 0; plan.shard_count != 0 && i < plan.count; ++i)
-        if (plan.jobs[i].trust_slot >= 0 && (apart && plan.jobs[i].onebit) == frozen) return true;
-    return false;
+    const auto is_one = [&](const TensorJob &job) { return job.trust_slot >= 0 && (apart && job.onebit) == frozen; };
+    if (plan.shards.count == 0 || std::none_of(plan.jobs, plan.jobs + plan.count, is_one)) return false;
+    run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.how.stream);
+    return true;
 }
 
-void agree_on_shards(const StepPlan &plan, const CommSet &comms, bool frozen) {
+void agree_on_shards(const StepRun &run, bool frozen) {
+    const StepPlan &plan = run.plan;
+    const ShardTable &shards = plan.shards;
     constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
-    comms.model->all_reduce(plan.shard_sums, doubles * plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.stream,
-                            Place::backend);
-    if (frozen)
-        comms.model->all_reduce(plan.shard_factors(), plan.shard_count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.stream,
+    run.comms.model->all_reduce(shards.sums, doubles * shards.count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.how.stream,
                                 Place::backend);
+    if (frozen)
+        run.comms.model->all_reduce(shards.factors(), shards.count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.how.stream,
+                                    Place::backend);
 }
 
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,

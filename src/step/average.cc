@@ -24,19 +24,18 @@ void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Devic
         runs_[run_count_++] = own;
 }
 
-void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch, const Parallel &parallel,
-                            void *stream) const {
+void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const {
     const Device &device = context.device();
-    if (count_ != 0) device.loops().axpby({}, from_, 0, to_, count_, parallel, stream);
+    if (count_ != 0) device.loops().axpby({}, from_, 0, to_, count_, how.parallel, how.stream);
     for (int64_t i = 0; i < run_count_; ++i)
         sum_over_ranks(context, comms.data, comms.node, static_cast<float *>(runs_[i].data), runs_[i].numel, scratch,
-                       parallel, stream);
+                       how.parallel, how.stream);
     const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
-    if (run_count_ != 0) device.loops().axpby(share, runs_, 0, runs_, run_count_, parallel, stream);
+    if (run_count_ != 0) device.loops().axpby(share, runs_, 0, runs_, run_count_, how.parallel, how.stream);
 }
 
-void GradientMeans::zero_originals(const Device &device, const Parallel &parallel, void *stream) const {
-    if (count_ != 0) device.loops().zero(from_, count_, parallel, stream);
+void GradientMeans::zero_originals(const Device &device, const Execution &how) const {
+    if (count_ != 0) device.loops().zero(from_, count_, how.parallel, how.stream);
 }
 
 } // namespace dsopt

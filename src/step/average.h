@@ -1,24 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients that the engine averages itself, in full precision over all data ranks.
 #pragma once
-#include "device/device.h"
-#include "step/ranks.h"
+#include "comm/comm.h"
 
 namespace dsopt {
 
 /// Jobs that get the mean of all ranks' gradients in place of their own, in memory of the step.
 class GradientMeans {
 public:
-    /// `lists`: room for three of `count` tensors.
+    /// `lists`: memory for three lists of `count` tensors.
     GradientMeans(dsopt_tensor *lists, int64_t count) : from_(lists), to_(lists + count), runs_(lists + 2 * count) {}
 
     /// The job's gradient becomes that of `mean`, which has `padded` elements.
     void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
     /// Copies, adds up and divides. `scratch`: for sum_over_ranks().
-    void average(const Context &context, const CommSet &comms, float *scratch, const Parallel &parallel,
-                 void *stream) const;
+    void average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const;
     /// The caller's gradients, of which the step saw copies.
-    void zero_originals(const Device &device, const Parallel &parallel, void *stream) const;
+    void zero_originals(const Device &device, const Execution &how) const;
 
 private:
     dsopt_tensor *from_, *to_; // gradients that are there, and where they go

@@ -1,46 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/drive.h"
+#include "step/agree.h"
 #include "step/onebit.h"
-#include <optional>
 
 namespace dsopt {
 namespace {
 
 /// Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
 void update(const StepRun &run, StepLoops &loops) {
-    const StepPlan &plan = run.plan;
-    const bool shards = has_shards(plan, false);
-    // What takes no part counts with zeros.
-    if (shards) run.context.device().clear(plan.shard_sums, shard_bytes(plan.shard_count), plan.stream);
+    const bool shards = begin_shards(run, false);
     loops.update();
-    if (shards) agree_on_shards(plan, run.comms, false);
-    if (plan.has_lamb) loops.update_weights(shards);
+    if (shards) agree_on_shards(run, false);
+    if (run.plan.has_lamb) loops.update_weights(shards);
 }
 
 } // namespace
 
 void drive(const StepRun &run) {
     const Device &device = run.context.device();
-    const StepPlan &plan = run.plan;
-    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, plan.parallel, plan.stream);
+    const Execution &how = run.plan.how;
+    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, how);
     device.loops().run_step(run.plan, [&](StepLoops &loops) {
         const bool agrees = has_peers(run.comms);
         loops.mark(-1);
         loops.inspect(agrees);
         loops.mark(DSOPT_MS_OVERFLOW_CHECK);
-        if (agrees) agree_on_norms(run.plan, run.comms, device, loops, run.host_norms);
+        if (agrees) agree_on_norms(run, loops);
         loops.mark(DSOPT_MS_COMPUTE_NORM);
         loops.decide();
         loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-        std::optional<OneBitDriver> onebit;
-        if (loops.onebit() != nullptr) onebit.emplace(run, loops);
-        if (onebit) onebit->exchange();
+        if (loops.onebit() != nullptr) update_onebit(run, loops);
         update(run, loops);
-        if (onebit) onebit->end();
+        if (loops.onebit() != nullptr) end_onebit(run, loops);
         loops.finish();
         loops.mark(DSOPT_MS_BASIC_STEP);
     });
-    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(device, plan.parallel, plan.stream);
+    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(device, how);
 }
 
 } // namespace dsopt

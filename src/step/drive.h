@@ -2,7 +2,6 @@
 // The driver of a step: one order of events on every device, and all communication. A device sees no other ranks, and
 // nothing here knows how a loop runs.
 #pragma once
-#include "step/agree.h"
 #include "step/average.h"
 
 namespace dsopt {
@@ -12,7 +11,7 @@ struct StepRun {
     const Context &context;
     const StepPlan &plan;
     const CommSet &comms;
-    double *host_norms;         // room for norms_size() doubles on the host, unless backend memory is the host's
+    double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
     const GradientMeans *means; // NULL where the engine averages no gradients
     float *mean_scratch;        // for sum_over_ranks()
     bool zeroes_originals;      // of `means`
@@ -25,5 +24,7 @@ struct StepRun {
 /// Parameters, moments, counters and schedule are as before the step, except those that 0/1 Adam moves by itself before
 /// a synchronisation.
 void drive(const StepRun &run);
+
+bool has_peers(const CommSet &comms);
 
 } // namespace dsopt

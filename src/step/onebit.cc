@@ -1,61 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/onebit.h"
 #include "exchange/exchange.h"
+#include "step/agree.h"
 
 namespace dsopt {
+namespace {
 
-void OneBitDriver::send(Feed feed) {
-    own_.feed(feed);
-    if (!one_.exchanges) return;
-    loops_.mark(DSOPT_MS_COMPRESS);
-    dsopt::exchange(run_.context, run_.comms.data, run_.comms.node, own_.buffers(), plan_.parallel, plan_.stream);
-    loops_.mark(DSOPT_MS_EXCHANGE);
+void feed_and_exchange(const StepRun &run, StepLoops &loops, Feed feed) {
+    loops.onebit()->feed(feed);
+    if (!run.plan.onebit->exchanges) return;
+    const Execution &how = run.plan.how;
+    loops.mark(DSOPT_MS_COMPRESS);
+    exchange(run.context, run.comms.data, run.comms.node, loops.onebit()->buffers(), how.parallel, how.stream);
+    loops.mark(DSOPT_MS_EXCHANGE);
 }
 
-void OneBitDriver::through(Feed feed) {
-    send(feed);
-    own_.take(feed);
-    if (one_.exchanges) loops_.mark(DSOPT_MS_DECOMPRESS);
+void update_adam(const StepRun &run, StepLoops &loops, Feed feed) {
+    feed_and_exchange(run, loops, feed);
+    loops.onebit()->take(feed);
+    if (run.plan.onebit->exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
-void OneBitDriver::lamb() {
-    if (one_.compat) own_.scale_momenta();
-    send(Feed::scaled);
-    own_.lamb_moments();
-    const bool shards = has_shards(plan_, true);
-    if (shards) run_.context.device().clear(plan_.shard_sums, shard_bytes(plan_.shard_count), plan_.stream);
-    own_.lamb_trust();
+void update_lamb(const StepRun &run, StepLoops &loops) {
+    OneBitLoops &own = *loops.onebit();
+    if (run.plan.onebit->compat) own.scale_momenta();
+    feed_and_exchange(run, loops, Feed::scaled);
+    own.lamb_moments();
+    const bool shards = begin_shards(run, true);
+    own.lamb_trust();
     if (shards) {
-        agree_on_shards(plan_, run_.comms, true);
-        own_.lamb_shared_trust();
+        agree_on_shards(run, true);
+        own.lamb_shared_trust();
     }
-    own_.lamb_weights();
-    if (one_.exchanges) loops_.mark(DSOPT_MS_DECOMPRESS);
+    own.lamb_weights();
+    if (run.plan.onebit->exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
-void OneBitDriver::exchange() {
-    if (one_.trust_factor != nullptr || steps_alone(one_)) own_.begin();
-    if (one_.stage == Stage::dry || one_.stage == Stage::full) return; // nothing goes into an exchange
-    if (one_.compat && one_.exchanges && loops_.is_skipped()) return;
-    if (one_.stage == Stage::local) return own_.local();
-    if (one_.stage == Stage::sync) return through(Feed::distance);
-    switch (one_.rules.algorithm) {
-    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return through(Feed::gradient);
-    case DSOPT_ALGORITHM_ONEBIT_LAMB: return lamb();
-    default: return through(Feed::momentum);
+} // namespace
+
+void update_onebit(const StepRun &run, StepLoops &loops) {
+    const OneBitPlan &plan = *run.plan.onebit;
+    if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->begin();
+    if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
+    if (plan.compat && plan.exchanges && loops.is_skipped()) return;
+    if (plan.stage == Stage::local) return loops.onebit()->local();
+    if (plan.stage == Stage::sync) return update_adam(run, loops, Feed::distance);
+    switch (plan.rules.algorithm) {
+    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return update_adam(run, loops, Feed::gradient);
+    case DSOPT_ALGORITHM_ONEBIT_LAMB: return update_lamb(run, loops);
+    default: return update_adam(run, loops, Feed::momentum);
     }
 }
 
-void OneBitDriver::end() {
-    ScheduleState next = one_.now; // in compat mode: if the step is taken
-    const bool froze = advance_schedule(one_.rules, next);
-    own_.end();
+void end_onebit(const StepRun &run, StepLoops &loops) {
+    const OneBitPlan &plan = *run.plan.onebit;
+    ScheduleState next = plan.now; // in compat mode: if the step is taken
+    const bool froze = advance_schedule(plan.rules, next);
+    loops.onebit()->end();
     // Only where an exchange follows: this reads the whole variance.
-    if (one_.stage == Stage::full && one_.active != nullptr && stage_of(one_.rules, next) != Stage::full)
-        own_.find_active();
+    if (plan.stage == Stage::full && plan.active != nullptr && stage_of(plan.rules, next) != Stage::full)
+        loops.onebit()->find_active();
     // The original forgets the copies when it was resumed past the freeze.
-    const bool late = one_.compat && next.step != one_.rules.freeze_step;
-    if (froze) own_.freeze(one_.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late);
+    const bool late = plan.compat && next.step != plan.rules.freeze_step;
+    if (froze) loops.onebit()->freeze(plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late);
 }
 
 } // namespace dsopt

@@ -54,16 +54,6 @@ std::vector<Case> cases(bool scaler) {
     list.push_back({"both", {3e38f}, {}, {}, {}, {}, {3e38f}, DSOPT_SKIP_SCALE});
     return list;
 }
-int64_t place_of(dsopt_optimizer *optimizer, const char *name) {
-    int64_t count = 0;
-    Side::good(dsopt_optimizer_state_count(optimizer, &count));
-    for (int64_t i = 0; i < count; ++i) {
-        DSOPT_NEW(dsopt_state_info, info);
-        Side::good(dsopt_optimizer_state(optimizer, i, &info));
-        if (std::strcmp(info.name, name) == 0) return i;
-    }
-    return -1;
-}
 
 void expect_skipped_alike(const Setting &setting) {
     for (const Case &c : cases(setting.scaler)) {
@@ -79,10 +69,9 @@ void expect_skipped_alike(const Setting &setting) {
                 }
                 const Number grad_scale(there, c.grad_scale), lr(there, c.lr), hyper(there, c.hyper),
                     norms(there, c.grad_norms), skip(there, c.skip), report(there, std::vector<float>(16));
-                if (!c.loss_scale.empty()) {
-                    ASSERT_OK(dsopt_optimizer_import(side->optimizer, place_of(side->optimizer, "loss_scale"),
-                                                     c.loss_scale.data(), 4));
-                }
+                if (!c.loss_scale.empty())
+                    memory_of(there).write(const_cast<float *>(dsopt_scaler_device_scale(side->scaler)),
+                                           c.loss_scale.data(), sizeof(float));
                 dsopt_step step = side->arguments();
                 if (!c.grad_scale.empty()) step.grad_scale = grad_scale.floats();
                 if (!c.lr.empty()) step.lr = lr.floats();

@@ -144,9 +144,16 @@ private:
     pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
 };
 extern QuietMutex g_mutex;
+extern thread_local int t_locks;
 struct Lock {
-    Lock() { g_mutex.lock(); }
-    ~Lock() { g_mutex.unlock(); }
+    Lock() {
+        ++t_locks;
+        g_mutex.lock();
+    }
+    ~Lock() {
+        g_mutex.unlock();
+        --t_locks;
+    }
     Lock(const Lock &) = delete;
     Lock &operator=(const Lock &) = delete;
 };

@@ -221,14 +221,14 @@ void rank_that_hangs() {
     EXPECT(meet(comm) == DSOPT_ERR_TIMEOUT);
     if (rank != 0) tell();
     if (rank != 0) EXPECT(std::strstr(dsopt_last_error(), "1500 ms") != nullptr);
-    EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(4500));
+    EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(20000));
     EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
     dsopt_comm_destroy(comm);
 }
 
 /// Rank 0 stops in the middle of a compressed step, between its collectives.
 void rank_that_hangs_in_a_compressed_step() {
-    dsopt_comm *const comm = world(3000);
+    dsopt_comm *const comm = world(2000);
     DSOPT_NEW(dsopt_context_desc, where);
     where.threads = 2; // so that the step asks for its pool
     dsopt_context *two = nullptr;
@@ -256,7 +256,7 @@ void rank_that_hangs_in_a_compressed_step() {
         EXPECT(trainer.step(3) == DSOPT_ERR_TIMEOUT);
         if (rank != 0) tell();
         EXPECT(std::strstr(dsopt_last_error(), "all-gather") != nullptr);
-        if (rank != 0) EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(7500));
+        if (rank != 0) EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(20000));
         EXPECT(trainer.bytes(false) == before);
         EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
         EXPECT(trainer.step(4) == DSOPT_ERR_TIMEOUT);

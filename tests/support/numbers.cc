@@ -60,6 +60,12 @@ float loaded(const void *from, int32_t dtype) {
     return value;
 }
 
+std::vector<float> Random::floats(size_t n, double low, double high) {
+    std::vector<float> values(n);
+    for (float &value : values) value = float(uniform(low, high));
+    return values;
+}
+
 void store(void *to, int32_t dtype, float value) {
     if (size_of(dtype) == 2) {
         const uint16_t half = narrowed(value, dtype);

@@ -57,6 +57,13 @@ float rounded(float value, int32_t dtype);
 float loaded(const void *from, int32_t dtype);
 void store(void *to, int32_t dtype, float value);
 
+/// Whether a sanitizer watches. Repetitions of one path cost ten times as much there, and tell no more.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 /// splitmix64.
 class Random {
 public:
@@ -69,11 +76,7 @@ public:
     }
     int below(int n) { return int(next() % uint64_t(n)); }
     double uniform(double low = 0, double high = 1) { return low + (high - low) * double(next() >> 11) * 0x1p-53; }
-    std::vector<float> floats(size_t n, double low = -1, double high = 1) {
-        std::vector<float> values(n);
-        for (float &value : values) value = float(uniform(low, high));
-        return values;
-    }
+    std::vector<float> floats(size_t n, double low = -1, double high = 1);
     /// Sign and fraction uniform, binary exponent uniform in [low, high].
     float number(int low, int high) {
         const uint64_t r = next();

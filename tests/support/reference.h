@@ -32,8 +32,9 @@ struct ReferenceStep {
 /// a sum of positive terms has the larger error of its terms and one unit more; a square root halves what it is given.
 ///   m: beta1 m and a1 g are 2 units each, their sum is 3.     v: 4.     sqrt(v) 3, + eps 4; sqrt(v + eps) 4.
 ///      The 4 ulp that the specification allows are at least 4 units.
-///   AdamW:  m/c1 5; sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14. With EPS_UNCORRECTED the same: eps is
-///   divided by sqrt(c2) in double before its one rounding.
+///   AdamW:  sqrt(v) 3, by sqrt(c2) 5, + eps 6; quotient 10; times lr/c1 12; + lr wd p 13. In compat mode m/c1 5;
+///   sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14. With EPS_UNCORRECTED the same: eps is divided by sqrt(c2)
+///   in double before its one rounding.
 ///   Adam:   the gradient itself is a sum with 3 units of |g| + |wd p|, so m is 6, v 10 and the quotient 14 and more:
 ///   see below. legacy: quotient 3 + 4 + 1 = 8; + wd p 9; times the step size 11. LAMB:   update 9 as before; the trust
 ///   ratio has the error of the norm, at most 9 units of the norm of the sizes, and 1;

@@ -6,6 +6,7 @@
 #include "fake_nccl.h"
 #include "support/cuda_memory.h"
 #include "support/handles.h"
+#include "support/numbers.h"
 #include <barrier>
 #include <chrono>
 #include <cstring>
@@ -94,7 +95,7 @@ class Rank {
 public:
     Rank(const std::shared_ptr<const dsopt::Context> &context, const dsopt_comm_desc &desc) :
         comm(dsopt::make_comm(context, desc)) {
-        EXPECT_EQ(cudaSetDevice(context->device().ordinal()), cudaSuccess);
+        EXPECT_EQ(cudaSetDevice(context->ordinal()), cudaSuccess);
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     }
     ~Rank() {

@@ -67,6 +67,9 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
     }
 }
 
+/// Long, beside what a step takes where devices are emulated.
+constexpr int kTimeout = test::kSanitized ? 3000 : 1000;
+
 TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
     // Of a rank: one call in the first step, then norms, all-to-all and all-gather.
     for (const char *where : {"1:2:hang", "1:3:hang"})
@@ -78,7 +81,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
             setting.averages = false;
             const std::string id = new_id();
             run_ranks(2, [&](int rank) {
-                const Device device(id, rank, 2, 3000);
+                const Device device(id, rank, 2, kTimeout);
                 onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
                 onebit_run::must(trainer.step(1));
                 const std::string before = trainer.bytes(false);
@@ -98,7 +101,7 @@ TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeO
         const int64_t good = where[2] == '1' ? 0 : 1;
         const std::string id = new_id();
         run_ranks(2, [&](int rank) {
-            const Device device(id, rank, 2, 3000);
+            const Device device(id, rank, 2, kTimeout);
             onebit_run::Setting setting;
             setting.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB;
             setting.freeze_step = 1;

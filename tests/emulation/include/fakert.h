@@ -56,6 +56,8 @@ struct Counters {
     long host_functions;
 };
 void mark();
+/// Whether this thread is in the runtime now, and not in what called it.
+bool works();
 Counters counters();
 /// Whether a device has its primary context: from cudaSetDevice() on, or since it was retained, or something was made
 /// on it.

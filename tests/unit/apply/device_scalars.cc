@@ -8,7 +8,8 @@ using namespace test;
 
 namespace {
 
-const std::vector<size_t> kSizes{40, 1, 5000};
+const std::vector<size_t> kSizes{40, 1, 300};
+const std::vector<size_t> kLeaves{40, 1, 5000}; // more than one
 constexpr int32_t kAll[] = {DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,       DSOPT_ALGORITHM_LAMB,
                             DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                             DSOPT_ALGORITHM_ONEBIT_LAMB};
@@ -23,6 +24,7 @@ struct Kind {
     int32_t nonfinite = DSOPT_NONFINITE_AUTO;
     double max_norm = 0;
     bool scaler = true;
+    const std::vector<size_t> *sizes = &kSizes;
     bool wrapped() const { return compat != DSOPT_COMPAT_NONE && dtype != DSOPT_DTYPE_F32; }
     std::string text() const {
         return "algorithm " + std::to_string(algorithm) + " dtype " + dtype_name(dtype) + " compat " +
@@ -99,7 +101,7 @@ public:
         trainer_.emplace(ctx, desc);
         Random random(11);
         std::vector<Param> first, second;
-        for (const size_t n : kSizes) (n == 1 ? second : first).push_back({Array(kind.dtype, random.floats(n))});
+        for (const size_t n : *kind.sizes) (n == 1 ? second : first).push_back({Array(kind.dtype, random.floats(n))});
         const dsopt_group group =
             is_onebit(kind.algorithm) ? group_for(kind.algorithm, 3) : group_of(kind.algorithm, 1e-2, 0.1);
         must(trainer_->add_group(group, std::move(first)));
@@ -170,10 +172,8 @@ public:
         for (size_t i = 0; i < list.size(); ++i) {
             if (std::string(list[i].name) + " " + std::to_string(list[i].param) != name) continue;
             const size_t size = size_t(list[i].tensor.numel) * 4;
-            if (functional_)
-                std::memcpy(state_[i].data, bytes, size);
-            else
-                must(dsopt_optimizer_import(trainer_->opt(), int64_t(i), bytes, size));
+            // Behind the back of import, which refuses such words.
+            std::memcpy(functional_ ? state_[i].data : list[i].tensor.data, bytes, size);
             return;
         }
         throw std::runtime_error("no " + name);
@@ -254,7 +254,8 @@ std::vector<Poison> poisons_for(const Kind &kind, bool all) {
 }
 
 /// The poison in a step of every stage, between good ones.
-void expect_skipped(const Context &ctx, const Kind &kind, const Poison &poison) {
+void expect_skipped(const Context &ctx, Kind kind, const Poison &poison) {
+    if (poison.reasons == DSOPT_SKIP_CALLER) kind.sizes = &kLeaves; // once for every kind
     for (const bool functional : {false, true}) {
         SCOPED_TRACE(kind.text() + (functional ? " apply: " : " step: ") + poison.name);
         Subject subject(ctx, kind, functional);

@@ -17,6 +17,12 @@ struct Isa {
     explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
     ~Isa() { unsetenv("DSOPT_ISA"); }
 };
+/// The same of DSOPT_CACHES, the sizes of a core's own cache and of the last level.
+struct Caches {
+    explicit Caches(const char *sizes) { setenv("DSOPT_CACHES", sizes, 1); }
+    ~Caches() { unsetenv("DSOPT_CACHES"); }
+};
+constexpr char kNoCaches[] = "0,0", kLargeCaches[] = "1000000000000,1000000000000";
 
 /// One group of each algorithm, each with every dtype and sizes around leaf and chunk; enough for eight threads.
 std::vector<Shape> mixed_shapes() {
@@ -118,14 +124,31 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
     }
 }
 
-// Lists that no cache holds are written past it: the same tensors in short lists are not.
+// What does not stay in a core's cache is asked for ahead, across the ends of tensors; what does not stay in any is
+// written past them.
+TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
+    for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
+        for (const char *name : {"generic", "avx2", "avx512"})
+            for (const int32_t threads : {1, 2, 5}) {
+                const Caches caches(sizes);
+                const Isa isa(name);
+                EXPECT_TRUE(same(train_mixed(context_desc(threads), 0.5), reference(0.5)))
+                    << sizes << ' ' << name << ' ' << threads;
+            }
+}
+
+// The same tensors in lists that no cache holds, and each by itself.
 TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
         shapes.push_back({700003, i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, size_t(2 + 10 * i), i});
     for (const char *name : {"generic", "avx512"}) {
         const Isa isa(name);
-        const Trainer whole(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
+        const Trainer whole = [&] {
+            const Caches caches(kNoCaches);
+            return Trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
+        }();
+        const Caches caches(kLargeCaches);
         std::vector<Array> outs;
         for (const Shape &shape : shapes) outs.emplace_back(DSOPT_DTYPE_F16, size_t(shape.numel), 0.0f, shape.offset);
         const std::vector<dsopt_tensor> out = list_of(outs);

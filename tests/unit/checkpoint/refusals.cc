@@ -56,7 +56,7 @@ struct Content {
         Tape tape;
         const auto sink = dsopt::callback_sink(tape.io());
         dsopt::write_safetensors(*sink, metadata, tensors,
-                                 [&](size_t i, uint64_t offset, size_t, void *) { return bytes[i].data() + offset; });
+                                 [&](size_t i, uint64_t offset, size_t) { return bytes[i].data() + offset; });
         return tape.data;
     }
     dsopt::Metadata metadata;
@@ -246,7 +246,7 @@ TEST_F(Load, RefusesFieldsOutOfRange) {
                             {"group.0.flags", {"2", "8", "32", "1073741824", "-1", "1.5", "99999999999"}},
                             {"max_norm", {"nan", "inf", "-1"}},
                             {"max_value", {"nan", "inf", "-1"}},
-                            {"calls", {"-1", "1.5", "nan", "99999999999999999999"}},
+                            {"calls", {"-1", "1.5", "nan", "99999999999999999999", "9007199254740993"}},
                             {"format", {"pt", "DSOPT"}}};
     for (const Field &field : fields) {
         std::vector<const char *> values = field.values;

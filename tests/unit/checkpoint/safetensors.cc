@@ -351,7 +351,7 @@ TEST(Safetensors, ATensorThatChangesMeanwhileIsNotSaved) {
     save(folder / "a", content);
     const std::string before = slurp(folder / "a");
     int asked = 0;
-    const auto deliver = [&](size_t index, uint64_t offset, size_t, void *) -> const void * {
+    const auto deliver = [&](size_t index, uint64_t offset, size_t) -> const void * {
         static std::string other;
         other = content.bytes[index];
         if (++asked == 5) other[3] = char(other[3] ^ 1); // three tensors have data: the second of the second pass

@@ -346,6 +346,20 @@ TEST_P(Apply, AndAWarmStepDoesNotEither) {
         warm();
         must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
         warm();
+        // Lists move, as those of a framework do: other gradients and parameters at each call, some of them absent.
+        const Model elsewhere(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32));
+        std::vector<dsopt_tensor> moved[] = {list_of(elsewhere.grads), list_of(trainer.model.grads)};
+        const std::vector<dsopt_tensor> weights[] = {list_of(elsewhere.params), list_of(trainer.model.params)};
+        moved[1][2].data = nullptr;
+        for (int i = 0; i < 6; ++i) {
+            DSOPT_NEW(dsopt_step, other);
+            other.grads = moved[i % 2].data();
+            other.params = weights[i / 2 % 2].data();
+            other.out = i % 3 == 0 ? weights[i % 2].data() : nullptr;
+            other.count = 4;
+            const Count none = allocations(hook, [&] { return trainer.step(other); });
+            EXPECT_EQ(none.news + none.hooks, 0) << i;
+        }
         count = allocations(hook, [&] {
             DSOPT_NEW(dsopt_report, report);
             return dsopt_optimizer_report(trainer.opt(), &report);
@@ -364,6 +378,42 @@ TEST_P(Apply, AndAWarmStepDoesNotEither) {
     EXPECT_EQ(hook.live, 0);
     EXPECT_EQ(hook.live_bytes, 0);
     EXPECT_EQ(hook.wrong, 0);
+}
+
+TEST(Allocations, AreNotMadeByWarm1BitStepsInAnyStageNorByTheirComm) {
+    for (const int32_t algorithm : kFamily)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+            std::atomic<int64_t> news{0};
+            with_ranks(2, [&](int rank, const Context &context, const Comm &comm) {
+                dsopt_group group = make_group(algorithm);
+                group.freeze_step = 4;
+                if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                    group.var_interval_steps = 1, group.local_interval_steps = 2, group.max_local_interval = 2;
+                Trainer trainer(
+                    context, desc_with(comm, compat, DSOPT_OPTIMIZER_AVERAGES), group,
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 5000, 1.0f), Array(DSOPT_DTYPE_F32, 33, 2.0f)});
+                std::vector<Array> gradients[2];
+                for (auto &list : gradients)
+                    for (const Array &weight : trainer.weights()) list.emplace_back(weight).fill(uint64_t(rank + 1));
+                const std::vector<dsopt_tensor> lists[] = {list_of(gradients[0]), list_of(gradients[1])};
+                for (int call = 0; call < 14; ++call) {
+                    DSOPT_NEW(dsopt_step, step);
+                    step.grads = lists[call % 2].data();
+                    step.count = 2;
+                    const int64_t before = NewWatch::calls;
+                    dsopt_status status;
+                    {
+                        const Armed armed;
+                        status = trainer.step(step);
+                    }
+                    must(status);
+                    must(meet(context, comm)); // calls are counted of both ranks
+                    // The call that compat mode spends on nothing sends nothing either: the comm's memory comes next.
+                    if (call > (compat == DSOPT_COMPAT_NONE ? 0 : 1)) news += NewWatch::calls - before;
+                }
+            });
+            EXPECT_EQ(news, 0) << name_of(algorithm) << " compat " << compat;
+        }
 }
 
 } // namespace

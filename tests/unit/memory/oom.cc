@@ -42,6 +42,35 @@ struct Tape {
     char data[256 * 1024];
 };
 
+/// A comm of two ranks whose other one sends what this one sends: no thread waits for another, and none allocates.
+namespace mirror {
+template <class T> void add(const void *send, void *recv, int64_t count, int32_t op) {
+    for (int64_t i = 0; i < count; ++i)
+        static_cast<T *>(recv)[i] = static_cast<const T *>(send)[i] * T(op == DSOPT_OP_SUM ? 2 : 1);
+}
+int all_reduce(void *, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+    if (dtype == DSOPT_DTYPE_F32) add<float>(send, recv, count, op);
+    if (dtype == DSOPT_DTYPE_F64) add<double>(send, recv, count, op);
+    if (dtype == DSOPT_DTYPE_I32) add<int32_t>(send, recv, count, op);
+    return 0;
+}
+int all_gather(void *, const void *send, void *recv, int64_t bytes, void *) {
+    for (int rank = 0; rank < 2; ++rank) std::memcpy(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes));
+    return 0;
+}
+dsopt_status make(dsopt_context *context, dsopt_comm **comm) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = 2;
+    table.all_reduce = all_reduce;
+    table.all_to_all = all_gather; // the first row is this rank's, and the other rank's
+    table.all_gather = all_gather;
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    return dsopt_comm_create(context, &desc, comm);
+}
+} // namespace mirror
+
 /// One training from the context on, with a failure planted.
 class Training {
 public:
@@ -61,6 +90,7 @@ public:
             const Armed armed;
             dsopt_context_destroy(context_);
             dsopt_optimizer_destroy(opt_);
+            dsopt_comm_destroy(comm_);
         }
         NewWatch::failure = {};
         EXPECT_EQ(hook_.calls, before);
@@ -170,6 +200,45 @@ public:
         });
     }
 
+    /// The 1-bit family through all its stages, saved, loaded, and grown by a group.
+    template <int32_t Algorithm> std::string exchange(Tape &tape) {
+        dsopt_context_desc desc = context_desc(2);
+        hook_.attach(desc);
+        desc.parallel_for = run_in_order;
+        dsopt_group group = make_group(Algorithm);
+        group.freeze_step = 3;
+        if (Algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            group.var_interval_steps = 1, group.local_interval_steps = 2, group.max_local_interval = 2;
+        const dsopt_group beside = make_group(DSOPT_ALGORITHM_ADAMW);
+        const auto list = model_.registered();
+        const auto grads = list_of(model_.grads);
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("comm_create", [&] { return mirror::make(context_, &comm_); });
+        dsopt_optimizer_desc optimizer = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
+        optimizer.data = comm_;
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &beside, list.data() + 2, 2); });
+        dsopt_io io = tape.io();
+        for (uint64_t t = 1; t <= 9; ++t) {
+            model_.make_gradients(t);
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = grads.data();
+            step.count = 4;
+            call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
+            if (t % 3 != 2) continue;
+            call("optimizer_save", [&] {
+                tape.size = 0;
+                return dsopt_optimizer_save(opt_, nullptr, &io);
+            });
+            io.total = tape.size;
+            call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        }
+        news_ = NewWatch::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_);
+    }
+
 private:
     std::string train_briefly(const dsopt_context_desc &desc, const dsopt_optimizer_desc &optimizer,
                               const std::function<void()> &accumulate) {
@@ -244,6 +313,7 @@ private:
     std::vector<dsopt_tensor> params_;
     HookWatch hook_;
     dsopt_context *context_ = nullptr;
+    dsopt_comm *comm_ = nullptr;
     dsopt_optimizer *opt_ = nullptr;
     bool lasting_, failure_reached_ = false;
     int64_t failed_ = 0, news_ = 0, hooks_ = 0;
@@ -312,6 +382,9 @@ std::vector<Plan> plans() {
     add("Resume", &Training::resume);
     add("Wrap", &Training::wrap);
     add("Accumulate", &Training::accumulate);
+    add("OneBitAdam", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_ADAM>);
+    add("ZeroOneAdam", &Training::exchange<DSOPT_ALGORITHM_ZERO_ONE_ADAM>);
+    add("OneBitLamb", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_LAMB>);
     return list;
 }
 std::string plan_name(const testing::TestParamInfo<Plan> &info) {

@@ -12,10 +12,8 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr int kRanks = 3;
-constexpr int64_t kCall = 4; // a compressed step
-// Long, beside what a step takes on a busy machine; and what the others may take at most.
-constexpr int kTimeout = 10000;
-constexpr auto kBound = std::chrono::milliseconds(60000);
+constexpr int64_t kCall = 4;                              // a compressed step
+constexpr auto kBound = std::chrono::milliseconds(60000); // what the others may take at most
 
 /// The pool of rank 0, which stops at the piece of work with a number, in one step.
 struct Stopper {
@@ -42,8 +40,13 @@ onebit_run::Setting setting_of(int32_t algorithm, Stopper &stopper) {
     return setting;
 }
 
-/// How many pieces of work the step asks for when nothing goes wrong.
-int64_t pieces_of(int32_t algorithm) {
+/// A step in which nothing goes wrong.
+struct Healthy {
+    int64_t pieces; // of work that it asks for
+    int timeout_ms; // long, beside what it takes on this machine now, with as many others at the same time
+};
+Healthy healthy_step(int32_t algorithm) {
+    const auto begin = Clock::now();
     const CommId id = new_id();
     std::array<Stopper, kRanks> stoppers;
     run_ranks(kRanks, [&](int rank) {
@@ -52,11 +55,13 @@ int64_t pieces_of(int32_t algorithm) {
         onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, stoppers[size_t(rank)]));
         for (int64_t call = 1; call <= kCall; ++call) must(trainer.step(call));
     });
-    return stoppers[0].pieces;
+    const int64_t pieces = stoppers[0].pieces;
+    const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    return {pieces, int(std::clamp<int64_t>(5 * pieces * took, 2000, 20000))};
 }
 
 /// Rank 0 stops before a piece of work of its compressed step, and does something in place of going on.
-void stop_at(int32_t algorithm, int64_t piece, bool hangs) {
+void stop_at(int32_t algorithm, int64_t piece, bool hangs, int timeout_ms) {
     const std::string what = std::string(name_of(algorithm)) + ", piece " + std::to_string(piece);
     const CommId id = new_id();
     std::mutex mutex;
@@ -64,7 +69,7 @@ void stop_at(int32_t algorithm, int64_t piece, bool hangs) {
     int others = 0; // that have their status
     run_ranks(kRanks, [&](int rank) {
         const Context ctx = make_context(2);
-        const Comm comm = local_comm(ctx, id, rank, kRanks, hangs ? kTimeout : 60000);
+        const Comm comm = local_comm(ctx, id, rank, kRanks, timeout_ms);
         Stopper stopper;
         if (rank == 0) stopper.stop_at = piece;
         stopper.instead = [&] {
@@ -98,16 +103,17 @@ INSTANTIATE_TEST_SUITE_P(, StoppedStep, testing::ValuesIn(kFamily),
                          [](const auto &info) { return std::string(name_of(info.param)); });
 
 TEST_P(StoppedStep, ARankThatHangsAnywhereInItGivesTheOthersATimeOut) {
-    const int64_t pieces = pieces_of(GetParam());
-    ASSERT_GE(pieces, 4) << "packing, serving and what is around them";
+    const Healthy step = healthy_step(GetParam());
+    ASSERT_GE(step.pieces, 4) << "packing, serving and what is around them";
     std::vector<std::thread> all; // every place at once: most of the time is spent waiting
-    for (int64_t piece = 0; piece < pieces; ++piece) all.emplace_back([=] { stop_at(GetParam(), piece, true); });
+    for (int64_t piece = 0; piece < step.pieces; ++piece)
+        all.emplace_back([=] { stop_at(GetParam(), piece, true, step.timeout_ms); });
     for (std::thread &thread : all) thread.join();
 }
 
 TEST_P(StoppedStep, ARankThatAbortsAnywhereInItGivesTheOthersAStatusAtOnce) {
-    const int64_t pieces = pieces_of(GetParam());
-    for (int64_t piece = 0; piece < pieces; ++piece) stop_at(GetParam(), piece, false);
+    const Healthy step = healthy_step(GetParam());
+    for (int64_t piece = 0; piece < step.pieces; ++piece) stop_at(GetParam(), piece, false, 60000);
 }
 
 } // namespace

@@ -71,6 +71,7 @@ TEST(Volume, OneBitAdamSendsAboutFiveTimesLessThanAdam) {
                       {"1-bit Adam, SQuAD, freeze_step 400", 1825, 400, 3.5, 4.0},
                       {"1-bit Adam, GPT-2, freeze_step 45000", 300000, 45000, 4.5, 5.0}};
     for (const auto &row : rows) {
+        if (kSanitized && &row != &rows[3]) continue; // the short one
         const Volume v = onebit(row.steps, row.freeze_step);
         print(row.what, v);
         EXPECT_EQ(v.full, row.freeze_step);
@@ -95,6 +96,7 @@ TEST(Volume, ZeroOneAdamSendsLessThanOneBitAdam) {
                       {"0/1 Adam, GPT-2", 300000, 3000, 32678, 45000, 0.90, 0.94, 0.72, 0.78},
                       {"0/1 Adam, numbers of the tutorial", 118000, 1000, 1000, 23000, 0.95, 0.99, 0.90, 0.94}};
     for (const auto &row : rows) {
+        if (kSanitized && &row != &rows[0]) continue;
         const Volume v = zero_one(row.steps, row.freeze_step, row.local_interval_steps),
                      other = onebit(row.steps, row.onebit_freeze_step);
         print(row.what, v);

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hyper-parameters by key.
+#include "optimizer/optimizer.h"
+#include "rules/group.h"
+#include <cmath>
+
+namespace dsopt {
+namespace {
+
+/// Whether the key is of the whole optimizer and not of its groups.
+bool is_optimizer_key(int32_t key, int32_t group) {
+    if (key != DSOPT_KEY_MAX_NORM && key != DSOPT_KEY_MAX_VALUE && key != DSOPT_KEY_SKIP_BUDGET &&
+        key != DSOPT_KEY_CALLS)
+        return false;
+    if (group != DSOPT_ALL_GROUPS)
+        throw Error(DSOPT_ERR_ARGUMENT, "key %d is of the optimizer: group must be DSOPT_ALL_GROUPS, not %d", key,
+                    group);
+    return true;
+}
+
+dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
+    const auto set_flag = [&](int32_t flag, bool on) {
+        if (value != 0 && value != 1) throw Error(DSOPT_ERR_ARGUMENT, "key %d takes 0 or 1, not %g", key, value);
+        group.flags = on ? group.flags | flag : group.flags & ~flag;
+    };
+    const RuleInfo &info = info_of(group.algorithm);
+    if (const GroupField *const field = find_field(key))
+        group.*field->value = value;
+    else if (const GroupFlag *const flag = find_flag(key))
+        set_flag(flag->flag, value == 1);
+    else if (key == DSOPT_KEY_BIAS_CORRECTION && !(info.fields & kBiasCorrection)) {
+        if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no bias correction", info.name);
+    } else if (key == DSOPT_KEY_BIAS_CORRECTION)
+        set_flag(DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0);
+    else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
+        if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
+            throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
+        group.freeze_step = int64_t(value);
+    } else if (key == DSOPT_KEY_FREEZE_STEP)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
+    else if (key == DSOPT_KEY_ALGORITHM)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "the algorithm of a group cannot change");
+    else
+        throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    return group;
+}
+
+} // namespace
+
+bool is_max_value(double value) { return value == 0 || (std::isfinite(value) && value > 0 && float(value) > 0); }
+void check_max_norm(double value, const char *field) {
+    require(std::isfinite(value) && value >= 0, field, value, "finite and not negative");
+}
+void check_max_value(double value, const char *field) {
+    require(is_max_value(value), field, value, "0, or finite and above 0 in fp32");
+}
+
+void Optimizer::set(int32_t group, int32_t key, double value) {
+    last_step_.forget();
+    if (is_optimizer_key(key, group)) {
+        const bool whole = value >= 0 && std::floor(value) == value;
+        if (key == DSOPT_KEY_MAX_NORM) {
+            check_max_norm(value, "max_norm");
+            desc_.max_norm = value;
+        } else if (key == DSOPT_KEY_MAX_VALUE) {
+            check_max_value(value, "max_value");
+            desc_.max_value = value;
+        } else if (key == DSOPT_KEY_SKIP_BUDGET) {
+            require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
+            desc_.skip_budget = int32_t(value);
+            outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
+        } else {
+            require(whole && value <= double(kMostCalls), "calls", value, "a whole number in [0, 2^53]");
+            calls_ = int64_t(value);
+        }
+        return;
+    }
+    if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    check_groups(*this);
+    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS && is_onebit(groups_[size_t(group)].algorithm))
+        throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
+    const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
+    const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
+        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
+    };
+    for (size_t i = first; i < last; ++i) {
+        if (!takes(groups_[i])) continue;
+        const dsopt_group changed = changed_group(groups_[i], key, value);
+        check_group(changed, desc_.compat != DSOPT_COMPAT_NONE);
+        if (const MomentInfo *const moment = first_difference(moments_of(groups_[i]), moments_of(changed)))
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",
+                        key, i, value, moment->name);
+    }
+    for (size_t i = first; i < last; ++i)
+        if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
+    if (onebit_) onebit_->follow(groups_);
+}
+
+double Optimizer::get(int32_t group, int32_t key) const {
+    if (is_optimizer_key(key, group))
+        return key == DSOPT_KEY_MAX_NORM    ? desc_.max_norm
+               : key == DSOPT_KEY_MAX_VALUE ? desc_.max_value
+               : key == DSOPT_KEY_CALLS     ? double(calls_)
+                                            : double(desc_.skip_budget);
+    check_groups(*this);
+    const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
+    if (group < DSOPT_ALL_GROUPS || index >= groups_.size())
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    const dsopt_group &g = groups_[index];
+    const RuleInfo &info = info_of(g.algorithm);
+    if (const GroupFlag *const flag = find_flag(key)) return (g.flags & flag->flag) != 0;
+    switch (key) {
+    case DSOPT_KEY_ALGORITHM: return g.algorithm;
+    case DSOPT_KEY_BIAS_CORRECTION:
+        return (info.fields & kBiasCorrection) && !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION);
+    case DSOPT_KEY_FREEZE_STEP:
+        if (!is_onebit(g.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
+        return double(g.freeze_step);
+    }
+    const GroupField *const field = find_field(key);
+    if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);
+    if (field->field != 0 && !(info.fields & field->field))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name, field->name);
+    return g.*field->value;
+}
+
+} // namespace dsopt

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "optimizer/param.h"
+#include "base/text.h"
+#include "rules/rounding.h"
+#include <cstring>
+
+namespace dsopt {
+namespace {
+
+std::string param_name(const dsopt_param &param, int64_t index) {
+    if (param.name == nullptr) return "p" + std::to_string(index);
+    const size_t length = strnlen(param.name, 1001);
+    if (length == 0 || length > 1000)
+        throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld has %s bytes, must be 1 to 1000", ll(index),
+                    length == 0 ? "0" : "more than 1000");
+    if (!is_text({param.name, length}))
+        throw Error(DSOPT_ERR_ARGUMENT, "name of parameter %lld is not UTF-8", ll(index));
+    return param.name;
+}
+
+std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
+    if (param.ndim < 0 || param.ndim > 8 || (param.ndim > 0 && param.dims == nullptr))
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has ndim %d%s, must be 0 to 8 with dims", name, param.ndim,
+                    param.dims == nullptr ? " and no dims" : "");
+    if (param.ndim == 0) return {param.tensor.numel};
+    std::vector<int64_t> dims(param.dims, param.dims + param.ndim);
+    int64_t product = 1;
+    for (const int64_t dim : dims)
+        if (dim < 0 || __builtin_mul_overflow(product, dim, &product))
+            throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has dimension %lld", name, ll(dim));
+    if (product != param.tensor.numel)
+        throw Error(DSOPT_ERR_ARGUMENT, "dims of parameter '%s' multiply to %lld, its numel is %lld", name, ll(product),
+                    ll(param.tensor.numel));
+    return dims;
+}
+
+} // namespace
+
+Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc) {
+    Param param{};
+    param.name = param_name(given, index);
+    const char *const name = param.name.c_str();
+    check_float_tensor(given.tensor, param.label());
+    constexpr int32_t known = DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED;
+    if (given.flags & ~known)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", name, given.flags);
+    if (given.expert < 0 || given.expert > desc.expert_count)
+        throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", name, given.expert,
+                    desc.expert_count);
+    const bool random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    if (given.offset < 0 || (given.offset != 0 && !random))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
+                    name, ll(given.offset));
+    if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", name);
+    param.random_key = desc.seed;
+    for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
+    param.dims = param_dims(given, name);
+    param.data = given.tensor.data;
+    param.numel = given.tensor.numel;
+    param.dtype = given.tensor.dtype;
+    param.group = group;
+    param.offset = given.offset;
+    param.flags = given.flags;
+    param.expert = given.expert;
+    param.has_master = param.dtype != DSOPT_DTYPE_F32 && !(desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
+    return param;
+}
+
+void check_param(const dsopt_tensor &given, const Param &param) {
+    check_float_tensor(given, param.label());
+    check_dtype(given, param.dtype, param.label());
+    check_numel(given, param.numel, param.label());
+}
+
+} // namespace dsopt

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, step.cc runs.
+#pragma once
+#include "optimizer/optimizer.h"
+
+namespace dsopt {
+
+/// The lists of one call after checking.
+struct StepRequest {
+    const dsopt_step &step;
+    const dsopt_tensor *params; // NULL: where they are bound
+    const dsopt_tensor *out;
+    uint32_t flags;
+    Parallel parallel;
+    bool initial = false;      // the original's step on zero gradients when a wrapper is made
+    bool remembers = false;    // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
+    bool own_schedule = false; // and so is the schedule
+    bool repeats = false;      // the last step, whose tables are still there
+    char *host = nullptr;      // the engine's for StepMemory::host_bytes; NULL: some of the pool
+    bool *met = nullptr;       // set once the ranks have compared what they do
+};
+/// `functional`: dsopt_optimizer_apply.
+StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
+
+/// What must be zero before the first step in a workspace: its first two pieces.
+constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);
+
+/// The memory of one step, cut into pieces that begin on lines of their own. Their order depends on nothing except
+/// parameters and groups, so sizes are constant. What the host writes comes behind the rest where backend memory is
+/// host memory, and in memory of its own otherwise.
+struct StepMemory {
+    Control *control;
+    Outcome *outcome; // of calls that bring none
+    Scalars *scalars;
+    double *divisors, *norms, *sums_a, *sums_b;
+    int64_t *bad;
+    ShardSums *shards;
+    char *extra;
+    double *factors;
+    char *exchange;
+    float *mean;
+    size_t bytes;
+    // The host's.
+    char *table;
+    dsopt_tensor *lists;
+    double *host_norms;
+    size_t host_bytes; // 0 where it comes behind the rest
+
+    /// Both NULL: for the sizes.
+    StepMemory(const Optimizer &optimizer, void *workspace, void *host);
+};
+
+StepShape shape_of(const Optimizer &optimizer);
+/// `state`: a list of all state tensors. Fills the tables of tensors and groups.
+StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                   const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
+/// DSOPT_CONTEXT_CHECK_POINTERS.
+void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
+
+} // namespace dsopt

@@ -1,0 +1,691 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or as
+// ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
+#include "world.h"
+#include <cmath>
+#include <cstdio>
+#include <unistd.h>
+
+namespace fuzz {
+namespace {
+
+constexpr int kMostCalls = 60; // of one input
+
+class Calls : public World {
+public:
+    using World::World;
+    void run() {
+        static constexpr void (Calls::*kAll[])() = {&Calls::create_context,
+                                                    &Calls::create_comm,
+                                                    &Calls::create_scaler,
+                                                    &Calls::create_optimizer,
+                                                    &Calls::create_optimizer,
+                                                    &Calls::add_group,
+                                                    &Calls::add_params,
+                                                    &Calls::step,
+                                                    &Calls::step,
+                                                    &Calls::step,
+                                                    &Calls::step,
+                                                    &Calls::apply,
+                                                    &Calls::read_state,
+                                                    &Calls::import_state,
+                                                    &Calls::bind,
+                                                    &Calls::save,
+                                                    &Calls::load,
+                                                    &Calls::save_file,
+                                                    &Calls::load_file,
+                                                    &Calls::ask_scaler,
+                                                    &Calls::scaler_on_arrays,
+                                                    &Calls::lists,
+                                                    &Calls::lists,
+                                                    &Calls::compressed,
+                                                    &Calls::ask_optimizer,
+                                                    &Calls::set,
+                                                    &Calls::reset,
+                                                    &Calls::accumulate,
+                                                    &Calls::retain,
+                                                    &Calls::reduction,
+                                                    &Calls::destroy,
+                                                    &Calls::without_objects,
+                                                    &Calls::fail_allocations,
+                                                    &Calls::ask_comm,
+                                                    &Calls::ranks};
+        create_context();
+        for (int i = 0; choose.are_left() && i < kMostCalls; ++i) (this->*kAll[choose.below(int(std::size(kAll)))])();
+        release_all();
+    }
+
+private:
+    // -------------------------------------------------------------------------------------------------------- creation
+    void create_context() {
+        if (contexts.size() == 3) return;
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.backend = backend;
+        desc.threads = choose.below(4);
+        desc.log_level = choose.below(5);
+        desc.allocate = Hook::allocate;
+        desc.release = Hook::release;
+        desc.log = [](void *, int32_t, const char *) {};
+        if (choose.rarely(4)) desc.parallel_for = run_backwards;
+        if (choose.rarely(8)) desc.chunk = 8192;
+        if (choose.rarely(16)) break_one({&desc.threads, &desc.log_level, &desc.flags, &desc.reserved});
+        if (choose.rarely(32)) desc.backend = 7;
+        if (choose.rarely(32)) desc.device = 99;
+        if (choose.rarely(32)) desc.chunk = choose.of(kBadSizes);
+        if (choose.rarely(32)) desc.release = nullptr;
+        if (choose.rarely(32)) desc.size = choose.byte();
+        hooks.push_back(std::make_unique<Hook>(memory, backend));
+        desc.user = hooks.back().get();
+        dsopt_context *context = nullptr;
+        if (counted("context_create", dsopt_context_create(&desc, choose.rarely(32) ? nullptr : &context)) == DSOPT_OK)
+            contexts.push_back({test::Context(context), hooks.back().get()});
+        else if (context != nullptr)
+            finding("context_create failed and wrote its result");
+    }
+    void create_comm() {
+        if (comms.size() == 4) return;
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = choose.rarely(6) ? choose.below(7) : choose.flip() ? DSOPT_COMM_KIND_TABLE : DSOPT_COMM_KIND_SELF;
+        echoes.push_back(std::make_unique<Echo>());
+        Echo &echo = *echoes.back();
+        echo.ranks = 1 + choose.below(4);
+        echo.rank = choose.below(echo.ranks);
+        dsopt_comm_table table = echo_table(echo);
+        if (choose.rarely(4)) table.all_to_all = nullptr;
+        if (choose.rarely(4)) table.all_gather = nullptr;
+        if (choose.rarely(32)) table.all_reduce = nullptr;
+        if (choose.rarely(16)) break_one({&table.memory, &table.reserved});
+        if (backend == DSOPT_BACKEND_CUDA && table.memory == DSOPT_MEMORY_BACKEND)
+            table.memory = 7; // they are the host's
+        if (choose.rarely(32)) table.rank = table.ranks;
+        if (choose.rarely(32)) table.size = choose.byte();
+        if (desc.kind == DSOPT_COMM_KIND_TABLE || choose.rarely(16)) desc.table = &table;
+        const test::CommId id = test::new_id();
+        if (desc.kind == DSOPT_COMM_KIND_LOCAL || choose.rarely(16)) {
+            desc.id = id.data();
+            desc.id_bytes = choose.rarely(8) ? choose.byte() : id.size();
+            desc.ranks = choose.rarely(8) ? 2 : 1;
+            desc.timeout_ms = 1;
+        }
+        if (choose.rarely(16)) break_one({&desc.rank, &desc.timeout_ms, &desc.flags, &desc.reserved});
+        dsopt_comm *comm = nullptr;
+        if (counted("comm_create", dsopt_comm_create(any_context(), choose.rarely(16) ? nullptr : &desc, &comm)) ==
+            DSOPT_OK)
+            comms.push_back(test::Comm(comm));
+    }
+    void create_scaler() {
+        if (scalers.size() == 3) return;
+        DSOPT_NEW(dsopt_scaler_desc, desc);
+        desc.profile = choose.rarely(8) ? choose.of(kIntegers) : choose.below(4);
+        if (choose.flip()) desc.flags = 1 << choose.below(7);
+        for (double *value : {&desc.init, &desc.factor, &desc.min, &desc.max})
+            if (choose.rarely(4)) *value = number();
+        for (int32_t *value : {&desc.window, &desc.hysteresis})
+            if (choose.rarely(4)) *value = choose.of(kIntegers);
+        dsopt_scaler *scaler = nullptr;
+        if (counted("scaler_create", dsopt_scaler_create(any_context(), &desc, &scaler)) == DSOPT_OK)
+            scalers.push_back(test::Scaler(scaler));
+    }
+    void create_optimizer() {
+        if (optimizers.size() == 4 || contexts.empty()) return;
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.compat = choose.rarely(4);
+        for (int i = 0; i < 2; ++i)
+            if (choose.rarely(3)) desc.flags |= 1 << choose.below(9);
+        if (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) {
+            desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
+            desc.seed = choose.byte();
+        }
+        desc.nonfinite = choose.below(3);
+        desc.masters = choose.rarely(4);
+        if (choose.rarely(3)) desc.max_norm = number();
+        if (choose.rarely(4)) desc.max_value = number();
+        if (choose.rarely(3) && !scalers.empty()) desc.scaler = scalers[index_of(scalers)].get();
+        desc.data = any_comm();
+        if (choose.rarely(4)) desc.model = any_comm();
+        if (choose.rarely(4)) desc.node = any_comm();
+        dsopt_comm *const experts[] = {any_comm(), any_comm()};
+        if (choose.rarely(6)) desc.experts = experts, desc.expert_count = choose.below(3);
+        if (choose.rarely(6)) desc.skip_budget = choose.below(3);
+        if (choose.rarely(16))
+            break_one({&desc.compat, &desc.nonfinite, &desc.masters, &desc.skip_budget, &desc.flags});
+        Made made;
+        const OwnContext &context = contexts[index_of(contexts)];
+        made.hook = context.hook;
+        made.flags = desc.flags;
+        dsopt_optimizer *optimizer = nullptr;
+        if (counted("optimizer_create",
+                    dsopt_optimizer_create(context.handle.get(), choose.rarely(16) ? nullptr : &desc, &optimizer)) !=
+            DSOPT_OK)
+            return;
+        made.handle.reset(optimizer);
+        optimizers.push_back(std::move(made));
+        add_group_to(optimizers.back());
+    }
+
+    std::vector<dsopt_param> new_params(const Made &o, bool onebit, std::vector<dsopt_tensor> &tensors, int count) {
+        std::vector<dsopt_param> params;
+        for (int i = 0; i < count; ++i) {
+            dsopt_param param{};
+            const bool halves = o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+            param.tensor = tensor(choose.of(kSizes), halves ? int32_t(DSOPT_DTYPE_BF16) : choose.of(kDtypes));
+            if (choose.rarely(12)) param.tensor.data = nullptr;
+            if (choose.rarely(32)) spoil(param.tensor);
+            param.name = choose.rarely(12) ? choose.of(kNames) : nullptr;
+            dims_.push_back({param.tensor.numel, 1});
+            if (choose.rarely(6)) param.dims = dims_.back().data(), param.ndim = choose.rarely(8) ? choose.byte() : 2;
+            if (choose.rarely(8)) param.flags = 1 << choose.below(onebit ? 3 : 2);
+            if (choose.rarely(24)) param.offset = choose.of(kSizes);
+            if (choose.rarely(16)) param.expert = choose.below(4);
+            if (choose.rarely(64)) break_one({&param.ndim, &param.flags, &param.expert, &param.group});
+            params.push_back(param);
+            tensors.push_back(param.tensor);
+        }
+        return params;
+    }
+    void add_group() {
+        if (Made *const o = any_optimizer(); o != nullptr && o->params.size() < 12) add_group_to(*o);
+    }
+    void add_group_to(Made &o) {
+        const int32_t algorithm = choose.rarely(24) ? choose.of(kIntegers) : choose.of(kAlgorithms);
+        const bool onebit = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM;
+        dsopt_group group;
+        if (counted("group_init",
+                    dsopt_group_init(&group, choose.rarely(32) ? choose.byte() % sizeof group : sizeof group,
+                                     algorithm)) != DSOPT_OK ||
+            group.size != sizeof group) {
+            group = {};
+            group.size = sizeof group;
+            group.algorithm = algorithm;
+        }
+        for (double *value : {&group.lr, &group.beta1, &group.beta2, &group.eps, &group.weight_decay, &group.max_norm,
+                              &group.momentum, &group.trust_beta})
+            if (choose.rarely(12)) *value = number();
+        if (onebit) group.freeze_step = 1 + choose.below(4);
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            for (int64_t *value : {&group.var_interval_steps, &group.local_interval_steps, &group.max_local_interval})
+                *value = 1 + choose.below(3);
+        if (choose.rarely(24)) group.freeze_step = choose.of(kBadSizes);
+        if (choose.rarely(10)) group.flags ^= 1 << choose.below(6);
+        std::vector<dsopt_tensor> tensors;
+        const std::vector<dsopt_param> params = new_params(o, onebit, tensors, choose.below(5));
+        watch(
+            o, "add_group",
+            [&] {
+                return counted("add_group",
+                               dsopt_optimizer_add_group(o.handle.get(), &group, params.data(), count_of(params)));
+            },
+            [&] { added(o, tensors, true); });
+    }
+    void add_params() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->params.size() > 12) return;
+        std::vector<dsopt_tensor> tensors;
+        std::vector<dsopt_param> params = new_params(*o, false, tensors, choose.below(3));
+        for (dsopt_param &param : params) param.group = choose.below(3);
+        watch(
+            *o, "add_params",
+            [&] {
+                return counted("add_params",
+                               dsopt_optimizer_add_params(o->handle.get(), params.data(), count_of(params)));
+            },
+            [&] { added(*o, tensors, false); });
+    }
+
+    // ----------------------------------------------------------------------------------------------------------- steps
+    /// Everything but the lists of state.
+    void fill_step(const Made &o, dsopt_step &step, StepLists &lists) {
+        lists.gradients = list_like(o, false);
+        step.grads = lists.gradients.data();
+        step.count = choose.rarely(48) ? choose.of(kBadSizes) : int64_t(o.params.size());
+        if (choose.rarely(3)) step.flags = 1 << choose.below(5);
+        if (step.flags == DSOPT_STEP_ACCUMULATED) step.grads = nullptr;
+        if (choose.rarely(3)) step.params = (lists.params = list_like(o, true)).data();
+        if (choose.rarely(3) || (step.flags & (DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA)) != 0)
+            step.out = (lists.out = list_like(o, false)).data();
+        const auto scalars = [&](size_t count) { return static_cast<float *>(floats(count)); };
+        if (choose.rarely(6)) step.lr = scalars(o.groups);
+        if (choose.rarely(8)) step.hyper = scalars(o.groups * DSOPT_HYPER_FLOATS);
+        if (choose.rarely(6)) step.grad_scale = scalars(1);
+        if (choose.rarely(8)) step.grad_norms = scalars(o.groups);
+        if (choose.rarely(8)) step.skip = static_cast<const int32_t *>(words({choose.below(2)}));
+        if (choose.rarely(3)) step.report = scalars(DSOPT_REPORT_FLOATS);
+        if (choose.rarely(8)) step.parallel_for = run_backwards;
+        if (choose.rarely(48)) break_one({&step.flags, &step.reserved});
+        if (choose.rarely(64)) step.size = choose.byte();
+    }
+    void step() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        DSOPT_NEW(dsopt_step, step);
+        StepLists lists;
+        fill_step(*o, step, lists);
+        if (choose.rarely(8)) {
+            lists.state = state_list(*o, choose.flip());
+            for (dsopt_tensor &entry : lists.state)
+                if (choose.rarely(3)) entry.data = nullptr;
+            step.state = lists.state.data();
+            step.state_count = count_of(lists.state);
+        }
+        for (int i = 1 + choose.below(3); i > 0; --i)
+            watch(*o, "step", [&] { return counted("step", dsopt_optimizer_step(o->handle.get(), &step)); });
+    }
+    void apply() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large()) return;
+        DSOPT_NEW(dsopt_step, step);
+        StepLists lists;
+        fill_step(*o, step, lists);
+        lists.params = list_like(*o, true);
+        lists.state = state_list(*o, false);
+        if (lists.state.empty()) return;
+        if (counted("init_state", dsopt_optimizer_init_state(o->handle.get(), lists.params.data(), lists.state.data(),
+                                                             count_of(lists.state), nullptr)) != DSOPT_OK)
+            return;
+        size_t bytes = 0;
+        if (counted("workspace", dsopt_optimizer_workspace(o->handle.get(), &bytes)) != DSOPT_OK) return;
+        if (bytes > kMostBytes) return;
+        if (choose.rarely(8)) fill_words(lists.state[size_t(choose.below(int(lists.state.size())))]);
+        if (choose.rarely(32)) lists.state[0].data = nullptr;
+        step.params = choose.rarely(32) ? nullptr : lists.params.data();
+        step.state = lists.state.data();
+        step.state_count = count_of(lists.state);
+        step.workspace = allocate(bytes);
+        step.workspace_bytes = choose.rarely(24) ? bytes / 2 : bytes;
+        for (int i = 1 + choose.below(3); i > 0; --i)
+            watch(*o, "apply", [&] { return counted("apply", dsopt_optimizer_apply(o->handle.get(), &step)); });
+    }
+    void accumulate() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        const std::vector<dsopt_tensor> list = list_like(*o, false);
+        watch(*o, "accumulate", [&] {
+            return counted("accumulate",
+                           dsopt_optimizer_accumulate(o->handle.get(), list.data(), count_of(list), nullptr));
+        });
+    }
+
+    // ----------------------------------------------------------------------------------------------------------- state
+    void read_state() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        DSOPT_NEW(dsopt_state_info, info);
+        if (!describe_state(*o, info)) return;
+        std::vector<char> host(bytes_of(info.tensor));
+        (void)counted("export", dsopt_optimizer_export(o->handle.get(), described, host.data(),
+                                                       choose.rarely(16) ? host.size() + 4 : host.size()));
+    }
+    void import_state() {
+        Made *const o = any_optimizer();
+        DSOPT_NEW(dsopt_state_info, info);
+        if (o == nullptr || !describe_state(*o, info)) return;
+        std::vector<char> host(bytes_of(info.tensor));
+        if (counted("export", dsopt_optimizer_export(o->handle.get(), described, host.data(), host.size())) != DSOPT_OK)
+            return;
+        for (int i = choose.below(4); i > 0 && host.size() >= 4; --i) {
+            const uint32_t word = choose.of(kWords);
+            std::memcpy(&host[4 * (choose.byte() % (host.size() / 4))], &word, 4);
+        }
+        watch(*o, "import", [&] {
+            return counted("import", dsopt_optimizer_import(o->handle.get(), described,
+                                                            choose.rarely(32) ? nullptr : host.data(), host.size()));
+        });
+    }
+    void bind() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large()) return;
+        if (choose.flip()) {
+            const std::vector<dsopt_tensor> list = list_like(*o, true);
+            watch(
+                *o, "bind",
+                [&] {
+                    return counted(
+                        "bind", dsopt_optimizer_bind(o->handle.get(), DSOPT_BIND_PARAMS, list.data(), count_of(list)));
+                },
+                [&] { o->params = list; });
+            return;
+        }
+        std::vector<dsopt_tensor> list = state_list(*o, choose.flip());
+        for (dsopt_tensor &entry : list)
+            if (choose.rarely(4)) entry.data = nullptr;
+        const int32_t what = choose.rarely(16) ? choose.of(kIntegers) : int32_t(DSOPT_BIND_STATE);
+        watch(*o, "bind", [&] {
+            return counted("bind", dsopt_optimizer_bind(o->handle.get(), what, list.data(), count_of(list)));
+        });
+    }
+    void reset() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        const int32_t what = choose.rarely(8) ? choose.of(kIntegers) : 1 << choose.below(5);
+        watch(*o, "reset", [&] { return counted("reset", dsopt_optimizer_reset(o->handle.get(), what, nullptr)); });
+    }
+
+    // ----------------------------------------------------------------------------------------------------------- files
+    int32_t io_flags() { return choose.rarely(3) ? 1 << choose.below(6) : choose.rarely(16) ? choose.byte() : 0; }
+    void save() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large()) return;
+        DSOPT_NEW(dsopt_io, io);
+        Bytes file;
+        io.flags = choose.rarely(2) ? DSOPT_IO_PARAMS : choose.rarely(16) ? choose.byte() : 0;
+        io.user = &file;
+        io.write = append;
+        if (choose.rarely(32)) io.files = choose.of(kIntegers);
+        if (choose.rarely(16)) io.write = [](void *, const void *, size_t) { return 7; };
+        const dsopt_status status = counted("save", dsopt_optimizer_save(o->handle.get(), nullptr, &io));
+        if (status == DSOPT_OK && files.size() < 6) files.push_back(std::move(file));
+    }
+    void load() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large() || files.empty()) return;
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = io_flags();
+        io.read = read_at;
+        std::vector<Bytes> copies; // which may be damaged
+        for (int i = 1 + choose.below(3); i > 0; --i) copies.push_back(files[index_of(files)]);
+        if (choose.rarely(4)) copies[0][choose.byte() * copies[0].size() / 256] ^= char(1 << choose.below(8));
+        std::vector<void *> users;
+        std::vector<uint64_t> totals;
+        for (Bytes &copy : copies) users.push_back(&copy), totals.push_back(copy.size());
+        if (copies.size() == 1) {
+            io.user = users[0];
+            io.total = totals[0];
+        } else {
+            io.files = choose.rarely(32) ? choose.of(kIntegers) % 3 : int32_t(copies.size());
+            io.users = users.data();
+            io.totals = totals.data();
+        }
+        watch(*o, "load", [&] { return counted("load", dsopt_optimizer_load(o->handle.get(), nullptr, &io)); });
+    }
+    void save_file() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large()) return;
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = choose.rarely(2) ? DSOPT_IO_PARAMS : 0;
+        (void)counted("save to a path", dsopt_optimizer_save(o->handle.get(), path(choose.below(3)).c_str(),
+                                                             choose.flip() ? nullptr : &io));
+    }
+    void load_file() {
+        Made *const o = any_optimizer();
+        if (o == nullptr || o->is_large()) return;
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = io_flags();
+        const std::string first = path(choose.below(4)), second = path(choose.below(3)); // one of them is in no folder
+        const char *const paths[] = {first.c_str(), second.c_str()};
+        const bool lists = choose.rarely(3);
+        if (lists) io.files = 1 + choose.below(2), io.paths = paths;
+        watch(*o, "load from a path", [&] {
+            return counted("load from a path", dsopt_optimizer_load(o->handle.get(), lists ? nullptr : paths[0], &io));
+        });
+    }
+
+    // --------------------------------------------------------------------------------------------------------- scalers
+    void ask_scaler() {
+        if (scalers.empty()) return;
+        dsopt_scaler *const scaler = scalers[index_of(scalers)].get();
+        switch (choose.below(6)) {
+        case 0: (void)counted("scaler_set", dsopt_scaler_set(scaler, choose.below(4), number(), nullptr)); break;
+        case 1: {
+            const void *const overflow = words({choose.below(2)});
+            (void)counted(
+                "scaler_update",
+                dsopt_scaler_update(scaler, choose.flip() ? static_cast<const int32_t *>(overflow) : nullptr, nullptr));
+            break;
+        }
+        case 2: {
+            DSOPT_NEW(dsopt_scaler_info, info);
+            (void)counted("scaler_query", dsopt_scaler_query(scaler, &info));
+            break;
+        }
+        case 3: {
+            dsopt_tensor loss = tensor(1, choose.of(kDtypes));
+            if (choose.rarely(4)) spoil(loss);
+            (void)counted("scaler_scale_loss", dsopt_scaler_scale_loss(scaler, &loss, nullptr));
+            break;
+        }
+        case 4:
+            if (dsopt_scaler_device_scale(scaler) == nullptr) finding("a scaler without a scale");
+            break;
+        case 5: (void)counted("scaler_detach", dsopt_scaler_detach(scaler)); break;
+        }
+    }
+    void scaler_on_arrays() {
+        if (scalers.empty()) return;
+        dsopt_scaler *const scaler = scalers[index_of(scalers)].get();
+        std::vector<dsopt_tensor> state = {{floats(1), 1, DSOPT_DTYPE_F32, 0}, {zeros(48), 12, DSOPT_DTYPE_I32, 0}};
+        if (choose.rarely(8)) spoil(state[size_t(choose.below(2))]);
+        if (counted("scaler_init_state", dsopt_scaler_init_state(scaler, state.data(), count_of(state), nullptr)) ==
+            DSOPT_OK) {
+            if (choose.rarely(4)) fill_words(state[1]);
+            const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
+            (void)counted("scaler_transition",
+                          dsopt_scaler_transition(scaler, state.data(), count_of(state), overflow, nullptr));
+        }
+        int32_t host[64];
+        for (int32_t &word : host) word = choose.rarely(4) ? int32_t(choose.of(kWords)) : choose.byte();
+        DSOPT_NEW(dsopt_scaler_info, info);
+        (void)counted("scaler_decode", dsopt_scaler_decode(host, &info));
+        DSOPT_NEW(dsopt_schedule_info, schedule);
+        if (const Made *const o = any_optimizer(); o != nullptr)
+            (void)counted("schedule_decode", dsopt_schedule_decode(o->handle.get(), host, &schedule));
+    }
+
+    // ----------------------------------------------------------------------------------------------------------- lists
+    void lists() {
+        std::vector<dsopt_tensor> x, y;
+        for (int i = choose.below(5); i > 0; --i) {
+            const int64_t numel = choose.of(kSizes);
+            x.push_back(tensor(numel, choose.of(kDtypes)));
+            y.push_back(choose.rarely(6) ? x.back() : tensor(numel, choose.of(kDtypes)));
+            if (choose.rarely(8)) x.back().data = nullptr;
+            if (choose.rarely(8)) spoil(x.back());
+        }
+        const int64_t count = choose.rarely(32) ? -1 : count_of(x);
+        dsopt_context *const context = any_context();
+        switch (choose.below(5)) {
+        case 0: (void)counted("zero_grad", dsopt_zero_grad(context, x.data(), count, choose.below(3), nullptr)); break;
+        case 1: {
+            auto *const result = static_cast<dsopt_norm_result *>(allocate(sizeof(dsopt_norm_result)));
+            (void)counted("tensors_norm", dsopt_tensors_norm(context, x.data(), count, choose.below(3), number(),
+                                                             any_comm(), result, nullptr));
+            break;
+        }
+        case 2: {
+            const auto *const a = static_cast<const float *>(floats(1));
+            (void)counted("tensors_axpby", dsopt_tensors_axpby(context, choose.flip() ? a : nullptr, x.data(),
+                                                               float(number()), y.data(), count, nullptr));
+            break;
+        }
+        case 3: (void)counted("tensors_clamp", dsopt_tensors_clamp(context, x.data(), count, number(), nullptr)); break;
+        case 4:
+            (void)counted("comm_all_reduce",
+                          dsopt_comm_all_reduce(any_comm(), x.data(), count, choose.below(4), nullptr));
+            break;
+        }
+    }
+    void compressed() {
+        if (comms.empty()) return;
+        dsopt_comm *const comm = comms[index_of(comms)].get();
+        DSOPT_NEW(dsopt_compressed, args);
+        std::vector<dsopt_tensor> list;
+        for (int i = choose.below(5); i > 0; --i) {
+            list.push_back(tensor(choose.of(kSizes), DSOPT_DTYPE_F32));
+            if (choose.rarely(32)) spoil(list.back());
+        }
+        args.tensors = list.data();
+        args.count = choose.rarely(32) ? -1 : count_of(list);
+        args.compat = choose.rarely(4);
+        if (choose.rarely(4)) args.node = any_comm();
+        int64_t worker = 0, server = 0;
+        size_t bytes = 0;
+        if (counted("compressed_sizes", dsopt_compressed_sizes(comm, &args, &worker, &server, &bytes)) != DSOPT_OK)
+            return;
+        if (bytes > kMostBytes || worker > int64_t(kMostBytes / 4)) return;
+        args.worker_error = static_cast<float *>(zeros(size_t(worker) * 4));
+        args.server_error = static_cast<float *>(zeros(size_t(server) * 4));
+        args.workspace = allocate(bytes);
+        args.workspace_bytes = choose.rarely(16) ? bytes / 2 : bytes;
+        if (choose.rarely(32)) args.worker_error = nullptr;
+        for (int i = 1 + choose.below(3); i > 0; --i)
+            (void)counted("compressed_allreduce", dsopt_compressed_allreduce(comm, &args));
+        std::vector<float> owed_by_worker(static_cast<size_t>(worker)), owed_by_server(static_cast<size_t>(server));
+        (void)counted("compressed_errors", dsopt_compressed_errors(comm, &args, owed_by_worker.data(),
+                                                                   choose.flip() ? owed_by_server.data() : nullptr));
+    }
+
+    // ------------------------------------------------------------------------------------------------------- questions
+    int32_t any_group() { return choose.below(4) - 1; }
+    void set() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        const int32_t group = any_group(), key = choose.below(40);
+        const double value = number();
+        watch(*o, "set", [&] { return counted("set", dsopt_optimizer_set(o->handle.get(), group, key, value)); });
+    }
+    void ask_optimizer() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        double value = 0;
+        int64_t groups = 0, params = 0;
+        DSOPT_NEW(dsopt_report, report);
+        if (choose.rarely(32)) report.size = choose.byte();
+        (void)counted("get", dsopt_optimizer_get(o->handle.get(), any_group(), choose.below(40), &value));
+        (void)counted("report", dsopt_optimizer_report(o->handle.get(), &report));
+        (void)counted("count", dsopt_optimizer_count(o->handle.get(), &groups, &params));
+        if (size_t(params) != o->params.size())
+            finding("%ld parameters in place of %zu", long(params), o->params.size());
+    }
+    void reduction() {
+        Made *const o = any_optimizer();
+        if (o == nullptr) return;
+        int32_t host = 0;
+        const int64_t call = choose.rarely(8) ? choose.of(kBadSizes) % 1000000 : choose.byte();
+        (void)counted("next_reduction", dsopt_optimizer_next_reduction(o->handle.get(), call, &host));
+        if (o->is_large()) return;
+        const std::vector<dsopt_tensor> state = state_list(*o, false);
+        for (size_t i = 0; i < state.size(); ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            must("state", dsopt_optimizer_state(o->handle.get(), int64_t(i), &info));
+            if (std::strcmp(info.name, "schedule") != 0) continue;
+            fill_words(state[i]);
+            (void)counted("reduction", dsopt_optimizer_reduction(o->handle.get(), &state[i],
+                                                                 static_cast<int32_t *>(allocate(4)), nullptr));
+        }
+    }
+    void retain() {
+        Made *const o = any_optimizer();
+        dsopt_optimizer *other = nullptr;
+        if (o == nullptr || counted("retain", dsopt_optimizer_retain(o->handle.get(), &other)) != DSOPT_OK) return;
+        retained.push_back(test::Optimizer(other));
+    }
+    void ask_comm() {
+        DSOPT_NEW(dsopt_comm_info, info);
+        if (comms.empty()) return;
+        dsopt_comm *const comm = comms[index_of(comms)].get();
+        (void)counted("comm_query", dsopt_comm_query(comm, &info));
+        if (choose.rarely(8)) dsopt_comm_abort(comm);
+    }
+    void without_objects() {
+        char id[256];
+        size_t bytes = choose.rarely(4) ? choose.byte() : sizeof id;
+        (void)counted("comm_unique_id", dsopt_comm_unique_id(choose.flip() ? DSOPT_COMM_KIND_LOCAL : choose.below(6),
+                                                             choose.flip() ? id : nullptr, &bytes));
+        if (dsopt_version() <= 0 || dsopt_abi_version() != DSOPT_ABI_VERSION || dsopt_build_info()[0] != '{')
+            finding("no version");
+        if (dsopt_status_name(choose.of(kIntegers))[0] == 0) finding("a status without a name");
+        DSOPT_NEW(dsopt_step, step);
+        (void)counted("step of NULL", dsopt_optimizer_step(nullptr, &step));
+        (void)counted("report of NULL", dsopt_optimizer_report(nullptr, nullptr));
+        (void)counted("compressed of NULL", dsopt_compressed_allreduce(nullptr, nullptr));
+        if (const Made *const o = any_optimizer(); o != nullptr) {
+            (void)counted("step by NULL", dsopt_optimizer_step(o->handle.get(), nullptr));
+            (void)counted("get to NULL", dsopt_optimizer_get(o->handle.get(), 0, DSOPT_KEY_LR, nullptr));
+        }
+        dsopt_comm_abort(nullptr);
+        if (dsopt_scaler_device_scale(nullptr) != nullptr) finding("the scale of no scaler");
+    }
+    void fail_allocations() {
+        for (const auto &hook : hooks) hook->fails_in = choose.rarely(3) ? choose.below(6) : -1;
+    }
+    void destroy() {
+        switch (choose.below(4)) {
+        case 0: erase_one(contexts); break;
+        case 1: erase_one(comms); break;
+        case 2: erase_one(scalers); break;
+        case 3: erase_one(optimizers); break;
+        }
+    }
+
+    // ----------------------------------------------------------------------------------------------------------- ranks
+    /// Two or three ranks on threads, of which one may give up. Statuses differ with timing, nothing else may.
+    void ranks();
+
+    std::deque<std::array<int64_t, 2>> dims_; // of parameters, where they stay
+};
+
+void Calls::ranks() {
+    const int count = 2 + choose.below(2), lazy = choose.rarely(3) ? choose.below(count) : -1,
+              gives_up = choose.below(4);
+    const int32_t algorithm = choose.of(kAlgorithms);
+    const bool checks = choose.rarely(3), averages = choose.flip();
+    const int steps = 1 + choose.below(5);
+    const int64_t numel = choose.of(kSizes);
+    const test::CommId id = test::new_id();
+    const std::string folder = path(0) + ".rank";
+    test::run_ranks(count, [&](int rank) {
+        const test::Context context = test::make_context(test::context_desc(1, backend));
+        dsopt_comm_desc desc = test::local_desc(id, rank, count, lazy >= 0 ? 20 : 20000);
+        dsopt_comm *handle = nullptr;
+        if (lazy == rank && gives_up == 0) return;
+        if (counted("local comm_create", dsopt_comm_create(context.get(), &desc, &handle)) != DSOPT_OK) return;
+        const test::Comm comm(handle);
+        Block weights = block(size_t(numel) * 4), gradients = block(size_t(numel) * 4);
+        const dsopt_tensor weight{weights.data(), numel, DSOPT_DTYPE_F32, 0},
+            gradient{gradients.data(), numel, DSOPT_DTYPE_F32, 0};
+        DSOPT_NEW(dsopt_optimizer_desc, od);
+        od.data = comm.get();
+        od.max_norm = 1;
+        if (checks) od.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
+        dsopt_group group;
+        must("group_init", dsopt_group_init(&group, sizeof group, algorithm));
+        const bool onebit = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM;
+        if (onebit) {
+            if (averages) od.flags |= DSOPT_OPTIMIZER_AVERAGES;
+            group.freeze_step = 2;
+            od.max_norm = 0;
+        }
+        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+            group.var_interval_steps = group.local_interval_steps = group.max_local_interval = 1;
+        const test::Optimizer optimizer = test::make_optimizer(context, od);
+        dsopt_param param{};
+        param.tensor = weight;
+        if (counted("ranks' add_group", dsopt_optimizer_add_group(optimizer.get(), &group, &param, 1)) != DSOPT_OK)
+            return;
+        for (int call = 0; call < steps; ++call) {
+            if (lazy == rank && call == 1) {
+                if (gives_up == 1) return dsopt_comm_abort(comm.get());
+                if (gives_up == 2) return;
+                if (gives_up == 3) continue; // a step less than the others
+            }
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = &gradient;
+            step.count = 1;
+            (void)counted("ranks' step", dsopt_optimizer_step(optimizer.get(), &step));
+        }
+        dsopt_tensor list = gradient;
+        (void)counted("ranks' comm_all_reduce", dsopt_comm_all_reduce(comm.get(), &list, 1, DSOPT_OP_MEAN, nullptr));
+        const std::string file = folder + std::to_string(rank);
+        (void)counted("ranks' save", dsopt_optimizer_save(optimizer.get(), file.c_str(), nullptr));
+        (void)counted("ranks' load", dsopt_optimizer_load(optimizer.get(), file.c_str(), nullptr));
+        (void)std::remove(file.c_str());
+    });
+}
+
+} // namespace
+} // namespace fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    fuzz::count_runs();
+    fuzz::Calls(fuzz::Choices(data, size)).run();
+    return 0;
+}

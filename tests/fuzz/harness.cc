@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "harness.h"
+#include "support/numbers.h"
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+namespace fuzz {
+namespace {
+
+constexpr size_t kLongestText = 1023;
+
+struct Statistics {
+    std::mutex mutex; // ranks are threads
+    long runs = 0;
+    std::map<std::string, std::map<dsopt_status, long>> calls;
+};
+Statistics &statistics() {
+    static auto *const all = new Statistics; // threads may outlive static destructors
+    return *all;
+}
+void write_statistics() {
+    std::map<dsopt_status, long> sums;
+    std::fprintf(stderr, "%ld inputs\n", statistics().runs);
+    for (const auto &[call, by_status] : statistics().calls) {
+        std::fprintf(stderr, "  %-26s", call.c_str());
+        for (const auto &[status, count] : by_status) {
+            std::fprintf(stderr, " %s %ld", dsopt_status_name(status), count);
+            sums[status] += count;
+        }
+        std::fprintf(stderr, "\n");
+    }
+    std::fprintf(stderr, "  %-26s", "all calls");
+    for (const auto &[status, count] : sums) std::fprintf(stderr, " %s %ld", dsopt_status_name(status), count);
+    std::fprintf(stderr, "\n");
+}
+
+} // namespace
+
+void finding(const char *format, ...) {
+    std::va_list arguments;
+    va_start(arguments, format);
+    std::fprintf(stderr, "FINDING: ");
+    std::vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    std::fprintf(stderr, "; last error: %s\n", dsopt_last_error());
+    std::abort();
+}
+
+dsopt_status counted(const char *call, dsopt_status status) {
+    {
+        Statistics &all = statistics();
+        const std::lock_guard lock(all.mutex);
+        ++all.calls[call][status];
+    }
+    if (status == DSOPT_ERR_INTERNAL) finding("%s: DSOPT_ERR_INTERNAL", call);
+    if (status != DSOPT_OK && dsopt_last_error()[0] == 0)
+        finding("%s: %s without a text", call, dsopt_status_name(status));
+    if (std::strlen(dsopt_last_error()) > kLongestText) finding("%s: a text that is too long", call);
+    return status;
+}
+void must(const char *call, dsopt_status status) {
+    if (counted(call, status) != DSOPT_OK) finding("%s: %s", call, dsopt_status_name(status));
+}
+void count_runs() {
+    if (statistics().runs++ == 0) (void)std::atexit(write_statistics);
+}
+
+namespace {
+int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+    if (send != recv) std::memmove(recv, send, size_t(count) * size_of(dtype));
+    const int ranks = static_cast<Echo *>(self)->ranks;
+    for (int64_t i = 0; op == DSOPT_OP_SUM && i < count; ++i) {
+        if (dtype == DSOPT_DTYPE_F32)
+            static_cast<float *>(recv)[i] *= float(ranks);
+        else if (dtype == DSOPT_DTYPE_F64)
+            static_cast<double *>(recv)[i] *= ranks;
+        else
+            static_cast<uint32_t *>(recv)[i] *= uint32_t(ranks);
+    }
+    return 0;
+}
+int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    const Echo &echo = *static_cast<Echo *>(self);
+    for (int rank = 0; rank < echo.ranks; ++rank)
+        std::memcpy(static_cast<char *>(recv) + rank * bytes, static_cast<const char *>(send) + echo.rank * bytes,
+                    size_t(bytes));
+    return 0;
+}
+int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    const Bytes own(static_cast<const char *>(send), size_t(bytes)); // `recv` may be where `send` is
+    for (int rank = 0; rank < static_cast<Echo *>(self)->ranks; ++rank)
+        std::memcpy(static_cast<char *>(recv) + rank * bytes, own.data(), size_t(bytes));
+    return 0;
+}
+} // namespace
+
+dsopt_comm_table echo_table(Echo &echo) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.self = &echo;
+    table.rank = echo.rank;
+    table.ranks = echo.ranks;
+    table.all_reduce = all_reduce;
+    table.all_to_all = all_to_all;
+    table.all_gather = all_gather;
+    return table;
+}
+test::Comm echo_comm(const test::Context &context, Echo &echo) {
+    const dsopt_comm_table table = echo_table(echo);
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    return test::make_comm(context, desc);
+}
+
+size_t size_of(int32_t dtype) { return test::size_of(dtype); }
+
+int append(void *file, const void *data, size_t bytes) {
+    static_cast<Bytes *>(file)->append(static_cast<const char *>(data), bytes);
+    return 0;
+}
+int read_at(void *file, uint64_t offset, void *data, size_t bytes) {
+    const Bytes &all = *static_cast<Bytes *>(file);
+    if (offset > all.size() || bytes > all.size() - offset) return 5;
+    std::memcpy(data, all.data() + offset, bytes);
+    return 0;
+}
+
+} // namespace fuzz

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "subject.h"
+
+namespace fuzz {
+namespace {
+
+struct Kind {
+    int32_t algorithm;
+    int ranks = 1;
+    uint32_t flags = 0; // of the optimizer
+    int32_t compat = DSOPT_COMPAT_NONE;
+    bool halves = false, scaler = false, masks = false, clips = false, node = false;
+};
+constexpr uint32_t kAverages = DSOPT_OPTIMIZER_AVERAGES;
+const Kind kAll[] = {
+    {DSOPT_ALGORITHM_ADAMW},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW,
+     .flags = DSOPT_OPTIMIZER_ACCUMULATE,
+     .halves = true,
+     .scaler = true,
+     .clips = true},
+    {DSOPT_ALGORITHM_LAMB},
+    {DSOPT_ALGORITHM_SGD},
+    {DSOPT_ALGORITHM_ADAGRAD},
+    {DSOPT_ALGORITHM_LION},
+    {.algorithm = DSOPT_ALGORITHM_ADAM, .compat = DSOPT_COMPAT_DEEPSPEED, .halves = true, .scaler = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW,
+     .flags = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
+     .halves = true},
+    {DSOPT_ALGORITHM_ONEBIT_ADAM},
+    {DSOPT_ALGORITHM_ZERO_ONE_ADAM},
+    {DSOPT_ALGORITHM_ONEBIT_LAMB},
+    {DSOPT_ALGORITHM_ONEBIT_ADAM, 3, kAverages},
+    {DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, kAverages},
+    {DSOPT_ALGORITHM_ONEBIT_LAMB, 3, kAverages},
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .ranks = 2, .flags = kAverages, .masks = true},
+    {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .ranks = 2, .flags = kAverages, .halves = true, .scaler = true},
+    {DSOPT_ALGORITHM_ONEBIT_ADAM, 2, kAverages | DSOPT_OPTIMIZER_MOMENTUM_BITS},
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .ranks = 4, .flags = kAverages, .node = true},
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB, .ranks = 2, .compat = DSOPT_COMPAT_DEEPSPEED},
+    {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .ranks = 2, .compat = DSOPT_COMPAT_DEEPSPEED},
+};
+static_assert(std::size(kAll) == kKinds);
+
+constexpr int64_t kSizes[] = {5, 0, 33, 70};
+constexpr int64_t kDims[] = {3, 11}; // of the third
+const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
+
+bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
+
+dsopt_group group_of(const Kind &kind) {
+    dsopt_group group;
+    must("group_init", dsopt_group_init(&group, sizeof group, kind.algorithm));
+    group.weight_decay = 0.01;
+    if (kind.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.9;
+    if (is_onebit(kind.algorithm)) group.freeze_step = 3;
+    if (kind.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
+        group.var_interval_steps = 1;
+        group.local_interval_steps = 2;
+        group.max_local_interval = 4;
+    }
+    return group;
+}
+
+} // namespace
+
+std::vector<int> Subject::rank_counts(int kind) {
+    if (!is_onebit(kAll[kind].algorithm)) return {};
+    return kAll[kind].node ? std::vector<int>{4} : std::vector<int>{1, 2, 3};
+}
+
+Subject::Subject(int index, int rank, int ranks) : context_(test::make_context(1)) {
+    const Kind &kind = kAll[index];
+    if (ranks == 0) ranks = kind.ranks;
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    desc.compat = kind.compat;
+    desc.flags = int32_t(ranks == 1 ? kind.flags & ~(kAverages | DSOPT_OPTIMIZER_MOMENTUM_BITS) : kind.flags);
+    desc.max_norm = kind.clips ? 1 : 0;
+    echo_ = kind.node ? Echo{rank / 2, 2} : Echo{rank, ranks};
+    if (kind.node) {
+        node_echo_ = {rank % 2, 2};
+        node_ = echo_comm(context_, node_echo_);
+    }
+    if (ranks > 1) comm_ = echo_comm(context_, echo_);
+    if (kind.scaler) scaler_ = test::make_scaler(context_, 256, 2);
+    desc.data = comm_.get();
+    desc.node = node_.get();
+    desc.scaler = scaler_.get();
+    dsopt_optimizer *optimizer = nullptr;
+    must("optimizer_create", dsopt_optimizer_create(context_.get(), &desc, &optimizer));
+    optimizer_.reset(optimizer);
+    std::vector<dsopt_param> params;
+    for (size_t i = 0; i < std::size(kSizes); ++i) {
+        const auto numel = size_t(kSizes[i]);
+        const bool stochastic = kind.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+        const int32_t dtype = !kind.halves               ? DSOPT_DTYPE_F32
+                              : stochastic || i % 2 != 0 ? DSOPT_DTYPE_BF16
+                                                         : DSOPT_DTYPE_F16;
+        weights_.emplace_back(numel * size_of(dtype));
+        gradients_.emplace_back(numel * sizeof(float));
+        for (size_t k = 0; k < numel; ++k) {
+            test::store(&weights_[i][k * size_of(dtype)], dtype, float(int(k % 7) - 3) * 0.25f);
+            test::store(&gradients_[i][k * sizeof(float)], DSOPT_DTYPE_F32,
+                        float(int(k * 31 + i * 7) % 13 - 6) * 0.125f);
+        }
+        dsopt_param param{};
+        param.tensor = {numel != 0 ? weights_[i].data() : nullptr, kSizes[i], dtype, 0};
+        param.name = kNames[i];
+        if (i == 2) param.dims = kDims, param.ndim = 2;
+        if (i == 3 && kind.masks) param.flags = DSOPT_PARAM_MASKED;
+        params.push_back(param);
+        list_.push_back({numel != 0 ? gradients_[i].data() : nullptr, kSizes[i], DSOPT_DTYPE_F32, 0});
+    }
+    const dsopt_group group = group_of(kind);
+    for (size_t first : {0, 2})
+        must("add_group", dsopt_optimizer_add_group(optimizer_.get(), &group, &params[first], 2));
+    steps_ = kind.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 5 : 4;
+}
+
+void Subject::train() {
+    for (int64_t i = 0; i < steps_; ++i) must("step", step());
+}
+
+dsopt_status Subject::step() {
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = list_.data();
+    step.count = int64_t(list_.size());
+    return counted("step", dsopt_optimizer_step(optimizer_.get(), &step));
+}
+
+Bytes Subject::save(uint32_t flags) {
+    Bytes file;
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = int32_t(flags);
+    io.user = &file;
+    io.write = append;
+    must("save", dsopt_optimizer_save(optimizer_.get(), nullptr, &io));
+    return file;
+}
+
+dsopt_status Subject::load(std::vector<Bytes> &files, bool as_list, uint32_t flags) {
+    std::vector<void *> users;
+    std::vector<uint64_t> totals;
+    for (Bytes &file : files) {
+        users.push_back(&file);
+        totals.push_back(file.size());
+    }
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = int32_t(flags);
+    io.read = read_at;
+    io.user = users[0];
+    io.total = totals[0];
+    if (as_list) {
+        io.user = nullptr;
+        io.total = 0;
+        io.files = int32_t(files.size());
+        io.users = users.data();
+        io.totals = totals.data();
+    }
+    return counted("load", dsopt_optimizer_load(optimizer_.get(), nullptr, &io));
+}
+
+void Subject::ask_reduction(int64_t call) {
+    int32_t reduction = 0;
+    (void)counted("next_reduction", dsopt_optimizer_next_reduction(optimizer_.get(), call, &reduction));
+}
+
+Bytes Subject::text(bool state) {
+    Bytes all;
+    const auto add = [&](const void *data, size_t bytes) { all.append(static_cast<const char *>(data), bytes); };
+    int64_t count = 0;
+    must("state_count", dsopt_optimizer_state_count(optimizer_.get(), &count));
+    for (int64_t i = 0; state && i < count; ++i) {
+        DSOPT_NEW(dsopt_state_info, info);
+        must("state", dsopt_optimizer_state(optimizer_.get(), i, &info));
+        Bytes bytes(size_t(info.tensor.numel) * size_of(info.tensor.dtype), 0);
+        must("export", dsopt_optimizer_export(optimizer_.get(), i, bytes.data(), bytes.size()));
+        all += bytes;
+    }
+    for (int32_t group = DSOPT_ALL_GROUPS; group < 2; ++group)
+        for (int32_t key = 1; key <= DSOPT_KEY_SKIP_BUDGET; ++key) {
+            double value = 0;
+            if (dsopt_optimizer_get(optimizer_.get(), group, key, &value) == DSOPT_OK) add(&value, sizeof value);
+        }
+    DSOPT_NEW(dsopt_report, report);
+    must("report", dsopt_optimizer_report(optimizer_.get(), &report));
+    report.state_bytes = report.workspace_bytes = 0;
+    add(&report, sizeof report);
+    if (scaler_ != nullptr) {
+        const dsopt_scaler_info info = test::info_of(scaler_);
+        add(&info, sizeof info);
+    }
+    for (const std::vector<char> &weights : weights_) add(weights.data(), weights.size());
+    return all;
+}
+
+} // namespace fuzz

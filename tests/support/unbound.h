@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// Parameters that have no memory yet, or no gradient, in every stage of every algorithm: a call ends with a status, and
+// never reads through NULL. On any device.
+#pragma once
+#include "expect.h"
+#include "handles.h"
+#include "memory.h"
+#include <deque>
+#include <string>
+#include <vector>
+
+namespace test {
+
+struct Unbound {
+    int32_t algorithm, compat;
+    int32_t ranks;        // 1: without a comm
+    bool apply;           // dsopt_optimizer_apply in place of dsopt_optimizer_step
+    bool other_algorithm; // the second parameter is in a group of AdamW, beside the family
+    bool bound, gradient; // of the second parameter
+    bool averages = false;
+
+    std::string text() const {
+        return name_of(algorithm) + (compat != DSOPT_COMPAT_NONE ? ", compat" : "") + ", ranks " +
+               std::to_string(ranks) + (apply ? ", apply" : ", step") + (other_algorithm ? ", beside AdamW" : "") +
+               (bound ? "" : ", no memory") + (gradient ? "" : ", no gradient") + (averages ? ", averages" : "");
+    }
+};
+
+inline std::vector<Unbound> unbound_cases() {
+    std::vector<Unbound> cases;
+    std::vector<int32_t> algorithms(std::begin(kStandardRules), std::end(kStandardRules));
+    algorithms.insert(algorithms.end(), std::begin(kFamily), std::end(kFamily));
+    const auto is_family = [](int32_t algorithm) {
+        return std::find(std::begin(kFamily), std::end(kFamily), algorithm) != std::end(kFamily);
+    };
+    for (const int32_t algorithm : algorithms)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+            const bool has_compat = is_family(algorithm) || std::find(std::begin(kAlgorithms), std::end(kAlgorithms),
+                                                                      algorithm) != std::end(kAlgorithms);
+            if (compat != DSOPT_COMPAT_NONE && !has_compat) continue;
+            for (const int32_t ranks : {1, 2})
+                for (const bool apply : {false, true})
+                    for (const bool other : {false, true})
+                        for (const bool averages : {false, true})
+                            for (const int memory : {0, 1, 2}) { // none and no gradient, none, no gradient
+                                if ((other || averages) && !is_family(algorithm)) continue;
+                                if (other && compat != DSOPT_COMPAT_NONE) continue;
+                                cases.push_back(
+                                    {algorithm, compat, ranks, apply, other, memory == 2, memory == 1, averages});
+                            }
+        }
+    return cases;
+}
+
+/// One rank's eleven calls, through every stage. What they return, and what became of the first parameter.
+class UnboundRank {
+public:
+    UnboundRank(const Memory &memory, const Context &context, const Comm &comm, const Unbound &how) :
+        memory_(memory),
+        how_(how) {
+        dsopt_optimizer_desc desc = desc_with(comm, how.compat, how.averages ? DSOPT_OPTIMIZER_AVERAGES : 0);
+        opt_ = make_optimizer(context, desc);
+        dsopt_group group = group_of(how.algorithm);
+        if (group.freeze_step != 0) group.freeze_step = 3;
+        if (group.max_local_interval != 0) {
+            group.var_interval_steps = 1;
+            group.local_interval_steps = 2;
+            group.max_local_interval = 2;
+        }
+        const std::vector<float> ones(kNumel, 1.0f);
+        for (int i = 0; i < 2; ++i) {
+            blocks_.emplace_back(memory, kNumel * sizeof(float));
+            blocks_.back().set(ones.data());
+            const bool present = i == 0 || how.bound;
+            params_.push_back({present ? blocks_.back().data() : nullptr, kNumel, DSOPT_DTYPE_F32, 0});
+            blocks_.emplace_back(memory, kNumel * sizeof(float));
+            blocks_.back().set(ones.data());
+            const bool graded = i == 0 || how.gradient;
+            grads_.push_back({graded ? blocks_.back().data() : nullptr, kNumel, DSOPT_DTYPE_F32, 0});
+        }
+        const dsopt_param list[] = {param_of(params_[0], "first"), param_of(params_[1], "second")};
+        must(dsopt_optimizer_add_group(opt_.get(), &group, list, how.other_algorithm ? 1 : 2));
+        const dsopt_group adamw = group_of(DSOPT_ALGORITHM_ADAMW);
+        if (how.other_algorithm) must(dsopt_optimizer_add_group(opt_.get(), &adamw, list + 1, 1));
+        if (!how.apply) return;
+        for (const dsopt_state_info &info : state_of(opt_.get())) {
+            const size_t bytes = size_t(info.tensor.numel) * size_of(info.tensor.dtype);
+            blocks_.emplace_back(memory, bytes);
+            blocks_.back().set(std::string(bytes, '\0'));
+            state_.push_back(info.tensor);
+            state_.back().data = blocks_.back().data();
+        }
+        must(dsopt_optimizer_workspace(opt_.get(), &workspace_bytes_));
+        blocks_.emplace_back(memory, workspace_bytes_, 0);
+        workspace_ = blocks_.back().data();
+    }
+
+    /// Throws what the test is to report.
+    void run() {
+        for (int call = 1; call <= 11; ++call) {
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = grads_.data();
+            step.count = 2;
+            step.stream = memory_.stream;
+            if (how_.apply) {
+                step.params = params_.data();
+                step.state = state_.data();
+                step.state_count = int64_t(state_.size());
+                step.workspace = workspace_;
+                step.workspace_bytes = workspace_bytes_;
+            }
+            const std::string before = everything();
+            const dsopt_status status =
+                how_.apply ? dsopt_optimizer_apply(opt_.get(), &step) : dsopt_optimizer_step(opt_.get(), &step);
+            if (status == DSOPT_OK) {
+                ++good;
+                continue;
+            }
+            const std::string text = dsopt_last_error();
+            if (status != DSOPT_ERR_STATE || text.find("'second'") == std::string::npos)
+                throw std::runtime_error("call " + std::to_string(call) + ": " + dsopt_status_name(status) + ": " +
+                                         text);
+            if (everything() != before) throw std::runtime_error("a call was refused and has changed something");
+        }
+        const std::string ones(blocks_[1].text()); // a gradient
+        moved = blocks_[0].text() != ones;
+        second_moved = blocks_[2].text() != ones;
+    }
+    int good = 0;
+    bool moved = false, second_moved = false;
+
+private:
+    static constexpr int64_t kNumel = 70;
+    std::string everything() const {
+        std::string text;
+        for (const Block &block : blocks_)
+            if (block.data() != workspace_) text += block.text();
+        return text;
+    }
+
+    const Memory &memory_;
+    const Unbound how_;
+    Optimizer opt_;
+    std::deque<Block> blocks_; // weight and gradient of the first parameter, those of the second, state, workspace
+    std::vector<dsopt_tensor> params_, grads_, state_;
+    size_t workspace_bytes_ = 0;
+    char *workspace_ = nullptr;
+};
+
+/// Where a parameter without memory is not refused, the others move as if it were not there.
+inline void expect_status_or_untouched(const Memory &memory, const dsopt_context_desc &desc, const Unbound &how) {
+    SCOPED_TRACE(how.text());
+    const CommId id = new_id();
+    std::vector<int> good(size_t(how.ranks));
+    EXPECT_NO_THROW(run_ranks(how.ranks, [&](int rank) {
+        const Context context = make_context(desc);
+        const Comm comm = how.ranks > 1 ? local_comm(context, id, rank, how.ranks) : nullptr;
+        UnboundRank one(memory, context, comm, how);
+        one.run();
+        good[size_t(rank)] = one.good;
+        if (one.good == 0 && how.bound) throw std::runtime_error("everything is refused, though all has memory");
+        if (one.good > 0 && !one.moved) throw std::runtime_error("the first parameter did not move");
+        if (!how.bound && one.second_moved) throw std::runtime_error("memory moved that the engine was not given");
+    }));
+    for (const int count : good) EXPECT_EQ(count, good[0]);
+}
+
+} // namespace test

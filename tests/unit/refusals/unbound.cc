@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/unbound.h"
+
+using namespace test;
+
+namespace {
+
+TEST(Unbound, ParametersWithoutMemoryOrGradientEndInAStatusInEveryStage) {
+    const Memory memory = host_memory();
+    for (const Unbound &how : unbound_cases()) expect_status_or_untouched(memory, context_desc(), how);
+}
+
+} // namespace

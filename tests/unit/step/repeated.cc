@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step that brings the lists of the last one is not checked and planned again. Beside it an optimizer that has to,
+// because something is set before each of its steps.
+#include "support/harness.h"
+
+using namespace test;
+
+namespace {
+
+const std::vector<int64_t> kSizes{1, 0, 7, 255, 256, 4097, 33};
+
+struct Pair {
+    Trainer repeated, anew;
+    explicit Pair(const dsopt_group &group, const dsopt_optimizer_desc &desc = optimizer_desc(),
+                  int32_t dtype = DSOPT_DTYPE_F32, size_t added = SIZE_MAX) :
+        repeated(shapes_of(kSizes, dtype, dtype), desc),
+        anew(shapes_of(kSizes, dtype, dtype), desc) {
+        for (Trainer *trainer : {&repeated, &anew}) trainer->add(group, std::min(added, kSizes.size()));
+    }
+    void train(uint64_t seed) const {
+        repeated.train(seed);
+        forget();
+        anew.train(seed);
+    }
+    void forget() const { must(dsopt_optimizer_set(anew.opt(), 0, DSOPT_KEY_LR, get(anew.opt(), 0, DSOPT_KEY_LR))); }
+    void expect_same(const std::string &when) const { EXPECT_TRUE(repeated.text() == anew.text()) << when; }
+};
+
+class Repeated : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, Repeated, testing::ValuesIn(kAlgorithms), algorithm_name);
+
+TEST_P(Repeated, StepsHaveTheBitsOfStepsThatArePlannedAnew) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
+        for (const double max_norm : {0.0, 0.5})
+            for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+                dsopt_optimizer_desc desc = optimizer_desc(max_norm);
+                desc.compat = compat;
+                const Pair pair(make_group(GetParam()), desc, dtype);
+                for (uint64_t seed = 1; seed <= 5; ++seed) pair.train(seed);
+                pair.expect_same(std::to_string(dtype) + ", " + std::to_string(max_norm) + ", " +
+                                 std::to_string(compat));
+            }
+}
+
+TEST_P(Repeated, AChangeOfAnyKindIsSeenByTheNextStep) {
+    const Pair pair(make_group(GetParam()));
+    const auto both = [&](const std::function<void(const Trainer &)> &change) {
+        change(pair.repeated);
+        change(pair.anew);
+        pair.train(7);
+    };
+    pair.train(1);
+    pair.train(2);
+    both([](const Trainer &t) { must(dsopt_optimizer_set(t.opt(), 0, DSOPT_KEY_LR, 0.25)); });
+    pair.expect_same("a set learning rate");
+    both([](const Trainer &t) { must(dsopt_optimizer_set(t.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.125)); });
+    pair.expect_same("a set max_norm");
+    both([](const Trainer &t) { must(dsopt_optimizer_reset(t.opt(), DSOPT_RESET_MOMENTS, nullptr)); });
+    pair.expect_same("a reset");
+    for (int round = 0; round < 2; ++round)
+        both([](const Trainer &t) {
+            const double lr = get(t.opt(), 0, DSOPT_KEY_LR);
+            Tape tape;
+            must(dsopt_optimizer_set(t.opt(), 0, DSOPT_KEY_LR, lr / 2));
+            must(tape.save(t));
+            must(dsopt_optimizer_set(t.opt(), 0, DSOPT_KEY_LR, lr));
+            must(tape.load(t)); // half of it again
+        });
+    pair.expect_same("a load");
+}
+
+TEST(RepeatedStep, BoundElsewhereItUpdatesWhatIsBoundThen) {
+    const Pair pair(make_group(DSOPT_ALGORITHM_ADAMW));
+    pair.train(1);
+    pair.train(2);
+    std::vector<std::vector<Array>> moved;
+    for (const Trainer *trainer : {&pair.repeated, &pair.anew}) {
+        moved.emplace_back(trainer->model.params);
+        const std::vector<dsopt_tensor> list = list_of(moved.back());
+        must(dsopt_optimizer_bind(trainer->opt(), DSOPT_BIND_PARAMS, list.data(), int64_t(list.size())));
+    }
+    const std::string old = pair.repeated.model.text();
+    pair.train(3);
+    pair.expect_same("state after bind");
+    EXPECT_EQ(pair.repeated.model.text(), old) << "the old memory was written";
+    for (size_t i = 0; i < kSizes.size(); ++i) EXPECT_EQ(moved[0][i].text(), moved[1][i].text()) << i;
+}
+
+TEST(RepeatedStep, AnotherGradientListIsTakenAsItIs) {
+    const Pair pair(make_group(DSOPT_ALGORITHM_LAMB));
+    pair.train(1);
+    pair.train(2);
+    std::vector<Array> others;
+    for (const int64_t n : kSizes) others.emplace_back(DSOPT_DTYPE_F32, size_t(n), 0.25f);
+    for (int round = 0; round < 3; ++round) {
+        std::vector<dsopt_tensor> list = list_of(others);
+        if (round == 1) list[3].data = nullptr; // absent this time
+        for (const Trainer *trainer : {&pair.repeated, &pair.anew}) {
+            dsopt_step step = trainer->arguments();
+            step.grads = list.data();
+            if (trainer == &pair.anew) pair.forget();
+            ASSERT_OK(trainer->step(step));
+            if (trainer == &pair.anew) pair.forget();
+            ASSERT_OK(trainer->step(step)) << "and again";
+        }
+        pair.expect_same(std::to_string(round));
+        EXPECT_EQ(steps(pair.repeated.opt()), steps(pair.anew.opt()));
+    }
+}
+
+TEST(RepeatedStep, ABadListAfterItIsRefusedAndTheGoodOneGoesOn) {
+    const Pair pair(make_group(DSOPT_ALGORITHM_ADAMW));
+    pair.train(1);
+    pair.train(2);
+    const std::string before = pair.repeated.text();
+    dsopt_step step = pair.repeated.arguments();
+    std::vector<dsopt_tensor> list(step.grads, step.grads + step.count);
+    list[5].numel -= 1;
+    step.grads = list.data();
+    EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_SHAPE, "4096|4097"));
+    list[5].numel += 1;
+    list[5].dtype = DSOPT_DTYPE_I32;
+    EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_DTYPE, "gradient"));
+    list[5].dtype = DSOPT_DTYPE_F32;
+    step.flags = 1 << 30;
+    EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_ARGUMENT, "flags"));
+    EXPECT_TRUE(pair.repeated.text() == before);
+    pair.train(3);
+    pair.expect_same("after refusals");
+}
+
+TEST(RepeatedStep, AGroupAddedInBetweenTakesPart) {
+    Pair pair(make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0), DSOPT_DTYPE_F32, 4);
+    const auto step = [&](uint64_t seed, size_t count) {
+        for (const Trainer *trainer : {&pair.repeated, &pair.anew}) {
+            trainer->model.make_gradients(seed);
+            dsopt_step arguments = trainer->arguments();
+            arguments.count = int64_t(count);
+            if (trainer == &pair.anew) pair.forget();
+            ASSERT_OK(trainer->step(arguments));
+        }
+    };
+    step(1, 4);
+    step(2, 4);
+    for (Trainer *trainer : {&pair.repeated, &pair.anew})
+        trainer->add(make_group(DSOPT_ALGORITHM_LAMB), kSizes.size() - 4);
+    step(3, kSizes.size());
+    step(4, kSizes.size());
+    pair.expect_same("two groups");
+}
+
+TEST(RepeatedStep, AccumulatedGradientsAreThoseOfTheCall) {
+    dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_ACCUMULATE);
+    Pair pair(make_group(DSOPT_ALGORITHM_ADAMW), desc);
+    pair.train(1);
+    pair.train(2);
+    for (int round = 0; round < 3; ++round) {
+        for (Trainer *trainer : {&pair.repeated, &pair.anew}) {
+            trainer->model.make_gradients(uint64_t(20 + round));
+            ASSERT_OK(trainer->accumulate(trainer->model.grads));
+            if (trainer == &pair.anew) pair.forget();
+            ASSERT_OK(trainer->step_accumulated());
+        }
+        pair.expect_same("accumulated " + std::to_string(round));
+        pair.train(uint64_t(3 + round));
+        pair.expect_same("given " + std::to_string(round));
+    }
+}
+
+} // namespace
