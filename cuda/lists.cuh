@@ -62,8 +62,9 @@ __global__ void __launch_bounds__(kThreads)
     for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
         constexpr int V = decltype(width)::value;
         Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
-        if (b != 0) old = load<V>(y.data, Dtype(y.dtype), i);
+        if (b != 0) old = fetch<V>(y.data, Dtype(y.dtype), i);
         v = widen(v, Dtype(x.dtype));
+        old = widen(old, Dtype(y.dtype));
 #pragma unroll
         for (int k = 0; k < V; ++k) v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k];
         store(v, y.data, Dtype(y.dtype), i);
@@ -113,7 +114,7 @@ struct NormParts {
     uint32_t *ticket;
 };
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     norm_kernel(GRID_CONSTANT const ListArgument argument, const NormParts parts, const int32_t kind, const bool raw,
                 const double max_norm, dsopt_norm_result *result) {
     const DeviceList list = argument.view();

@@ -26,17 +26,18 @@ struct DevicePlan {
     bool together; // tensors of a group count together (compat mode): scalars are made with the decision
 };
 
-/// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight.
+/// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight:
+/// docs/last-block.md.
 __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __shared__ bool last;
-    __threadfence(); // what this thread wrote is visible before the ticket is drawn
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence(); // what this block wrote comes before its ticket
         last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
         if (last) atomicExch(ticket, 0u);
+        __threadfence(); // and what the last block reads after all tickets
     }
     __syncthreads();
-    if (last) __threadfence();
     return last;
 }
 

@@ -274,7 +274,13 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     write_report(plan);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) update_kernel(GRID_CONSTANT const DevicePlan d) {
+/// Resident blocks per multiprocessor. On consumer devices of the last generation the compiler spills with 64 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kUpdateBlocks = 3;
+#else
+constexpr int kUpdateBlocks = 4;
+#endif
+__global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
