@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or as
-// ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
+// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or
+// as ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
 #include "world.h"
 #include <cmath>
 #include <cstdio>

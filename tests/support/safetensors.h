@@ -23,9 +23,7 @@ struct Content {
         bytes.push_back(std::move(data));
     }
     Deliver deliver() const {
-        return [this](size_t index, uint64_t offset, size_t) -> const void * {
-            return bytes[index].data() + offset;
-        };
+        return [this](size_t index, uint64_t offset, size_t) -> const void * { return bytes[index].data() + offset; };
     }
 };
 

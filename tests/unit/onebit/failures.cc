@@ -12,7 +12,7 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr int kRanks = 3;
-constexpr int64_t kCall = 4; // a compressed step
+constexpr int64_t kCall = 4;                              // a compressed step
 constexpr auto kBound = std::chrono::milliseconds(60000); // what the others may take at most
 
 /// The pool of rank 0, which stops at the piece of work with a number, in one step.
