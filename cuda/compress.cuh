@@ -5,10 +5,8 @@
 #pragma once
 #include "base/sizes.h"
 #include "device/compress.h"
-#include "fold.cuh"
+#include "launcher.cuh"
 #include "lists.cuh"
-#include "rules/onebit.h"
-#include <cstring>
 
 namespace dsopt::gpu {
 
@@ -58,8 +56,7 @@ __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t b
         const uint32_t word = active_from(active, begin + at);
         count += __popc(n - at < 32 ? word & ((1u << (n - at)) - 1) : word);
     }
-    for (int width = 16; width != 0; width /= 2) count += __shfl_xor_sync(0xffffffffu, count, width);
-    return count;
+    return fold_lanes(count);
 }
 
 /// Where an element of a unit is: its chunk, and its place there. Neighbours are found without dividing again.
@@ -73,28 +70,59 @@ struct InChunk {
     }
 };
 
-/// The leaf of kept sums in `room`, which begins at `worker`: its bits to the rows, its sum of squares and the number
-/// of those that take part to place `leaf`. For a whole block, between barriers.
-__device__ inline void pack_room(const DeviceExchange &x, int32_t part, int64_t worker, int n, const float *room,
+/// The sum of squares of the leaf in `tile`, whose first element is the `begin`-th of the own ones, and the number of
+/// those that take part, by two warps.
+__device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const float *tile, int64_t begin, int n,
+                                         int64_t leaf) {
+    const bool lead = threadIdx.x % 32 == 0;
+    if (threadIdx.x / 32 == 0) {
+        const double sum = fold_lanes(add_squares(tile, n));
+        if (lead) x.sums[leaf] = sum;
+    } else if (threadIdx.x / 32 == 1) {
+        const int32_t count = count_active(x.own_active, begin, n);
+        if (lead) x.counts[leaf] = count;
+    }
+}
+
+/// write(i, bits) by one thread for each 32 of the n signs in `tile` from the i-th one on: a byte for eight of them,
+/// most significant bit first, the first byte lowest. Bits behind the end are 1. A warp has 512 neighbours, and lane l
+/// the l-th 32 of them, so that all are written at once.
+template <class Write> __device__ __forceinline__ void pack_signs(const float *tile, int n, const Write &write) {
+    constexpr int words = int(kLeaf) / kThreads; // a warp
+    const int lane = int(threadIdx.x % 32), begin = int(threadIdx.x / 32) * words * 32;
+    unsigned own = 0;
+    for (int k = 0; k < words && begin + k * 32 < n; ++k) {
+        const int i = begin + k * 32 + lane;
+        const unsigned word = __ballot_sync(0xffffffffu, i >= n || !(tile[i] < 0));
+        if (lane == k) own = __byte_perm(__brev(word), 0, 0x0123);
+    }
+    if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, own);
+}
+/// Bytes of such a word that hold any of `n` signs, at once where that is possible.
+__device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
+    if (n >= 32 && reinterpret_cast<uintptr_t>(to) % 4 == 0)
+        *reinterpret_cast<uint32_t *>(to) = bits;
+    else
+        for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
+}
+
+/// The leaf of kept sums in `tile`, which begins at `worker`: its signs to the rows, its sums to where those of `leaf`
+/// are. For a whole block; the tile may be written again when it returns.
+__device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t worker, int n, const float *tile,
                                  int64_t leaf) {
+    __syncthreads();
     const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
-    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
-    const InChunk first(unit, worker);
-    for (int begin = warp * 32; begin < n; begin += kThreads) {
-        // Most significant bit first; bits behind the end are 1.
-        const unsigned word = __ballot_sync(0xffffffffu, begin + lane >= n || !(room[begin + lane] < 0));
-        if (lane >= 4 || begin + lane * 8 >= n) continue;
-        InChunk place = first;
-        place.move(unit, begin + lane * 8); // chunks begin at whole bytes
-        x.bits(x.row(x.send, place.chunk))[(unit.server + place.at) / 8] = uint8_t(__brev(word >> (lane * 8) << 24));
-    }
-    if (warp == 0) {
-        const double sum = fold_lanes(add_squares(room, n, 0));
-        if (lane == 0) x.sums[leaf] = sum;
-    } else if (warp == 1) {
-        const int32_t count = count_active(x.own_active, worker, n);
-        if (lane == 0) x.counts[leaf] = count;
-    }
+    pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
+        InChunk where(unit, worker + i);
+        const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
+        for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
+            uint8_t *const to = x.bits(x.row(x.send, where.chunk)) + (unit.server + where.at) / 8;
+            if (whole) return write_signs(to, bits, n - i);
+            write_signs(to, bits >> k, 8);
+        }
+    });
+    sum_leaf(x, tile, worker, n, leaf);
+    __syncthreads();
 }
 
 /// body(part, begin, n, leaf) for every leaf of the block's share of the parts.
@@ -108,44 +136,37 @@ template <class Body> __device__ __forceinline__ void for_part_leaves(const Devi
 }
 
 /// Kept sums that are there already.
-__global__ void __launch_bounds__(kThreads) pack_kernel(const DeviceExchange x) {
-    __shared__ float room[kLeaf];
+__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
+    __shared__ float tile[kLeaf];
     if (x.skipped()) return;
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) {
+    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin;
-        __syncthreads();
-        for (int k = int(threadIdx.x); k < n; k += kThreads) room[k] = x.worker[worker + k];
-        __syncthreads();
-        pack_room(x, part, worker, n, room, leaf);
+        for (int k = int(threadIdx.x); k < n; k += kThreads) tile[k] = x.worker[worker + k];
+        pack_leaf(x, part, worker, n, tile, leaf);
     });
 }
 
 /// A list, a tensor a part, to kept sums and rows.
-__global__ void __launch_bounds__(kThreads) feed_list_kernel(const DeviceExchange x, const dsopt_tensor *list) {
-    __shared__ float room[kLeaf];
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) {
+__global__ void __launch_bounds__(kThreads)
+    feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    __shared__ float tile[kLeaf];
+    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin;
         const float scale = x.worker_scales()[part];
         const float *values = static_cast<const float *>(list[part].data);
-        float *kept = x.worker + worker;
         const int64_t left = list[part].numel - begin; // the rest is padding
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
-        const bool vector = aligned16(kept) && aligned16(values);
-        __syncthreads();
-        const int whole = vector ? real / 4 * 4 : 0;
-        for (int k = int(threadIdx.x) * 4; k < whole; k += kThreads * 4) {
-            const Pack<4> value = load<4>(values, Dtype::f32, begin + k, true);
-            Pack<4> sum = load<4>(kept, Dtype::f32, k, true);
+        for_packs(real, all_aligned(values, x.worker), [&](auto width, int i) INLINED {
+            constexpr int V = decltype(width)::value;
+            const Pack<V> value = load<V>(values, begin + i);
+            Pack<V> sum = load<V>(x.worker, worker + i);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) room[k + j] = sum.at[j] = value.at[j] + error_of(sum.at[j], scale);
-            store(sum, kept, Dtype::f32, k, true);
-        }
-        for (int k = whole + int(threadIdx.x); k < n; k += kThreads) {
-            const float owed = error_of(kept[k], scale);
-            room[k] = kept[k] = k < real ? values[begin + k] + owed : owed;
-        }
-        __syncthreads();
-        pack_room(x, part, worker, n, room, leaf);
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = value.at[k] + error_of(sum.at[k], scale);
+            store(sum, x.worker, worker + i);
+        });
+        for (int i = real + int(threadIdx.x); i < n; i += kThreads)
+            tile[i] = x.worker[worker + i] = error_of(x.worker[worker + i], scale);
+        pack_leaf(x, part, worker, n, tile, leaf);
     });
 }
 
@@ -153,11 +174,12 @@ __global__ void __launch_bounds__(kThreads) feed_list_kernel(const DeviceExchang
 __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin, int64_t end) {
     const ByWarp by{threadIdx.x % 32 == 0};
     const double sum = by.sum(x.sums + begin, int32_t(end - begin));
-    return rms_of(sum, by.number(int32_t(end - begin), [&](int32_t leaf) { return int64_t(x.counts[begin + leaf]); }));
+    return rms_of(
+        sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(x.counts[begin + leaf]); }));
 }
 
 /// Scales of all parts, to where they are kept and to the rows of the chunks in which the part has elements.
-__global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     const int lane = int(threadIdx.x % 32);
@@ -183,70 +205,52 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(const DeviceExc
 }
 
 /// The own chunk: the mean of what all ranks sent, in rank order, and what is owed, to the kept sums and the bits of
-/// the result. A thread has eight elements, a byte of every row.
-__global__ void __launch_bounds__(kThreads) serve_kernel(const DeviceExchange x) {
-    __shared__ float room[kLeaf];
+/// the result.
+__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const DeviceExchange x) {
+    __shared__ float tile[kLeaf];
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     const int64_t leaves = layout.segment_leaves();
     const float share = 1.0f / float(layout.ranks);
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t i = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
-        const CompressLayout::Segment segment = layout.segments[i];
-        const int64_t begin = (leaf - layout.segment_leaf[i]) * kLeaf, rest = segment.numel - begin;
+        const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
+        const CompressLayout::Segment segment = layout.segments[index];
+        const int64_t begin = (leaf - layout.segment_leaf[index]) * kLeaf, rest = segment.numel - begin;
         const int n = int(rest < kLeaf ? rest : kLeaf);
-        const int64_t slot = segment.part - layout.first_part[layout.rank];
+        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + begin;
         const float scale = x.server_scales()[slot];
-        float *kept = x.server + segment.server + begin;
-        const int64_t byte = (segment.server + begin) / 8;
-        const bool vector = aligned16(kept);
-        __syncthreads();
-        for (int k = int(threadIdx.x) * 8; k < n; k += kThreads * 8) {
-            Pack<8> sum{};
+        for_packs(n, all_aligned(x.server), [&](auto width, int i) INLINED {
+            constexpr int V = decltype(width)::value;
+            const Pack<V> old = load<V>(x.server, server + i);
+            Pack<V> sum{};
             for (int rank = 0; rank < layout.ranks; ++rank) {
                 char *row = x.row(x.recv, rank);
-                const unsigned bits = x.bits(row)[byte + k / 8];
+                const unsigned bits = unsigned(x.bits(row)[(server + i) / 8]) << (i % 8);
                 const float value = DeviceExchange::scales(row)[slot] * share;
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const float signed_value = (bits >> (7 - j)) & 1u ? value : -value;
-                    sum.at[j] = rank == 0 ? signed_value : sum.at[j] + signed_value;
+                for (int k = 0; k < V; ++k) {
+                    const float signed_value = (bits >> (7 - k)) & 1u ? value : -value;
+                    sum.at[k] = rank == 0 ? signed_value : sum.at[k] + signed_value;
                 }
             }
-            const int here = n - k < 8 ? n - k : 8;
-            Pack<8> old{};
-            if (here == 8)
-                old = load<8>(kept, Dtype::f32, k, vector);
-            else
-                for (int j = 0; j < here; ++j) old.at[j] = kept[k + j];
-            const uint32_t active = active_from(x.own_active, segment.begin + begin + k);
-            unsigned result = 0;
+            const uint32_t active = active_from(x.own_active, segment.begin + begin + i);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float value = sum.at[j] + error_of(old.at[j], scale);
-                old.at[j] = j < here && ((active >> j) & 1u) ? value : 0.0f;
-                result |= unsigned(j >= here || !(old.at[j] < 0)) << (7 - j);
-                if (j < here) room[k + j] = old.at[j];
+            for (int k = 0; k < V; ++k) {
+                const float value = sum.at[k] + error_of(old.at[k], scale);
+                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
             }
-            if (here == 8)
-                store(old, kept, Dtype::f32, k, vector);
-            else
-                for (int j = 0; j < here; ++j) kept[k + j] = old.at[j];
-            x.bits(x.result)[byte + k / 8] = uint8_t(result);
-        }
+            store(sum, x.server, server + i);
+        });
         __syncthreads();
-        const int warp = int(threadIdx.x / 32);
-        if (warp == 0) {
-            const double sum = fold_lanes(add_squares(room, n, 0));
-            if (threadIdx.x == 0) x.sums[leaf] = sum;
-        } else if (warp == 1) {
-            const int32_t count = count_active(x.own_active, segment.begin + begin, n);
-            if (threadIdx.x % 32 == 0) x.counts[leaf] = count;
-        }
+        pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
+            write_signs(x.bits(x.result) + (server + i) / 8, bits, n - i);
+        });
+        sum_leaf(x, tile, segment.begin + begin, n, leaf);
+        __syncthreads();
     }
 }
 
-__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);
@@ -279,39 +283,34 @@ __device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, 
 }
 template <int V>
 __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
-    if (x.values != nullptr) return load<V>(x.values, Dtype::f32, worker, aligned16(x.values));
+    if (x.values != nullptr) return load<V>(x.values, worker);
     const CompressLayout::Unit &unit = x.all.units[x.all.parts[part].unit];
     return mean_at<V>(x, rows, part, unit, InChunk(unit, worker));
 }
 
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DeviceExchange x, const dsopt_tensor *list) {
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) {
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
         const int64_t worker = x.all.parts[part].begin + begin, left = list[part].numel - begin;
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
-        void *to = list[part].data;
-        const bool vector = aligned16(to);
         const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
         const InChunk first(unit, worker);
-        const auto value = [&](auto width, int k) {
-            constexpr int W = decltype(width)::value;
-            InChunk place = first;
-            place.move(unit, k);
-            Pack<W> y = x.values != nullptr ? load<W>(x.values, Dtype::f32, worker + k, aligned16(x.values))
-                                            : mean_at<W>(x, x.results, part, unit, place);
-            const uint32_t active = active_from(x.active, worker + k);
+        for_packs(real, all_aligned(list[part].data, x.values), [&](auto width, int i) INLINED {
+            constexpr int V = decltype(width)::value;
+            InChunk where = first;
+            where.move(unit, i);
+            Pack<V> y =
+                x.values != nullptr ? load<V>(x.values, worker + i) : mean_at<V>(x, x.results, part, unit, where);
+            const uint32_t active = active_from(x.active, worker + i);
 #pragma unroll
-            for (int j = 0; j < W; ++j) y.at[j] = (active >> j) & 1u ? y.at[j] : 0.0f;
-            return y;
-        };
-        for (int k = int(threadIdx.x) * 8; k + 8 <= real; k += kThreads * 8)
-            store(value(std::integral_constant<int, 8>{}, k), to, Dtype::f32, begin + k, vector);
-        for (int k = real / 8 * 8 + int(threadIdx.x); k < real; k += kThreads)
-            store_one(value(std::integral_constant<int, 1>{}, k).at[0], to, Dtype::f32, begin + k);
+            for (int k = 0; k < V; ++k) y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f;
+            store(y, list[part].data, Dtype::f32, begin + i);
+        });
     });
 }
 
 /// Two levels: zeros between tensors of the message, and behind the last one.
-__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const DeviceExchange x) {
     const DeviceLayout &layout = x.all;
     const int64_t threads = int64_t(gridDim.x) * kThreads, own = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     for (int64_t i = own; i + 1 < layout.part_count; i += threads)
@@ -322,8 +321,9 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(const DeviceExchan
 }
 
 /// A list to the message.
-__global__ void __launch_bounds__(kThreads) fill_message_kernel(const DeviceExchange x, const dsopt_tensor *list) {
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) {
+__global__ void __launch_bounds__(kThreads)
+    fill_message_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
         const float *values = static_cast<const float *>(list[part].data) + begin;
         float *to = x.message + x.all.parts[part].begin + begin;
         for (int k = int(threadIdx.x); k < n; k += kThreads) to[k] = values[k];
@@ -333,10 +333,9 @@ __global__ void __launch_bounds__(kThreads) fill_message_kernel(const DeviceExch
 /// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
 template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceExchange &x, int64_t i) {
     const float share = 1.0f / float(x.node_ranks);
-    const bool vector = aligned16(x.slices); // slices are multiples of 32 elements
-    Pack<V> sum = load<V>(x.slices, Dtype::f32, i, vector);
+    Pack<V> sum = load<V>(x.slices, i);
     for (int rank = 1; rank < x.node_ranks; ++rank) {
-        const Pack<V> other = load<V>(x.slices + rank * x.slice, Dtype::f32, i, vector);
+        const Pack<V> other = load<V>(x.slices + rank * x.slice, i); // slices are multiples of 32 elements
 #pragma unroll
         for (int k = 0; k < V; ++k) sum.at[k] += other.at[k];
     }
@@ -346,111 +345,149 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
 }
 
 /// That mean and what is owed to the kept sums, and their bits to the rows.
-__global__ void __launch_bounds__(kThreads) feed_slice_kernel(const DeviceExchange x) {
-    __shared__ float room[kLeaf];
+__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
+    __shared__ float tile[kLeaf];
     if (x.skipped()) return;
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) {
+    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin; // a multiple of 32
         const float scale = x.worker_scales()[part];
-        const bool vector = aligned16(x.worker);
-        __syncthreads();
-        const auto take = [&](auto width, int k) {
-            constexpr int W = decltype(width)::value;
-            const Pack<W> mean = mean_of_slices<W>(x, worker + k);
-            Pack<W> sum = load<W>(x.worker, Dtype::f32, worker + k, vector);
-            const uint32_t active = active_from(x.own_active, worker + k);
+        for_packs(n, all_aligned(x.slices, x.worker), [&](auto width, int i) INLINED {
+            constexpr int V = decltype(width)::value;
+            const Pack<V> mean = mean_of_slices<V>(x, worker + i);
+            Pack<V> sum = load<V>(x.worker, worker + i);
+            const uint32_t active = active_from(x.own_active, worker + i);
 #pragma unroll
-            for (int j = 0; j < W; ++j) {
-                const float value = mean.at[j] + error_of(sum.at[j], scale);
-                room[k + j] = sum.at[j] = (active >> j) & 1u ? value : 0.0f;
+            for (int k = 0; k < V; ++k) {
+                const float value = mean.at[k] + error_of(sum.at[k], scale);
+                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
             }
-            store(sum, x.worker, Dtype::f32, worker + k, vector);
-        };
-        for (int k = int(threadIdx.x) * 4; k + 4 <= n; k += kThreads * 4) take(std::integral_constant<int, 4>{}, k);
-        for (int k = n / 4 * 4 + int(threadIdx.x); k < n; k += kThreads) take(std::integral_constant<int, 1>{}, k);
-        __syncthreads();
-        pack_room(x, part, worker, n, room, leaf);
+            store(sum, x.worker, worker + i);
+        });
+        pack_leaf(x, part, worker, n, tile, leaf);
     });
 }
 
 /// One node: the mean is all, and goes to the first of the slices.
-__global__ void __launch_bounds__(kThreads) mean_slice_kernel(const DeviceExchange x) {
-    const bool vector = aligned16(x.slices);
+__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < x.slice;
          i += int64_t(gridDim.x) * kThreads * 4)
-        store(mean_of_slices<4>(x, i), x.slices, Dtype::f32, i, vector);
+        store(mean_of_slices<4>(x, i), x.slices, i);
 }
 
-/// A layout as bytes for the device, and where its parts are in them.
+/// A layout as bytes for the device, each array on its own line. In two levels the slice's, with the whole list's
+/// behind it.
 class LayoutImage {
 public:
-    /// In two levels of the slice, with the whole list's behind it.
     static size_t bytes(const CompressLayout &layout) {
-        return Places(layout).bytes + (layout.has_levels() ? Places(*layout.whole).bytes : 0);
+        return own_bytes(layout) + (layout.has_levels() ? own_bytes(*layout.whole) : 0);
     }
+    /// To memory that is zero.
     static void write(const CompressLayout &layout, char *to) {
-        const Places at(layout);
-        std::memset(to, 0, at.bytes);
-        const auto put = [&](size_t place, const auto &values) {
-            if (!values.empty()) std::memcpy(to + place, values.data(), values.size() * sizeof values[0]);
-        };
-        put(at.units, layout.units);
-        put(at.parts, layout.parts);
-        put(at.segments, layout.own_segments());
-        put(at.part_leaf, layout.part_leaf);
-        put(at.segment_leaf, layout.segment_leaf);
-        put(at.first_part, layout.first_part);
+        for_arrays(layout, [&](auto, const auto &array) {
+            if (!array.empty()) std::memcpy(to, array.data(), array.size() * sizeof array[0]);
+            to += bytes_of(array);
+        });
+        if (layout.has_levels()) write(*layout.whole, to);
+    }
+    static DeviceLayout view(const CompressLayout &layout, const void *memory) {
+        DeviceLayout view{.units = {},
+                          .parts = {},
+                          .segments = {},
+                          .part_leaf = {},
+                          .segment_leaf = {},
+                          .first_part = {},
+                          .slots = {},
+                          .row_bytes = layout.row_bytes(),
+                          .row_scales = layout.row_scales,
+                          .worker_numel = layout.worker_numel,
+                          .server_numel = layout.server_numel,
+                          .part_count = int32_t(layout.parts.size()),
+                          .segment_count = int32_t(layout.own_segments().size()),
+                          .ranks = layout.ranks,
+                          .rank = layout.rank};
+        const char *at = static_cast<const char *>(memory);
+        for_arrays(layout, [&](auto member, const auto &array) {
+            view.*member = reinterpret_cast<decltype(array.data())>(at);
+            at += bytes_of(array);
+        });
+        return view;
+    }
+    static DeviceLayout view_all(const CompressLayout &layout, const void *memory) {
+        return layout.has_levels() ? view(*layout.whole, static_cast<const char *>(memory) + own_bytes(layout))
+                                   : view(layout, memory);
+    }
+
+private:
+    /// visit(member of DeviceLayout, vector).
+    template <class Visit> static void for_arrays(const CompressLayout &layout, const Visit &visit) {
         std::vector<int32_t> slots;
         for (const auto &segments : layout.chunks)
             slots.push_back(segments.empty() ? 0 : segments.back().part - segments.front().part + 1);
         slots.resize(layout.first_part.size());
-        put(at.slots, slots);
-        if (layout.has_levels()) write(*layout.whole, to + at.bytes);
+        visit(&DeviceLayout::units, layout.units);
+        visit(&DeviceLayout::parts, layout.parts);
+        visit(&DeviceLayout::segments, layout.own_segments());
+        visit(&DeviceLayout::part_leaf, layout.part_leaf);
+        visit(&DeviceLayout::segment_leaf, layout.segment_leaf);
+        visit(&DeviceLayout::first_part, layout.first_part);
+        visit(&DeviceLayout::slots, slots);
     }
-    static DeviceLayout view_all(const CompressLayout &layout, const void *memory) {
-        return layout.has_levels() ? view(*layout.whole, static_cast<const char *>(memory) + Places(layout).bytes)
-                                   : view(layout, memory);
+    template <class T> static size_t bytes_of(const std::vector<T> &array) {
+        return round_up(array.size() * sizeof(T));
     }
-    static DeviceLayout view(const CompressLayout &layout, const void *memory) {
-        const Places at(layout);
-        const char *base = static_cast<const char *>(memory);
-        return {.units = reinterpret_cast<const CompressLayout::Unit *>(base + at.units),
-                .parts = reinterpret_cast<const CompressLayout::Part *>(base + at.parts),
-                .segments = reinterpret_cast<const CompressLayout::Segment *>(base + at.segments),
-                .part_leaf = reinterpret_cast<const int64_t *>(base + at.part_leaf),
-                .segment_leaf = reinterpret_cast<const int64_t *>(base + at.segment_leaf),
-                .first_part = reinterpret_cast<const int32_t *>(base + at.first_part),
-                .slots = reinterpret_cast<const int32_t *>(base + at.slots),
-                .row_bytes = layout.row_bytes(),
-                .row_scales = layout.row_scales,
-                .worker_numel = layout.worker_numel,
-                .server_numel = layout.server_numel,
-                .part_count = int32_t(layout.parts.size()),
-                .segment_count = int32_t(layout.own_segments().size()),
-                .ranks = layout.ranks,
-                .rank = layout.rank};
+    static size_t own_bytes(const CompressLayout &layout) {
+        size_t bytes = 0;
+        for_arrays(layout, [&](auto, const auto &array) { bytes += bytes_of(array); });
+        return bytes;
     }
-
-private:
-    struct Places {
-        size_t units, parts, segments, part_leaf, segment_leaf, first_part, slots, bytes;
-        explicit Places(const CompressLayout &layout) {
-            size_t at = 0;
-            const auto place = [&](size_t size) {
-                const size_t offset = at;
-                at += round_up(size);
-                return offset;
-            };
-            units = place(layout.units.size() * sizeof(CompressLayout::Unit));
-            parts = place(layout.parts.size() * sizeof(CompressLayout::Part));
-            segments = place(layout.own_segments().size() * sizeof(CompressLayout::Segment));
-            part_leaf = place(layout.part_leaf.size() * sizeof(int64_t));
-            segment_leaf = place(layout.segment_leaf.size() * sizeof(int64_t));
-            first_part = place(layout.first_part.size() * sizeof(int32_t));
-            slots = place(layout.first_part.size() * sizeof(int32_t));
-            bytes = at;
-        }
-    };
 };
+
+/// `layout`: in device memory, as LayoutImage has it.
+inline DeviceExchange device_exchange(const ExchangeBuffers &exchange, const void *layout) {
+    const CompressLayout &of = *exchange.layout;
+    return {.layout = LayoutImage::view(of, layout),
+            .all = LayoutImage::view_all(of, layout),
+            .worker = exchange.worker,
+            .server = exchange.server,
+            .active = exchange.active,
+            .own_active = exchange.own_active(),
+            .message = exchange.message,
+            .slices = exchange.slices,
+            .values = of.is_exact() ? exchange.message : nullptr,
+            .slice = of.slice,
+            .node_ranks = of.node_ranks,
+            .send = exchange.send,
+            .recv = exchange.recv,
+            .result = exchange.result,
+            .results = exchange.results,
+            .sums = exchange.sums,
+            .counts = exchange.counts,
+            .skip = exchange.skip};
+}
+
+// Which kernels run, in which order.
+
+/// Bits between tensors are 1, too.
+inline void clear_rows(char *rows, int64_t bytes, const Launcher &launcher) {
+    launcher.fill(rows, 0xff, size_t(bytes));
+}
+inline void end_rows(const DeviceExchange &x, const Launcher &launcher) {
+    launcher.over(x.layout.part_count / kWarps + 1, "row_scales", row_scales_kernel, x);
+}
+inline void clear_gaps(const DeviceExchange &x, const Launcher &launcher) {
+    if (x.all.part_count != 0) launcher.over(x.all.part_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
+}
+/// What the ranks of the node sent to the own slice of the mean, and that to rows.
+inline void pack_slice(const CompressLayout &layout, const DeviceExchange &x, const Launcher &launcher) {
+    if (layout.is_exact()) return launcher.over(layout.slice / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
+    clear_rows(x.send, layout.rows_bytes(), launcher);
+    launcher.over(layout.part_leaf.back(), "feed_slice", feed_slice_kernel, x);
+    end_rows(x, launcher);
+}
+inline void serve_rows(const CompressLayout &layout, const DeviceExchange &x, const Launcher &launcher) {
+    clear_rows(x.result, layout.row_bytes(), launcher);
+    launcher.over(layout.segment_leaf.back(), "serve", serve_kernel, x);
+    launcher.over(x.layout.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+}
 
 } // namespace dsopt::gpu

@@ -10,8 +10,8 @@ namespace {
 
 class CudaDevice final : public Device {
 public:
-    explicit CudaDevice(int device) : device_(device), loops_(device) {
-        const OnDevice on(device);
+    explicit CudaDevice(int device) : gpu_(device), loops_(gpu_) {
+        const OnDevice on(gpu_);
         check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
     }
     ~CudaDevice() override { (void)cudaStreamDestroy(own_stream_); }
@@ -20,33 +20,37 @@ public:
     const Loops &loops() const override { return loops_; }
     bool is_host() const override { return false; }
     bool owns(const void *pointer) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         cudaPointerAttributes attributes{};
         if (cudaPointerGetAttributes(&attributes, pointer) != cudaSuccess) {
             (void)cudaGetLastError();
             return false;
         }
         if (attributes.type == cudaMemoryTypeUnregistered) return false;
-        return attributes.type != cudaMemoryTypeDevice || attributes.device == device_;
+        return attributes.type != cudaMemoryTypeDevice || attributes.device == gpu_.ordinal();
     }
     HostBuffer host_buffer(size_t bytes) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         return HostBuffer(pinned_memory(bytes).release(), PinnedFree());
     }
-    void *allocate(size_t bytes, void *) const override {
-        const OnDevice on(device_);
+    void *allocate(size_t bytes, void *stream) const override {
+        const OnDevice on(gpu_);
+        if (stream != nullptr && capturing(as_stream(stream)))
+            throw Error(DSOPT_ERR_STATE,
+                        "%zu bytes cannot be allocated while the stream is being captured: make this call once before",
+                        bytes);
         return device_memory(bytes).release();
     }
     void release(void *memory, size_t, void *) const noexcept override {
         try {
-            const OnDevice on(device_);
+            const OnDevice on(gpu_);
             (void)cudaFree(memory);
         } catch (const std::exception &) { // the device is lost, and the memory with it
         }
     }
 
     void clear(void *data, size_t bytes, void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (bytes != 0) check(cudaMemsetAsync(data, 0, bytes, as_stream(stream)), "cudaMemsetAsync");
     }
 
@@ -57,19 +61,19 @@ public:
         enqueue_copy(to, from, bytes, own_stream_);
         wait(own_stream_);
     }
-    std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(device_); }
-    std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(device_); }
+    std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
+    std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
     void synchronize() const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
     void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (bytes != 0)
             check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, as_stream(stream)), "cudaMemcpyAsync");
     }
     bool finished(void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         if (capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE, "the host waits here: this call cannot be captured");
         const cudaError_t error = cudaStreamQuery(as_stream(stream));
@@ -81,18 +85,18 @@ public:
         return true;
     }
     void wait(void *stream) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
     }
     void on_device(FunctionRef<void()> body) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         body();
     }
 
 private:
     static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
 
-    int device_;
+    Gpu gpu_;
     CudaLoops loops_;
     cudaStream_t own_stream_ = nullptr;
 };

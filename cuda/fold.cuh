@@ -23,7 +23,7 @@ template <class Value> __device__ __forceinline__ double add_by_warp(int32_t cou
 struct ByThread {
     static constexpr bool lead = true; // the one that writes what comes out
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        return add_few<kFewLeaves>(count, [&](int l) { return values[l]; });
+        return add_few<kFewLeaves>(count, [&](int l) INLINED { return values[l]; });
     }
     template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
         int64_t all = 0;
@@ -39,13 +39,12 @@ struct ByThread {
 struct ByWarp {
     bool lead;
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        return add_by_warp(count, [&](int32_t leaf) { return values[leaf]; });
+        return add_by_warp(count, [&](int32_t leaf) INLINED { return values[leaf]; });
     }
     template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
         int64_t all = 0;
         for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32) all += of(leaf);
-        for (int width = 16; width != 0; width /= 2) all += __shfl_xor_sync(0xffffffffu, all, width);
-        return all;
+        return fold_lanes(all);
     }
     __device__ __forceinline__ double most(const double *factors, int32_t count) const {
         double most = 0;
@@ -61,9 +60,9 @@ struct ByWarp {
 /// elsewhere. Neighbours in the list go to different warps: large tensors come in a row.
 template <class Leaves, class Body>
 __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
-    const int32_t place = int32_t(threadIdx.x % 32) * kWarps + int32_t(threadIdx.x / 32);
+    const int32_t first = int32_t(threadIdx.x % 32) * kWarps + int32_t(threadIdx.x / 32);
     for (int32_t base = 0; base < count; base += kThreads) {
-        const int32_t mine = base + place;
+        const int32_t mine = base + first;
         const int32_t own = mine < count ? leaves_in(mine) : -1;
         if (own >= 0 && own < kFewLeaves) body(mine, own, ByThread());
         unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
@@ -75,17 +74,20 @@ __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_
     }
 }
 
+/// The same for the tensors of a step.
+template <class Body> __device__ __forceinline__ void for_tensors(const StepPlan &plan, const Body &body) {
+    for_tensors(
+        int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(leaves_of(plan.jobs[i].numel)); }, body);
+}
+
 /// Sum, and least, of what the threads of a block have, in all of them. At most once in a kernel between two barriers.
 struct BlockResult {
     int64_t sum, least;
 };
 __device__ inline BlockResult over_block(int64_t sum, int64_t least) {
     __shared__ int64_t sums[kWarps], leasts[kWarps];
-    for (int width = 16; width != 0; width /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, width);
-        const int64_t other = __shfl_xor_sync(0xffffffffu, least, width);
-        least = other < least ? other : least;
-    }
+    sum = fold_lanes(sum);
+    least = -largest_of_lanes(-least);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, leasts[threadIdx.x / 32] = least;
     __syncthreads();
     BlockResult all{0, INT64_MAX};

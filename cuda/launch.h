@@ -10,6 +10,9 @@
 /// Before a const parameter of a kernel that is big: threads read it where the launch put it.
 #define GRID_CONSTANT __grid_constant__
 
+/// Behind the parameters of a lambda in a kernel. One that is called would have what it captures in local memory.
+#define INLINED __attribute__((always_inline))
+
 /// In a kernel: `T *name`, the shared memory whose size the launch says.
 #if defined(CUDA_EMU)
 #define DYNAMIC_SHARED(T, name) T *const name = static_cast<T *>(cuemu::dynamic_shared())

@@ -7,80 +7,67 @@ namespace dsopt::gpu {
 
 /// A list in device memory, cut into leaves like everything else.
 struct DeviceList {
-    const dsopt_tensor *x, *y; // y only for axpby
+    const dsopt_tensor *x, *y; // the same where there is one list only
     const int64_t *first_leaf; // count + 1
     int64_t count;
     int64_t leaves;
 };
 
-/// The last of `count` stretches, at least one, that begins at `at` or before. Empty ones begin where the next one
-/// does.
+/// A list as kernels take it. One tensor travels in the arguments: nothing is allocated or uploaded for it.
+struct ListArgument {
+    DeviceList list; // without pointers: of the one that follows
+    dsopt_tensor x, y;
+    int64_t first_leaf[2];
+    __device__ __forceinline__ DeviceList view() const {
+        return list.x != nullptr ? list : DeviceList{&x, &y, first_leaf, 1, first_leaf[1]};
+    }
+};
+
+/// The last of `count` stretches, at least one, that begins at `at` or before; the first one begins at 0. Empty ones
+/// begin where the next one does. By a warp, which looks at 32 of them at once.
 template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
-    Index low = 0, high = count;
-    while (high - low > 1) {
-        const Index middle = low + (high - low) / 2;
-        if (first[middle] <= at)
-            low = middle;
-        else
-            high = middle;
+    Index low = 0;
+    while (count > 1) {
+        const Index each = (count + 31) / 32, mine = Index(threadIdx.x % 32) * each;
+        const unsigned begun = __ballot_sync(0xffffffffu, mine < count && first[low + mine] <= at);
+        const Index skipped = Index(31 - __clz(int(begun))) * each;
+        low += skipped;
+        count = count - skipped < each ? count - skipped : each;
     }
     return low;
 }
 
-/// body(tensor, begin, n) for every leaf of the block's share.
-template <class Body> __device__ __forceinline__ void for_leaves(const DeviceList &list, const Body &body) {
+/// body(V, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
+template <class Body> __device__ __forceinline__ void for_list_packs(const DeviceList &list, const Body &body) {
     for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
-        const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
-        body(i, begin, int(list.x[i].numel - begin < kLeaf ? list.x[i].numel - begin : kLeaf));
+        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf),
+                      begin = (leaf - list.first_leaf[tensor]) * kLeaf;
+        const dsopt_tensor x = list.x[tensor], y = list.y[tensor];
+        for_packs(int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf), all_aligned(x.data, y.data),
+                  [&](auto width, int i) INLINED { body(width, x, y, begin + i); });
     }
 }
 
-__global__ void __launch_bounds__(kThreads) zero_kernel(const DeviceList list) {
-    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
-        const dsopt_tensor &x = list.x[i];
-        const bool vector = aligned16(x.data);
-        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8)
-            store(Pack<8>{}, x.data, Dtype(x.dtype), begin + k, vector);
-        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads)
-            store_one(0, x.data, Dtype(x.dtype), begin + k);
-    });
+__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument argument) {
+    const DeviceList list = argument.view();
+    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
+                             INLINED { store(Pack<decltype(width)::value>{}, x.data, Dtype(x.dtype), i); });
 }
 
-__device__ __forceinline__ void axpby(const DeviceList &list, const float a, const float b) {
-    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
-        const dsopt_tensor &x = list.x[i], &y = list.y[i];
-        const bool x16 = aligned16(x.data), y16 = aligned16(y.data);
-        const Dtype from = Dtype(x.dtype), to = Dtype(y.dtype);
-        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) {
-            Pack<8> v = load<8>(x.data, from, begin + k, x16);
-            if (b != 0) {
-                const Pack<8> old = load<8>(y.data, to, begin + k, y16);
+/// The factor of x is at `factor`, or else `value`.
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(GRID_CONSTANT const ListArgument argument, const float *factor, const float value, const float b) {
+    const DeviceList list = argument.view();
+    const float a = factor != nullptr ? *factor : value;
+    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
+        constexpr int V = decltype(width)::value;
+        Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
+        if (b != 0) old = load<V>(y.data, Dtype(y.dtype), i);
+        v = widen(v, Dtype(x.dtype));
 #pragma unroll
-                for (int j = 0; j < 8; ++j) v.at[j] = a * v.at[j] + b * old.at[j];
-            } else {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) v.at[j] = a * v.at[j];
-            }
-            store(v, y.data, to, begin + k, y16);
-        }
-        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads) {
-            const float v = a * load_one(x.data, from, begin + k);
-            store_one(b != 0 ? v + b * load_one(y.data, to, begin + k) : v, y.data, to, begin + k);
-        }
+        for (int k = 0; k < V; ++k) v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k];
+        store(v, y.data, Dtype(y.dtype), i);
     });
-}
-__global__ void __launch_bounds__(kThreads)
-    axpby_kernel(const DeviceList list, const float *factor, const float value, const float b) {
-    axpby(list, factor != nullptr ? *factor : value, b);
-}
-/// A list of one in the arguments: nothing is allocated or uploaded, so a stream that is being captured takes it too.
-struct OnePair {
-    dsopt_tensor x, y;
-    int64_t first_leaf[2];
-};
-__global__ void __launch_bounds__(kThreads)
-    axpby_one_kernel(GRID_CONSTANT const OnePair pair, const float *factor, const float value, const float b) {
-    axpby({&pair.x, &pair.y, pair.first_leaf, 1, pair.first_leaf[1]}, factor != nullptr ? *factor : value, b);
 }
 
 /// y may be the first of the rows.
@@ -97,19 +84,14 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;
 }
-__global__ void __launch_bounds__(kThreads) clamp_kernel(const DeviceList list, const float limit) {
-    for_leaves(list, [&](int64_t i, int64_t begin, int n) {
-        const dsopt_tensor &x = list.x[i];
-        const bool vector = aligned16(x.data);
-        const Dtype type = Dtype(x.dtype);
-        for (int k = int(threadIdx.x) * 8; k + 8 <= n; k += kThreads * 8) {
-            Pack<8> v = load<8>(x.data, type, begin + k, vector);
+__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument argument, const float limit) {
+    const DeviceList list = argument.view();
+    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
+        constexpr int V = decltype(width)::value;
+        Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v.at[j] = clamped(v.at[j], limit);
-            store(v, x.data, type, begin + k, vector);
-        }
-        for (int k = n / 8 * 8 + int(threadIdx.x); k < n; k += kThreads)
-            store_one(clamped(load_one(x.data, type, begin + k), limit), x.data, type, begin + k);
+        for (int k = 0; k < V; ++k) v.at[k] = clamped(v.at[k], limit);
+        store(v, x.data, Dtype(x.dtype), i);
     });
 }
 
@@ -132,27 +114,24 @@ struct NormParts {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    norm_kernel(const DeviceList list, const NormParts parts, const int32_t kind, const bool raw, const double max_norm,
-                dsopt_norm_result *result) {
-    __shared__ float room[kWarps][kStage];
+    norm_kernel(GRID_CONSTANT const ListArgument argument, const NormParts parts, const int32_t kind, const bool raw,
+                const double max_norm, dsopt_norm_result *result) {
+    const DeviceList list = argument.view();
+    __shared__ __align__(16) float tiles[kWarps][kTile];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
     for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
         const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
         const dsopt_tensor &x = list.x[i];
         const int n = int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf);
-        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, room[warp]);
-        const double all = __shfl_sync(0xffffffffu, squares, 0);
-        const int64_t bad = is_finite(all) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
+        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[warp]);
+        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
         if (kind == DSOPT_NORM_MAX) {
             for (int k = lane; k < n; k += 32) {
-                const uint32_t magnitude = bits_of(load_one(x.data, Dtype(x.dtype), begin + k)) & 0x7fffffffu;
+                const uint32_t magnitude = bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu;
                 most = magnitude > most ? magnitude : most;
             }
-            for (int width = 16; width != 0; width /= 2) {
-                const uint32_t other = __shfl_down_sync(0xffffffffu, most, unsigned(width));
-                most = other > most ? other : most;
-            }
+            most = largest_of_lanes(most);
         }
         if (lane == 0) {
             parts.squares[leaf] = squares;
@@ -163,17 +142,17 @@ __global__ void __launch_bounds__(kThreads)
     if (!last_block(parts.ticket)) return;
     int64_t nonfinite = 0, first = INT64_MAX;
     for_tensors(
-        int32_t(list.count), [&](int32_t i) { return int32_t(list.first_leaf[i + 1] - list.first_leaf[i]); },
-        [&](int32_t i, int32_t leaves, auto by) {
+        int32_t(list.count), [&](int32_t i) INLINED { return int32_t(list.first_leaf[i + 1] - list.first_leaf[i]); },
+        [&](int32_t i, int32_t leaves, auto by) INLINED {
             const double sum = by.sum(parts.squares + list.first_leaf[i], leaves);
             if (by.lead) parts.sums[i] = sum;
             const int64_t *bad = parts.bad + list.first_leaf[i];
-            const int64_t here = by.number(leaves, [&](int32_t leaf) { return bad[leaf]; });
+            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
             if (here != 0 && i < first) first = i;
             if (by.lead) nonfinite += here;
         });
     uint32_t most = 0;
-    for (int64_t leaf = threadIdx.x; leaf < list.leaves; leaf += kThreads) {
+    for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads) {
         const uint32_t magnitude = bits_of(parts.largest[leaf]);
         most = magnitude > most ? magnitude : most;
     }
@@ -181,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     most = uint32_t(-over_block(0, -int64_t(most)).least);
     if (threadIdx.x >= 32) return;
-    const double total = add_by_warp(int32_t(list.count), [&](int32_t i) { return parts.sums[i]; });
+    const double total = add_by_warp(int32_t(list.count), [&](int32_t i) INLINED { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
     dsopt_norm_result r{};
     r.nonfinite = found.sum;

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of a CUDA device as the engine calls them: tables are uploaded, kernels launched.
 #pragma once
-#include "lists.cuh"
 #include "step.cuh"
-#include "upload.cuh"
-#include <algorithm>
-#include <cstring>
 
 namespace dsopt::gpu {
 
@@ -22,200 +18,205 @@ __global__ void write_reduction_kernel(const ScheduleRules rules, const Schedule
     *reduction = next_reduction_of(rules, schedule);
 }
 
+/// Every kernel.
+template <class Visit> void for_kernels(const Visit &visit) {
+    const auto of_feed = [&](auto feed) {
+        visit(feed_kernel<decltype(feed)::value>);
+        if constexpr (decltype(feed)::value != Feed::scaled) visit(finish_kernel<decltype(feed)::value>);
+    };
+    of_feed(std::integral_constant<Feed, Feed::momentum>{});
+    of_feed(std::integral_constant<Feed, Feed::scaled>{});
+    of_feed(std::integral_constant<Feed, Feed::gradient>{});
+    of_feed(std::integral_constant<Feed, Feed::distance>{});
+    const auto all = [&](auto... kernels) { (visit(kernels), ...); };
+    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, fold_kernel, move_norms_kernel, decide_kernel,
+        update_kernel, shared_trust_kernel, lamb_weights_kernel);
+    all(zero_kernel, axpby_kernel, add_up_rows_kernel, clamp_kernel, no_norm_kernel, norm_kernel, update_scaler_kernel,
+        write_scaler_kernel, write_reduction_kernel);
+    all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
+        clear_gaps_kernel, fill_message_kernel, feed_slice_kernel, mean_slice_kernel);
+    all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
+        finish_padding_kernel, keep_momentum_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
+        onebit_shared_trust_kernel, onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
+}
+
 class CudaLoops final : public Loops {
 public:
-    explicit CudaLoops(int device) : device_(device) {
-        const OnDevice on(device);
-        int processors = 0;
-        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-        multiprocessors_ = unsigned(processors);
+    /// Loads every kernel now: at its first launch the driver may wait for everything on the device, and so for other
+    /// ranks that wait for this one.
+    explicit CudaLoops(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
+        const OnDevice on(gpu_);
+        for_kernels([&](auto kernel) {
+            cudaFuncAttributes attributes;
+            const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+            if (error != cudaErrorNoKernelImageForDevice) return check(error, "cudaFuncGetAttributes");
+            (void)cudaGetLastError();
+            throw Error(DSOPT_ERR_MISSING,
+                        "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
+        });
     }
-    size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).bytes; }
-    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(device_); }
+    size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(gpu_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
-        const OnDevice on(device_);
-        const Launcher launcher = this->launcher(plan.how.stream);
-        Step step(plan, launcher);
-        body(step);
+        run(plan.how.stream, [&](const Launcher &launcher) {
+            Step step(plan, launcher);
+            body(step);
+        });
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
-        run_list(list, nullptr, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
-            return ::gpu::launch("zero", zero_kernel, blocks, kThreads, 0, on, device);
+        run_list(list, nullptr, count, stream, [](const Launcher &launcher, const ListArgument &list) {
+            launcher.over(list.list.leaves, "zero", zero_kernel, list);
         });
     }
     void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
                void *stream) const override {
-        if (count == 1) {
-            if (x->data == nullptr || x->numel == 0 || y->data == nullptr) return;
-            const OnDevice on(device_);
-            const OnePair pair{*x, *y, {0, leaves_of(x->numel)}};
-            check(::gpu::launch("axpby_one", axpby_one_kernel, blocks_for(pair.first_leaf[1]), kThreads, 0,
-                                as_stream(stream), pair, a.data, a.value, b),
-                  "axpby_one");
-            return;
-        }
-        run_list(x, y, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
-            return ::gpu::launch("axpby", axpby_kernel, blocks, kThreads, 0, on, device, a.data, a.value, b);
+        run_list(x, y, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
+            launcher.over(list.list.leaves, "axpby", axpby_kernel, list, a.data, a.value, b);
         });
     }
     void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
                      void *stream) const override {
-        const OnDevice on(device_);
-        check(::gpu::launch("add_up_rows", add_up_rows_kernel, blocks_for(n / kThreads + 1), kThreads, 0,
-                            as_stream(stream), rows, stride, count, n, y),
-              "add_up_rows");
+        run(stream, [&](const Launcher &launcher) {
+            launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
+        });
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
-        run_list(list, nullptr, count, stream, [&](const DeviceList &device, unsigned blocks, cudaStream_t on) {
-            return ::gpu::launch("clamp", clamp_kernel, blocks, kThreads, 0, on, device, limit);
+        run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
+            launcher.over(list.list.leaves, "clamp", clamp_kernel, list, limit);
         });
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
-              dsopt_norm_result *result, const Parallel &, void *stream) const override;
+              dsopt_norm_result *result, const Parallel &, void *stream) const override {
+        // An empty list has a norm too.
+        run(stream, [&](const Launcher &launcher) { launcher.thread("no_norm", no_norm_kernel, result); });
+        run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
+            Offsets offsets;
+            const size_t squares = offsets.add(size_t(list.list.leaves) * sizeof(double)),
+                         bad = offsets.add(size_t(list.list.leaves) * sizeof(int64_t)),
+                         largest = offsets.add(size_t(list.list.leaves) * sizeof(float)),
+                         sums = offsets.add(size_t(list.list.count) * sizeof(double)),
+                         ticket = offsets.add(sizeof(uint32_t));
+            const Scratch memory(shared_.scratch, offsets.bytes(), launcher.stream);
+            const NormParts parts{
+                reinterpret_cast<double *>(memory.get() + squares), reinterpret_cast<int64_t *>(memory.get() + bad),
+                reinterpret_cast<float *>(memory.get() + largest), reinterpret_cast<double *>(memory.get() + sums),
+                reinterpret_cast<uint32_t *>(memory.get() + ticket)};
+            launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
+            launcher.over(list.list.leaves / kWarps + 1, "norm", norm_kernel, list, parts, kind, raw, max_norm, result);
+        });
+    }
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
-        const OnDevice on(device_);
-        check(::gpu::launch("update_scaler", update_scaler_kernel, 1, 1, 0, as_stream(stream), rules, state, scale,
-                            overflow),
-              "update_scaler");
+        run(stream, [&](const Launcher &launcher) {
+            launcher.thread("update_scaler", update_scaler_kernel, rules, state, scale, overflow);
+        });
     }
     void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const override {
-        const OnDevice on(device_);
-        check(::gpu::launch("write_scaler", write_scaler_kernel, 1, 1, 0, as_stream(stream), value, state, scale),
-              "write_scaler");
+        run(stream, [&](const Launcher &launcher) {
+            launcher.thread("write_scaler", write_scaler_kernel, value, state, scale);
+        });
     }
     void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
                          void *stream) const override {
-        const OnDevice on(device_);
-        check(::gpu::launch("write_reduction", write_reduction_kernel, 1, 1, 0, as_stream(stream), rules, schedule,
-                            reduction),
-              "write_reduction");
+        run(stream, [&](const Launcher &launcher) {
+            launcher.thread("write_reduction", write_reduction_kernel, rules, schedule, reduction);
+        });
     }
     void compress_feed(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
                        void *stream) const override {
         const CompressLayout &layout = *exchange.layout;
-        with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
-            if (layout.has_levels()) {
-                clear_gaps(x, launcher(stream));
-                check(::gpu::launch("fill_message", fill_message_kernel, blocks_for(layout.whole->part_leaf.back()),
-                                    kThreads, 0, as_stream(stream), x, tensors),
-                      "fill_message");
-                return;
-            }
-            clear_rows(x.send, layout.row_bytes() * layout.ranks, as_stream(stream));
-            check(::gpu::launch("feed_list", feed_list_kernel, blocks_for(layout.part_leaf.back()), kThreads, 0,
-                                as_stream(stream), x, tensors),
-                  "feed_list");
-            end_rows(x, launcher(stream));
-        });
+        with_exchange(exchange, list, count, stream,
+                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
+                          if (layout.has_levels()) {
+                              clear_gaps(x, launcher);
+                              launcher.over(layout.whole->part_leaf.back(), "fill_message", fill_message_kernel, x,
+                                            tensors);
+                              return;
+                          }
+                          clear_rows(x.send, layout.rows_bytes(), launcher);
+                          launcher.over(layout.part_leaf.back(), "feed_list", feed_list_kernel, x, tensors);
+                          end_rows(x, launcher);
+                      });
     }
     void compress_slice(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream, [&](const DeviceExchange &x, const dsopt_tensor *) {
-            pack_slice(*exchange.layout, x, launcher(stream));
-        });
+        with_exchange(exchange, nullptr, 0, stream,
+                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
+                          pack_slice(*exchange.layout, x, launcher);
+                      });
     }
     void compress_serve(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream, [&](const DeviceExchange &x, const dsopt_tensor *) {
-            serve_rows(*exchange.layout, x, launcher(stream));
-        });
+        with_exchange(exchange, nullptr, 0, stream,
+                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
+                          serve_rows(*exchange.layout, x, launcher);
+                      });
     }
     void compress_decode(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
                          void *stream) const override {
-        with_exchange(exchange, list, count, stream, [&](const DeviceExchange &x, const dsopt_tensor *tensors) {
-            check(::gpu::launch("decode", decode_kernel, blocks_for(exchange.layout->all().part_leaf.back()), kThreads,
-                                0, as_stream(stream), x, tensors),
-                  "decode");
-        });
+        with_exchange(exchange, list, count, stream,
+                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
+                          launcher.over(exchange.layout->all().part_leaf.back(), "decode", decode_kernel, x, tensors);
+                      });
     }
 
 private:
-    static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
-    Launcher launcher(void *stream) const { return {multiprocessors_, as_stream(stream), pool_}; }
-    unsigned blocks_for(int64_t pieces) const { return launcher(nullptr).blocks_for(pieces); }
+    template <class Body> void run(void *stream, const Body &body) const {
+        const OnDevice on(gpu_);
+        body(Launcher{shared_, static_cast<cudaStream_t>(stream)});
+    }
+    /// body(launcher, exchange, list) with everything in device memory: in a step the layout is there, otherwise it
+    /// lives as long as the work.
     template <class Body>
     void with_exchange(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, void *stream,
-                       const Body &body) const;
-    template <class Launch>
-    void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,
-                  const Launch &launch) const;
-
-    int device_;
-    unsigned multiprocessors_ = 1;
-    mutable PinnedPool pool_;
-};
-
-/// body(exchange, list) with everything in device memory: in a step the layout is there, otherwise it lives as long as
-/// the launch.
-template <class Body>
-void CudaLoops::with_exchange(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, void *where,
-                              const Body &body) const {
-    const OnDevice on(device_);
-    if (exchange.table != nullptr) return body(device_exchange(exchange, exchange.table), nullptr);
-    const auto stream = as_stream(where);
-    const size_t layout = LayoutImage::bytes(*exchange.layout);
-    std::vector<char> image(layout + round_up(size_t(count) * sizeof(dsopt_tensor)));
-    LayoutImage::write(*exchange.layout, image.data());
-    if (count != 0) std::memcpy(image.data() + layout, list, size_t(count) * sizeof(dsopt_tensor));
-    AsyncMemory memory(image.size(), stream);
-    upload(memory.get(), image.data(), image.size(), pool_, stream);
-    body(device_exchange(exchange, memory.get()),
-         reinterpret_cast<const dsopt_tensor *>(static_cast<const char *>(memory.get()) + layout));
-    memory.release();
-}
-
-/// A list that nobody keeps: its table lives as long as the launch.
-template <class Launch>
-void CudaLoops::run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *where,
-                         const Launch &launch) const {
-    const OnDevice on(device_);
-    const auto stream = as_stream(where);
-    std::vector<dsopt_tensor> xs, ys;
-    std::vector<int64_t> first{0};
-    for (int64_t i = 0; i < count; ++i) {
-        const bool counts = x[i].data != nullptr && (y == nullptr || y[i].data != nullptr);
-        xs.push_back(x[i]);
-        if (y != nullptr) ys.push_back(y[i]);
-        first.push_back(first.back() + (counts ? leaves_of(x[i].numel) : 0));
+                       const Body &body) const {
+        run(stream, [&](const Launcher &launcher) {
+            if (exchange.table != nullptr) return body(launcher, device_exchange(exchange, exchange.table), nullptr);
+            const size_t layout = LayoutImage::bytes(*exchange.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
+            std::vector<char> image(layout + tensors);
+            LayoutImage::write(*exchange.layout, image.data());
+            if (count != 0) std::memcpy(image.data() + layout, list, tensors);
+            const Scratch memory(shared_.scratch, image.size(), launcher.stream);
+            launcher.upload(memory.get(), image.data(), image.size());
+            body(launcher, device_exchange(exchange, memory.get()),
+                 reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
+        });
     }
-    if (first.back() == 0) return;
-    std::vector<char> image(round_up(xs.size() * sizeof(dsopt_tensor)) * (y != nullptr ? 2 : 1) +
-                            round_up(first.size() * 8));
-    const size_t ys_at = round_up(xs.size() * sizeof(dsopt_tensor)), first_at = ys_at * (y != nullptr ? 2 : 1);
-    std::memcpy(image.data(), xs.data(), xs.size() * sizeof(dsopt_tensor));
-    if (y != nullptr) std::memcpy(image.data() + ys_at, ys.data(), ys.size() * sizeof(dsopt_tensor));
-    std::memcpy(image.data() + first_at, first.data(), first.size() * 8);
-    AsyncMemory memory(image.size(), stream);
-    upload(memory.get(), image.data(), image.size(), pool_, stream);
-    const char *base = static_cast<const char *>(memory.get());
-    const DeviceList list{reinterpret_cast<const dsopt_tensor *>(base),
-                          reinterpret_cast<const dsopt_tensor *>(base + ys_at),
-                          reinterpret_cast<const int64_t *>(base + first_at), int64_t(xs.size()), first.back()};
-    check(launch(list, blocks_for(first.back()), stream), "list");
-    memory.release();
-}
+    /// body(launcher, list) with the list where kernels read it, as long as the work; not for one without elements.
+    template <class Body>
+    void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream, const Body &body) const {
+        const size_t tensors = size_t(count) * sizeof(dsopt_tensor);
+        Offsets offsets;
+        const size_t first_at = offsets.add(size_t(count + 1) * sizeof(int64_t)), x_at = offsets.add(tensors),
+                     y_at = y != nullptr ? offsets.add(tensors) : x_at;
+        std::vector<char> image(offsets.bytes());
+        auto *const first = reinterpret_cast<int64_t *>(image.data() + first_at);
+        for (int64_t i = 0; i < count; ++i) {
+            const bool counts = x[i].data != nullptr && (y == nullptr || y[i].data != nullptr);
+            first[i + 1] = first[i] + (counts ? leaves_of(x[i].numel) : 0);
+        }
+        ListArgument list{};
+        list.list.count = count;
+        list.list.leaves = first[count];
+        if (list.list.leaves == 0) return;
+        run(stream, [&](const Launcher &launcher) {
+            if (count == 1) {
+                list.x = *x;
+                list.y = y != nullptr ? *y : *x;
+                list.first_leaf[1] = list.list.leaves;
+                return body(launcher, list);
+            }
+            std::memcpy(image.data() + x_at, x, tensors);
+            if (y != nullptr) std::memcpy(image.data() + y_at, y, tensors);
+            const Scratch memory(shared_.scratch, image.size(), launcher.stream);
+            launcher.upload(memory.get(), image.data(), image.size());
+            list.list.x = reinterpret_cast<const dsopt_tensor *>(memory.get() + x_at);
+            list.list.y = reinterpret_cast<const dsopt_tensor *>(memory.get() + y_at);
+            list.list.first_leaf = reinterpret_cast<const int64_t *>(memory.get() + first_at);
+            body(launcher, list);
+        });
+    }
 
-inline void CudaLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
-                            dsopt_norm_result *result, const Parallel &, void *where) const {
-    const OnDevice on(device_);
-    const auto stream = as_stream(where);
-    int64_t leaves = 0;
-    for (int64_t i = 0; i < count; ++i)
-        if (list[i].data != nullptr) leaves += leaves_of(list[i].numel);
-    const size_t squares = 0, bad = round_up(size_t(leaves) * 8), largest = bad * 2,
-                 sums = largest + round_up(size_t(leaves) * 4), ticket = sums + round_up(size_t(count) * 8);
-    AsyncMemory memory(ticket + kLine, stream);
-    char *base = static_cast<char *>(memory.get());
-    const NormParts parts{reinterpret_cast<double *>(base + squares), reinterpret_cast<int64_t *>(base + bad),
-                          reinterpret_cast<float *>(base + largest), reinterpret_cast<double *>(base + sums),
-                          reinterpret_cast<uint32_t *>(base + ticket)};
-    check(cudaMemsetAsync(parts.ticket, 0, kLine, stream), "cudaMemsetAsync");
-    // An empty list has a norm too, so there is always a launch.
-    check(::gpu::launch("no_norm", no_norm_kernel, 1, 1, 0, stream, result), "norm");
-    run_list(list, nullptr, count, where, [&](const DeviceList &device, unsigned blocks, cudaStream_t stream_) {
-        return ::gpu::launch("norm", norm_kernel, blocks, kThreads, 0, stream_, device, parts, kind, raw, max_norm,
-                             result);
-    });
-    memory.release();
-}
+    const Gpu &gpu_;
+    mutable Shared shared_;
+};
 
 } // namespace dsopt::gpu

@@ -13,126 +13,118 @@ struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan one;
     DeviceExchange x;
-    bool packs;         // a part is one tensor: bits are made while its kept sums are at hand
-    bool whole_vectors; // four neighbours of a tensor have their bits side by side
+    bool packs; // a part is one tensor: bits are made while its kept sums are at hand
+    bool
+        whole_vectors; // four neighbours of a tensor have their bits side by side; in compat mode a part may begin anywhere
 };
 
-/// Everything that the rules read, of V neighbours.
-template <int V> struct Inputs { Pack<V> g, p, m, v, track; };
-template <int V, Feed F>
-__device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job, const OneBitJob &one,
-                                                 int64_t i) {
-    Inputs<V> t;
-    t.g = load_gradient<V, true>(job, i);
-    if (F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0)
-        t.m = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
-    else
-        t.m = load<V>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-    if constexpr (F == Feed::distance) {
-        t.p = load_weight<V>(job, i);
-        t.v = load<V>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
-        t.track = load<V>(one.track(), Dtype::f32, i, aligned16(one.track()));
-    } else {
-        t.p = t.v = t.track = Pack<V>{};
+/// Everything that the rules of the family read, of V neighbours: first as it is in memory, with as much of it under
+/// way at once as possible.
+template <int V> struct OneBitInputs {
+    Pack<V> g, p, m, v, track;
+    /// What is not there is zero, of any type.
+    __device__ __forceinline__ void widen_all(const TensorJob &job) {
+        g = widen(g, job.grad_type);
+        p = widen(p, job.weight_type);
+        m = widen(m, job.moment[0].type);
+        v = widen(v, job.moment[1].type);
     }
+};
+template <int V, Feed F>
+__device__ __forceinline__ OneBitInputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job,
+                                                       const OneBitJob &one, int64_t i) {
+    OneBitInputs<V> t{};
+    const bool in_bits = F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0;
+    t.g = fetch_gradient<V>(job, i);
+    if (!in_bits) t.m = fetch_moment<V>(job, 0, i);
+    if constexpr (F == Feed::distance) {
+        t.p = fetch_weight<V>(job, i);
+        t.v = fetch_moment<V>(job, 1, i);
+        t.track = load<V>(one.track(), i);
+    }
+    t.widen_all(job);
+    if (in_bits) t.m = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
     return t;
 }
 
 /// Scalars of a tensor that go beside those of find_scalars().
 struct SharedOneBit {
     OneBitScalars one;
-    float scale; // of its kept sums
+    float scale;  // of its kept sums
+    bool aligned; // its arrays, and four neighbours have their bits side by side
 };
-template <Feed F> __device__ inline void find_onebit_scalars(const DeviceOneBit &b, int32_t tensor, SharedOneBit &s) {
-    s.one = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
-    s.scale = b.one.exchanges && b.x.message == nullptr ? b.x.worker_scales()[b.one.jobs[tensor].part] : 0.0f;
-}
 
-/// body(tensor, job, begin, n, leaf) for the block's leaves of tensors that go into exchanges, with their scalars
-/// found.
+/// body(tensor, where, leaf) for the block's leaves of tensors that go into exchanges.
 template <Feed F, class Body>
-__device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedScalars &s, SharedOneBit &o,
+__device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedTensor &s, SharedOneBit &o,
                                                const Body &body) {
-    const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    if (threadIdx.x == 0) s.group = -1, s.step = -1, s.trust = 1;
-    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
-        const int32_t tensor = b.d.tensor_of_leaf[leaf];
-        const TensorJob &job = plan.jobs[tensor];
-        if (!job.present || !job.onebit) continue;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            find_scalars(b.d, tensor, s);
-            find_onebit_scalars<F>(b, tensor, o);
-        }
-        __syncthreads();
-        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
-        body(tensor, job, begin, int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf), leaf);
-    }
+    const auto find = [&](int32_t tensor) INLINED {
+        const OneBitJob &one = b.one.jobs[tensor];
+        const bool kept = b.one.exchanges && b.x.message == nullptr && one.worker >= 0;
+        o.one = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
+        o.scale = kept ? b.x.worker_scales()[one.part] : 0.0f;
+        o.aligned =
+            b.whole_vectors && s.aligned && all_aligned(one.track(), one.fresh, b.x.worker, b.x.message, b.x.values);
+    };
+    for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
+        if (s.job.present && s.job.onebit) body(tensor, where, leaf);
+    });
 }
 
-/// body(V, i, place) for a leaf of a tensor. Four elements at a time where their bits are neighbours in a row; moments
-/// and weights are fp32 in this family. In compat mode one by one: a part may begin anywhere.
-template <class Body>
-__device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, int64_t begin, int n, const Body &body) {
-    const int whole = b.whole_vectors ? n / 4 * 4 : 0;
-    for (int place = int(threadIdx.x) * 4; place < whole; place += kThreads * 4)
-        body(std::integral_constant<int, 4>{}, begin + place, place);
-    for (int place = whole + int(threadIdx.x); place < n; place += kThreads)
-        body(std::integral_constant<int, 1>{}, begin + place, place);
+template <int V, Feed F>
+__device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const OneBitInputs<V> &t) {
+    Pack<V> y;
+#pragma unroll
+    for (int k = 0; k < V; ++k)
+        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
+    return y;
 }
 
 /// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
 /// its step here.
 template <Feed F>
-__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) feed_kernel(const DeviceOneBit b) {
-    DYNAMIC_SHARED(float, room); // a leaf, where bits are made here
-    __shared__ SharedScalars s;
+__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
+    feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    DYNAMIC_SHARED(float, tile); // a leaf, where bits are made here
+    __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
-    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
         float *kept = b.one.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
-        for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
-            constexpr int W = decltype(width)::value;
-            Inputs<W> t = load_inputs<W, F>(b, job, one, i);
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            Pack<V> sum{};
+            if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
+            OneBitInputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
 #pragma unroll
-                for (int k = 0; k < W; ++k)
+                for (int k = 0; k < V; ++k)
                     local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-                store(t.p, job.weight, job.weight_type, i, aligned16(job.weight));
-                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-                if (!o.one.anchored) store(t.track, one.track(), Dtype::f32, i, aligned16(one.track()));
+                store(t.p, s.job.weight, s.job.weight_type, i);
+                store_moment(t.m, s.job.moment[0], i);
+                if (!o.one.anchored) store(t.track, one.track(), i);
             }
             if (kept == nullptr) return;
-            if (b.x.message != nullptr) { // the values as they are
-                Pack<W> x;
-#pragma unroll
-                for (int k = 0; k < W; ++k)
-                    x.at[k] =
-                        feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-                store(x, kept, Dtype::f32, i, aligned16(kept));
-                return;
-            }
+            const Pack<V> values = feed_values<V, F>(s, o, t);
+            if (b.x.message != nullptr) return store(values, kept, i); // as they are
             const uint32_t active = active_from(b.x.active, one.worker + i);
-            Pack<W> sum = load<W>(kept, Dtype::f32, i, aligned16(kept));
 #pragma unroll
-            for (int k = 0; k < W; ++k) {
-                const float value =
-                    feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-                sum.at[k] = value + error_of(sum.at[k], o.scale);
-                if (!((active >> k) & 1u)) sum.at[k] = 0;
-                if (b.packs) room[place + k] = sum.at[k];
+            for (int k = 0; k < V; ++k) {
+                sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(sum.at[k], o.scale) : 0.0f;
+                if (b.packs) tile[at + k] = sum.at[k];
             }
-            store(sum, kept, Dtype::f32, i, aligned16(kept));
+            store(sum, kept, i);
         });
-        if (!b.packs) return;
-        __syncthreads();
-        pack_room(b.x, one.part, one.worker + begin, n, room, b.x.layout.part_leaf[one.part] + begin / kLeaf);
+        if (b.packs)
+            pack_leaf(b.x, one.part, one.worker + where.begin, where.n, tile,
+                      b.x.layout.part_leaf[one.part] + where.begin / kLeaf);
     });
 }
 
 /// What is behind the tensors of a part.
-__global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     if (skipped(b.d)) return;
     for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
         const CompressLayout::Part part = b.x.layout.parts[i];
@@ -144,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(const DeviceO
         }
     }
 }
-__global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     if (skipped(b.d)) return;
     const CompressLayout::Part part = b.x.layout.parts[0];
     const int64_t used = part.used;
@@ -153,166 +145,156 @@ __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(const Devic
         b.one.padding[k - used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
 }
 
-/// Without other ranks the own values are the mean of V neighbours.
-template <int V, Feed F>
-__device__ __forceinline__ Pack<V> own_values(const SharedScalars &s, const SharedOneBit &o, const Inputs<V> &t) {
-    Pack<V> y;
-#pragma unroll
-    for (int k = 0; k < V; ++k)
-        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-    return y;
-}
-
-/// From the mean to momentum and weights.
+/// From the mean, which without other ranks is the own values, to momentum and weights.
 template <Feed F>
-__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4) finish_kernel(const DeviceOneBit b) {
-    __shared__ SharedScalars s;
+__global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
+    finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
-    const StepPlan &plan = b.d.plan;
-    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
-        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
-            constexpr int W = decltype(width)::value;
-            Inputs<W> t;
-            Pack<W> y;
-            t.g = t.m = t.track = Pack<W>{};
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            OneBitInputs<V> t{};
+            Pack<V> y;
             if (b.one.exchanges) // first: where it comes from needs registers, too
-                y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
+                y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
             else
-                t.g = load_gradient<W, true>(job, i);
-            if (F != Feed::momentum || !b.one.exchanges) // otherwise the mean replaces it
-                t.m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-            t.p = load_weight<W>(job, i);
-            t.v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
-            if constexpr (F == Feed::distance) t.track = load<W>(one.track(), Dtype::f32, i, aligned16(one.track()));
-            const Pack<W> old = t.p;
-            if (!b.one.exchanges) y = own_values<W, F>(s, o, t);
+                t.g = fetch_gradient<V>(s.job, i);
+            if (F != Feed::momentum || !b.one.exchanges)
+                t.m = fetch_moment<V>(s.job, 0, i); // else the mean replaces it
+            t.p = fetch_weight<V>(s.job, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
+            if constexpr (F == Feed::distance) t.track = load<V>(one.track(), i);
+            t.widen_all(s.job);
+            const Pack<V> old = t.p;
+            if (!b.one.exchanges) y = feed_values<V, F>(s, o, t);
             if (one.mask != nullptr) {
 #pragma unroll
-                for (int k = 0; k < W; ++k) y.at[k] *= one.mask[i + k];
+                for (int k = 0; k < V; ++k) y.at[k] *= one.mask[i + k];
             }
 #pragma unroll
-            for (int k = 0; k < W; ++k)
+            for (int k = 0; k < V; ++k)
                 take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-            if (b.one.momentum == nullptr)
-                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-            if constexpr (F == Feed::distance) store(t.track, one.track(), Dtype::f32, i, aligned16(one.track()));
-            publish<W, true>(plan, job, s, t.p, old, i);
+            if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
+            if constexpr (F == Feed::distance) store(t.track, one.track(), i);
+            publish(b.d.plan, s, t.p, old, i);
         });
     });
 }
 
 /// 0/1 Adam between exchanges.
-__global__ void __launch_bounds__(kThreads, 4) local_kernel(const DeviceOneBit b) {
-    __shared__ SharedScalars s;
+__global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
-    for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t) {
+    for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
-        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
-            constexpr int W = decltype(width)::value;
-            Inputs<W> t = load_inputs<W, Feed::distance>(b, job, one, i);
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            OneBitInputs<V> t = load_inputs<V, Feed::distance>(b, s.job, one, i);
 #pragma unroll
-            for (int k = 0; k < W; ++k)
+            for (int k = 0; k < V; ++k)
                 local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-            store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-            if (!o.one.anchored) store(t.track, one.track(), Dtype::f32, i, aligned16(one.track()));
-            publish<W, true>(b.d.plan, job, s, t.p, t.p, i);
+            store_moment(t.m, s.job.moment[0], i);
+            if (!o.one.anchored) store(t.track, one.track(), i);
+            publish(b.d.plan, s, t.p, t.p, i);
         });
     });
 }
 
 /// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
-__global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(const DeviceOneBit b) {
-    DYNAMIC_SHARED(float, room);
-    __shared__ SharedScalars s;
+__global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    DYNAMIC_SHARED(float, memory);
+    __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     __shared__ uint32_t most_of_block;
-    const Rooms rooms{room, room + kLeaf};
-    for_own_leaves<Feed::scaled>(
-        b, s, o, [&](int32_t tensor, const TensorJob &job, int64_t begin, int n, uint32_t leaf) {
-            const OneBitJob &one = b.one.jobs[tensor];
-            uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
-            if (threadIdx.x == 0) most_of_block = 0;
-            for_own_packs(b, begin, n, [&](auto width, int64_t i, int place) {
-                constexpr int W = decltype(width)::value;
-                Inputs<W> t;
-                Pack<W> y;
-                t.g = t.track = Pack<W>{};
-                if (b.one.exchanges)
-                    y = mean_of<W>(b.x, b.x.results, one.part, one.worker + i);
-                else
-                    t.g = load_gradient<W, true>(job, i);
-                t.m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-                t.p = load_weight<W>(job, i);
-                t.v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data));
-                Pack<W> fresh = load<W>(one.fresh, Dtype::f32, i, aligned16(one.fresh));
-                if (!b.one.exchanges) y = own_values<W, Feed::scaled>(s, o, t);
+    const Tiles tiles{memory, memory + kLeaf};
+    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t leaf) INLINED {
+        const OneBitJob &one = b.one.jobs[tensor];
+        uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
+        if (threadIdx.x == 0) most_of_block = 0;
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            OneBitInputs<V> t{};
+            Pack<V> y;
+            if (b.one.exchanges)
+                y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
+            else
+                t.g = fetch_gradient<V>(s.job, i);
+            t.m = fetch_moment<V>(s.job, 0, i);
+            t.p = fetch_weight<V>(s.job, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
+            Pack<V> fresh = load<V>(one.fresh, i);
+            t.widen_all(s.job);
+            if (!b.one.exchanges) y = feed_values<V, Feed::scaled>(s, o, t);
 #pragma unroll
-                for (int k = 0; k < W; ++k) {
-                    const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
-                    const LambUpdate u =
-                        lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
-                                       t.m.at[k], t.v.at[k], fresh.at[k]);
-                    rooms.a[place + k] = u.without_decay;
-                    rooms.b[place + k] = u.update;
-                    const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
-                    most = factor > most ? factor : most;
-                }
-                store(t.m, job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data));
-                store(fresh, one.fresh, Dtype::f32, i, aligned16(one.fresh));
-            });
-            sum_rooms(b.d, leaf, n, rooms); // a barrier first
-            for (int width = 16; width != 0; width /= 2) {
-                const uint32_t other = __shfl_xor_sync(0xffffffffu, most, width);
-                most = other > most ? other : most;
+            for (int k = 0; k < V; ++k) {
+                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
+                const LambUpdate u =
+                    lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
+                                   t.m.at[k], t.v.at[k], fresh.at[k]);
+                tiles.a[at + k] = u.without_decay;
+                tiles.b[at + k] = u.update;
+                const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
+                most = factor > most ? factor : most;
             }
-            if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
-            __syncthreads();
-            if (threadIdx.x == 0) b.one.factors[leaf] = double(float_of(most_of_block));
+            store_moment(t.m, s.job.moment[0], i);
+            store(fresh, one.fresh, i);
         });
+        sum_tiles(b.d, leaf, where.n, tiles); // a barrier first
+        most = largest_of_lanes(most);
+        if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
+        __syncthreads();
+        if (threadIdx.x == 0) b.one.factors[leaf] = double(float_of(most_of_block));
+    });
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
-__global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for_tensors(
-        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
-        [&](int32_t i, int32_t leaves, auto by) {
-            const TensorJob &job = plan.jobs[i];
-            if (!job.present || !job.onebit) return;
-            const double factor = by.most(b.one.factors + job.first_leaf, leaves),
-                         without = by.sum(plan.sums_a + job.first_leaf, leaves),
-                         with = by.sum(plan.sums_b + job.first_leaf, leaves);
-            if (by.lead) find_frozen_trust(plan, b.one, i, factor, without, with);
-        });
+    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        const TensorJob &job = plan.jobs[i];
+        if (!job.present || !job.onebit) return;
+        const double factor = by.most(b.one.factors + job.first_leaf, leaves),
+                     without_decay = by.sum(plan.sums_a + job.first_leaf, leaves),
+                     with_decay = by.sum(plan.sums_b + job.first_leaf, leaves);
+        if (by.lead) find_frozen_trust(plan, b.one, i, factor, without_decay, with_decay);
+    });
 }
 /// Those of sharded tensors, as shared_trust_kernel().
-__global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) take_shared_frozen_trust(plan, b.one, i);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(const DeviceOneBit b) {
-    __shared__ SharedScalars s;
+__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
-    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const TensorJob &job, int64_t begin, int n, uint32_t) {
-        for_own_packs(b, begin, n, [&](auto width, int64_t i, int) {
-            constexpr int W = decltype(width)::value;
-            Pack<W> p = load_weight<W>(job, i);
-            const Pack<W> m = load<W>(job.moment[0].data, job.moment[0].type, i, aligned16(job.moment[0].data)),
-                          v = load<W>(job.moment[1].data, job.moment[1].type, i, aligned16(job.moment[1].data)),
-                          old = p;
+    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const Leaf &where, uint32_t) INLINED {
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            OneBitInputs<V> t{};
+            t.p = fetch_weight<V>(s.job, i);
+            t.m = fetch_moment<V>(s.job, 0, i);
+            t.v = fetch_moment<V>(s.job, 1, i);
+            t.widen_all(s.job);
+            const Pack<V> old = t.p;
             const float lr = s.scalars.lr * s.trust;
 #pragma unroll
-            for (int k = 0; k < W; ++k) p.at[k] = p.at[k] - lr * frozen_update(s.scalars, p.at[k], m.at[k], v.at[k]);
-            publish<W, true>(b.d.plan, job, s, p, old, i);
+            for (int k = 0; k < V; ++k)
+                t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
+            publish(b.d.plan, s, t.p, old, i);
         });
     });
 }
 
 /// Before anything else of a step that is taken. One block.
-__global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.one, i);
@@ -321,35 +303,32 @@ __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(const DeviceO
 
 /// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: sums of
 /// squares a leaf, and then, in one block, the factors.
-__global__ void __launch_bounds__(kThreads) momentum_squares_kernel(const DeviceOneBit b) {
-    __shared__ float room[kWarps][kStage];
-    const StepPlan &plan = b.d.plan;
-    const int warp = int(threadIdx.x / 32);
+__global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    __shared__ __align__(16) float tiles[kWarps][kTile];
     if (skipped(b.d) || b.one.trust_scaling[0] != 0) return;
-    for (uint32_t leaf = blockIdx.x * kWarps + warp; leaf < b.d.leaves; leaf += gridDim.x * kWarps) {
-        const TensorJob &job = plan.jobs[b.d.tensor_of_leaf[leaf]];
-        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
-        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        const double squares = leaf_squares(job.moment[0].data, job.moment[0].type, begin, n, room[warp]);
-        if (threadIdx.x % 32 == 0) plan.sums_a[leaf] = squares;
-    }
+    for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+        const TensorJob &job = b.d.plan.jobs[tensor];
+        const Leaf where(job, leaf);
+        const double squares =
+            leaf_squares(job.moment[0].data, job.moment[0].type, where.begin, where.n, tiles[threadIdx.x / 32]);
+        if (threadIdx.x % 32 == 0) b.d.plan.sums_a[leaf] = squares;
+    });
 }
-__global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONSTANT const DeviceOneBit b) {
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
     const bool known = b.one.trust_scaling[0] != 0;
     __syncthreads(); // it is written below
     if (skipped(b.d) || known) return;
-    for_tensors(
-        int32_t(plan.count), [&](int32_t i) { return int32_t(leaves_of(plan.jobs[i].numel)); },
-        [&](int32_t i, int32_t leaves, auto by) {
-            const double squares = by.sum(plan.sums_a + plan.jobs[i].first_leaf, leaves);
-            if (by.lead) b.one.trust_scaling[i] = rms_of(squares, plan.jobs[i].numel);
-        });
+    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        const double squares = by.sum(plan.sums_a + plan.jobs[i].first_leaf, leaves);
+        if (by.lead) b.one.trust_scaling[i] = rms_of(squares, plan.jobs[i].numel);
+    });
     __syncthreads();
     if (threadIdx.x < 32) {
-        const double sum = add_by_warp(int32_t(plan.count),
-                                       [&](int32_t i) { return double(b.one.trust_scaling[i]) / double(plan.count); });
+        const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
+            return double(b.one.trust_scaling[i]) / double(plan.count);
+        });
         if (threadIdx.x == 0) mean = sum;
     }
     __syncthreads();
@@ -358,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(const Dev
 }
 
 /// What every step ends with, also one that is skipped. One block.
-__global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
     for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.one, i);
@@ -367,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(const DeviceOne
 }
 
 /// Rows of results to where the momentum is kept.
-__global__ void __launch_bounds__(kThreads) keep_momentum_kernel(const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT const DeviceOneBit b) {
     if (skipped(b.d)) return;
     const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
@@ -377,41 +356,37 @@ __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(const DeviceOne
 }
 
 /// Standard mode, after the variance has moved: which elements have one.
-__global__ void __launch_bounds__(kThreads) find_active_kernel(const DeviceOneBit b) {
-    const StepPlan &plan = b.d.plan;
-    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
-        const int32_t tensor = b.d.tensor_of_leaf[leaf];
-        const TensorJob &job = plan.jobs[tensor];
-        const int64_t worker = b.one.jobs[tensor].worker, begin = (leaf - job.first_leaf) * kLeaf;
-        if (worker < 0) continue;
-        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        for (int k = int(threadIdx.x) / 32 * 32; k < n; k += kThreads) {
-            const int own = k + int(threadIdx.x % 32);
-            const bool has = own < n && load_one(job.moment[1].data, job.moment[1].type, begin + own) != 0;
+__global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+        const TensorJob &job = b.d.plan.jobs[tensor];
+        const int64_t worker = b.one.jobs[tensor].worker;
+        const Leaf where(job, leaf);
+        if (worker < 0) return;
+        for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
+            const int i = first + int(threadIdx.x % 32);
+            const bool has = i < where.n && load<1>(job.moment[1].data, job.moment[1].type, where.begin + i).at[0] != 0;
             const unsigned word = __ballot_sync(0xffffffffu, has);
-            if (threadIdx.x % 32 == 0) b.one.active[(worker + begin + k) / 32] = int32_t(word);
+            if (threadIdx.x % 32 == 0) b.one.active[(worker + where.begin + first) / 32] = int32_t(word);
         }
-    }
+    });
 }
 
 /// The step that froze the variance: copies are taken, and errors belong to another quantity from here on.
-__global__ void __launch_bounds__(kThreads) freeze_kernel(const DeviceOneBit b, const bool copies_variance) {
-    const StepPlan &plan = b.d.plan;
+__global__ void __launch_bounds__(kThreads)
+    freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
     if (b.one.compat && skipped(b.d)) return;
-    for (uint32_t leaf = blockIdx.x; leaf < b.d.leaves; leaf += gridDim.x) {
-        const int32_t tensor = b.d.tensor_of_leaf[leaf];
-        const TensorJob &job = plan.jobs[tensor];
+    for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+        const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &one = b.one.jobs[tensor];
-        const int64_t begin = (leaf - job.first_leaf) * kLeaf;
-        const int n = int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf);
-        for_packs<4>(begin, n, [&](auto width, int64_t i, int) {
-            constexpr int W = decltype(width)::value;
-            if (copies_variance && one.fresh != nullptr)
-                store(load<W>(job.moment[1].data, Dtype::f32, i, aligned16(job.moment[1].data)), one.fresh, Dtype::f32,
-                      i, aligned16(one.fresh));
-            if (one.anchor != nullptr) store(load_weight<W>(job, i), one.anchor, Dtype::f32, i, aligned16(one.anchor));
+        const Leaf where(job, leaf);
+        const bool aligned = all_aligned(job.weight, job.moment[1].data, one.fresh, one.anchor);
+        for_packs(where.n, aligned, [&](auto width, int at) INLINED {
+            constexpr int V = decltype(width)::value;
+            const int64_t i = where.begin + at;
+            if (copies_variance && one.fresh != nullptr) store(load_moment<V>(job, 1, i), one.fresh, i);
+            if (one.anchor != nullptr) store(load_weight<V>(job, i), one.anchor, i);
         });
-    }
+    });
     if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed
     const int64_t workers = b.x.layout.worker_numel + b.x.layout.part_count,
                   servers = b.x.layout.server_numel + b.x.layout.row_scales;

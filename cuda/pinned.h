@@ -10,8 +10,8 @@ namespace dsopt::gpu {
 /// Two page-locked buffers on a stream of their own.
 class PinnedPair {
 public:
-    explicit PinnedPair(int device) : device_(device) {
-        const OnDevice on(device);
+    explicit PinnedPair(const Gpu &gpu) : gpu_(gpu) {
+        const OnDevice on(gpu);
         check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
         for (Half &half : halves_) half = {pinned_memory(kPiece), std::make_unique<Event>(cudaEventDisableTiming)};
     }
@@ -24,25 +24,28 @@ public:
 
     void *buffer(int half) const { return halves_[half].memory.get(); }
     void copy(int half, void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         check(cudaMemcpyAsync(to, from, bytes, kind, stream_), "cudaMemcpyAsync");
         check(cudaEventRecord(halves_[half].copied->get(), stream_), "cudaEventRecord");
     }
-    void wait(int half) const { check(cudaEventSynchronize(halves_[half].copied->get()), "cudaEventSynchronize"); }
+    void wait(int half) const {
+        const OnDevice on(gpu_);
+        check(cudaEventSynchronize(halves_[half].copied->get()), "cudaEventSynchronize");
+    }
 
 private:
     struct Half {
         PinnedMemory memory;
         std::unique_ptr<Event> copied;
     };
-    int device_;
+    const Gpu &gpu_;
     cudaStream_t stream_ = nullptr;
     Half halves_[2];
 };
 
 class PinnedReader final : public HostReader {
 public:
-    explicit PinnedReader(int device) : pair_(device) {}
+    explicit PinnedReader(const Gpu &gpu) : pair_(gpu) {}
     const void *view(const void *from, size_t bytes, size_t rest) override {
         const char *begin = static_cast<const char *>(from);
         if (begin != expected_ || bytes != ready_) fetch(begin, bytes);
@@ -68,7 +71,7 @@ private:
 
 class PinnedWriter final : public HostWriter {
 public:
-    explicit PinnedWriter(int device) : pair_(device) {}
+    explicit PinnedWriter(const Gpu &gpu) : pair_(gpu) {}
     void *buffer() override {
         if (used_[next_]) pair_.wait(next_);
         return pair_.buffer(next_);

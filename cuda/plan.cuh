@@ -6,9 +6,6 @@
 
 namespace dsopt::gpu {
 
-constexpr int kThreads = 256; // a block
-constexpr int kWarps = kThreads / 32;
-
 /// What the update does with tensors that go into exchanges of the 1-bit family.
 enum class Elsewhere : uint8_t {
     no,   // updates them like others
@@ -43,15 +40,50 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     return last;
 }
 
-/// Sum of squares of one leaf in shared memory by one warp, in the order that is part of the result: lane l takes
-/// elements l, l + 32, ... one after the other, and five folds add the upper half of the lanes to the lower one.
-__device__ __forceinline__ double add_squares(const float *x, int n, double sum) {
+/// The elements of a tensor that a leaf has.
+struct Leaf {
+    int64_t begin;
+    int n;
+    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
+        begin((leaf - job.first_leaf) * kLeaf),
+        n(int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf)) {}
+};
+
+/// body(leaf, tensor) for every `stride`-th leaf from `first` on. Which tensor the next one is of is read ahead.
+template <class Body>
+__device__ __forceinline__ void for_leaves(const DevicePlan &d, uint32_t first, uint32_t stride, const Body &body) {
+    int32_t next = first < d.leaves ? d.tensor_of_leaf[first] : 0;
+    for (uint32_t leaf = first; leaf < d.leaves; leaf += stride) {
+        const int32_t tensor = next;
+        if (leaf + stride < d.leaves) next = d.tensor_of_leaf[leaf + stride];
+        body(leaf, tensor);
+    }
+}
+template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
+    for_leaves(d, blockIdx.x, gridDim.x, body);
+}
+template <class Body> __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const Body &body) {
+    for_leaves(d, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps, body);
+}
+
+/// Sum of squares of one leaf in shared memory by one warp, in the order of rules/lane_sum.h: add_squares() by each
+/// lane, from the sum that it has, then fold_lanes().
+__device__ __forceinline__ double add_squares(const float *x, int n, double sum = 0) {
     for (int i = threadIdx.x % 32; i < n; i += 32) sum += double(x[i]) * double(x[i]);
     return sum;
 }
-__device__ __forceinline__ double fold_lanes(double sum) {
+/// Five folds add the upper half of the lanes to the lower one; the sum is in all of them.
+template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
     for (int width = 16; width != 0; width /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
-    return sum; // in all lanes
+    return sum;
+}
+/// In all lanes, too.
+template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
+    for (int width = 16; width != 0; width /= 2) {
+        const T other = __shfl_xor_sync(0xffffffffu, value, width);
+        value = other > value ? other : value;
+    }
+    return value;
 }
 
 } // namespace dsopt::gpu

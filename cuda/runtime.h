@@ -17,23 +17,74 @@ inline void check(cudaError_t error, const char *what) {
                 cudaGetErrorString(error));
 }
 
-/// Makes a device current and gives the caller's back.
+/// A device, and its primary context, which is there as long as this.
+class Gpu {
+public:
+    explicit Gpu(int ordinal) :
+        ordinal_(ordinal),
+        push_(function<Status(void *)>("cuCtxPushCurrent")),
+        pop_(function<Status(void **)>("cuCtxPopCurrent")),
+        release_(function<Status(int)>("cuDevicePrimaryCtxRelease")) {
+        say(function<Status(void **, int)>("cuDevicePrimaryCtxRetain")(&context_, ordinal), "cuDevicePrimaryCtxRetain");
+    }
+    ~Gpu() { (void)release_(ordinal_); }
+    Gpu(const Gpu &) = delete;
+    Gpu &operator=(const Gpu &) = delete;
+    int ordinal() const { return ordinal_; }
+    void enter() const { say(push_(context_), "cuCtxPushCurrent"); }
+    void leave() const {
+        void *context = nullptr;
+        (void)pop_(&context);
+    }
+
+private:
+    using Status = int; // of the driver; 0 is success
+    template <class F> static F *function(const char *name) {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result), name);
+        if (found == nullptr) throw Error(DSOPT_ERR_MISSING, "the CUDA driver has no %s", name);
+        return reinterpret_cast<F *>(found);
+    }
+    static void say(Status status, const char *what) {
+        if (status != 0) throw Error(DSOPT_ERR_BACKEND, "%s: error %d of the CUDA driver", what, status);
+    }
+
+    int ordinal_;
+    Status (*push_)(void *);
+    Status (*pop_)(void **);
+    Status (*release_)(int);
+    void *context_ = nullptr;
+};
+
+/// While it lives, the device is current in this thread, and what the thread does may allocate, or ask about streams,
+/// beside captures of others without spoiling them. The context is pushed: cudaSetDevice(), which would give the
+/// caller's device back, makes a context on a device that the caller may never have used.
 class OnDevice {
 public:
-    explicit OnDevice(int device) {
-        check(cudaGetDevice(&before_), "cudaGetDevice");
-        if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-        changed_ = before_ != device;
+    explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
+        int before = 0;
+        check(cudaGetDevice(&before), "cudaGetDevice");
+        check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+        try {
+            if (before != gpu.ordinal()) gpu.enter();
+        } catch (...) {
+            (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+            throw;
+        }
+        entered_ = before != gpu.ordinal();
     }
     ~OnDevice() {
-        if (changed_) (void)cudaSetDevice(before_);
+        if (entered_) gpu_.leave();
+        (void)cudaThreadExchangeStreamCaptureMode(&mode_);
     }
     OnDevice(const OnDevice &) = delete;
     OnDevice &operator=(const OnDevice &) = delete;
 
 private:
-    int before_ = 0;
-    bool changed_ = false;
+    const Gpu &gpu_;
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+    bool entered_ = false;
 };
 
 struct DeviceFree {
@@ -45,26 +96,6 @@ inline DeviceMemory device_memory(size_t bytes) {
     check(cudaMalloc(&memory, bytes != 0 ? bytes : 1), "cudaMalloc");
     return DeviceMemory(memory);
 }
-
-/// Memory for work on one stream, given back in its order.
-class AsyncMemory {
-public:
-    AsyncMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
-        check(cudaMallocAsync(&memory_, bytes, stream), "cudaMallocAsync");
-    }
-    ~AsyncMemory() {
-        if (memory_ != nullptr) (void)cudaFreeAsync(memory_, stream_);
-    }
-    AsyncMemory(const AsyncMemory &) = delete;
-    AsyncMemory &operator=(const AsyncMemory &) = delete;
-    void *get() const { return memory_; }
-    /// Says if it fails, unlike the destructor.
-    void release() { check(cudaFreeAsync(std::exchange(memory_, nullptr), stream_), "cudaFreeAsync"); }
-
-private:
-    void *memory_ = nullptr;
-    cudaStream_t stream_;
-};
 
 struct PinnedFree {
     void operator()(void *memory) const { (void)cudaFreeHost(memory); }
@@ -94,40 +125,69 @@ inline bool capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-/// Page-locked buffers for uploads. One goes back to the pool at once and is taken again when its copy has run.
-class PinnedPool {
+/// Blocks of memory that the work of streams uses for a while. A block goes back to the pool while that work is still
+/// to come, with an event behind it, and is taken again when the event has come.
+template <class Memory, Memory (*allocate)(size_t)> class BlockPool {
 public:
-    struct Buffer {
-        PinnedMemory memory;
-        size_t bytes;
-        std::unique_ptr<Event> copied;
+    struct Block {
+        Memory memory;
+        size_t bytes = 0;
+        std::unique_ptr<Event> used;
     };
-    /// Copies `bytes` from host memory that may change afterwards. Not for streams that are being captured.
-    void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
-        Buffer buffer = take(bytes);
-        memcpy(buffer.memory.get(), from, bytes);
-        check(cudaMemcpyAsync(to, buffer.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
-        check(cudaEventRecord(buffer.copied->get(), stream), "cudaEventRecord");
+    Block take(size_t bytes) {
         const std::lock_guard lock(mutex_);
-        pool_.push_back(std::move(buffer));
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used->get()) != cudaSuccess) continue;
+            Block block = std::move(blocks_[i]);
+            blocks_.erase(blocks_.begin() + long(i));
+            return block;
+        }
+        (void)cudaGetLastError(); // "not ready" is no error
+        return {allocate(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
+    }
+    void give_back(Block block, cudaStream_t stream) {
+        check(cudaEventRecord(block.used->get(), stream), "cudaEventRecord");
+        const std::lock_guard lock(mutex_);
+        blocks_.push_back(std::move(block));
+    }
+    /// A block that a graph uses, as long as the pool lives.
+    void *keep(Block block) {
+        const std::lock_guard lock(mutex_);
+        kept_.push_back(std::move(block.memory));
+        return kept_.back().get();
     }
 
 private:
-    Buffer take(size_t bytes) {
-        {
-            const std::lock_guard lock(mutex_);
-            for (size_t i = 0; i < pool_.size(); ++i) {
-                if (pool_[i].bytes < bytes || cudaEventQuery(pool_[i].copied->get()) != cudaSuccess) continue;
-                Buffer buffer = std::move(pool_[i]);
-                pool_.erase(pool_.begin() + long(i));
-                return buffer;
-            }
-        }
-        (void)cudaGetLastError(); // "not ready" is no error
-        return {pinned_memory(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
-    }
     std::mutex mutex_;
-    std::vector<Buffer> pool_;
+    std::vector<Block> blocks_;
+    std::vector<Memory> kept_;
+};
+using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
+using ScratchPool = BlockPool<DeviceMemory, device_memory>;
+
+/// Device memory for what a call enqueues on a stream.
+class Scratch {
+public:
+    Scratch(ScratchPool &pool, size_t bytes, cudaStream_t stream) : pool_(pool), stream_(stream) {
+        block_ = pool.take(bytes);
+        memory_ = capturing(stream) ? pool.keep(std::move(block_)) : block_.memory.get();
+    }
+    ~Scratch() {
+        if (!block_.memory) return;
+        try {
+            pool_.give_back(std::move(block_), stream_);
+        } catch (const std::exception &) { // cudaFree() waits for the work
+        }
+    }
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    char *get() const { return static_cast<char *>(memory_); }
+
+private:
+    ScratchPool &pool_;
+    cudaStream_t stream_;
+    ScratchPool::Block block_;
+    void *memory_;
 };
 
 } // namespace dsopt::gpu

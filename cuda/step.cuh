@@ -15,14 +15,15 @@ class Step final : public StepLoops {
 public:
     Step(const StepPlan &plan, const Launcher &launcher) : plan_(plan), launcher_(launcher) {
         const StepShape shape = shape_of(plan);
-        if (plan.onebit != nullptr && capturing(launcher.stream))
+        const bool in_capture = capturing(launcher.stream);
+        if (plan.onebit != nullptr && in_capture)
             throw Error(DSOPT_ERR_STATE, "the host chooses the stage of a 1-bit step: it cannot be captured");
         // 2^31 leaves are 2^43 elements: more than any device holds.
         if (shape.leaves > INT32_MAX)
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
         const Extra extra(shape);
-        const StepTable table = StepTable::at(bring_table(plan, shape, extra, launcher), shape);
+        const StepTable table = bring_table(plan, shape, extra, launcher);
         char *workspace = static_cast<char *>(plan.how.extra);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
@@ -38,15 +39,14 @@ public:
         for (int64_t g = 0; g < plan.group_count; ++g)
             d_.together = d_.together || counts_together(plan, plan.groups[g]);
         d_.decided = d_.decided || d_.together;
-        for (int64_t i = 0; i < plan.count; ++i) narrow_ = narrow_ || has_halves(plan.jobs[i]);
         if (plan.onebit != nullptr) {
             onebit_.emplace(plan, d_, table.onebit, shape.exchange != nullptr ? workspace + extra.layout : nullptr,
                             launcher);
             if (plan.onebit->stage != Stage::full)
                 d_.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
         }
-        Cache *const cache = static_cast<Cache *>(plan.how.cache);
-        if (plan.how.timing && cache != nullptr && !capturing(launcher.stream)) marks_ = &cache->marks;
+        if (plan.how.timing && plan.how.cache != nullptr && !in_capture)
+            marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
         if (marks_ != nullptr) marks_->clear();
     }
 
@@ -56,21 +56,16 @@ public:
     void inspect(bool agrees) override {
         d_.decided = d_.decided || agrees;
         if (plan_.read_gradients)
-            check(::gpu::launch("inspect", inspect_kernel,
-                                launcher_.blocks_for((d_.leaves + kWarps - 1) / kWarps, kInspectBlocks), kThreads, 0,
-                                launcher_.stream, d_, !agrees),
-                  "inspect");
+            launcher_.over(d_.leaves / kWarps + 1, "inspect", inspect_kernel, d_, !agrees);
         else if (agrees)
-            check(::gpu::launch("fold", fold_kernel, 1, kThreads, 0, launcher_.stream, d_), "fold");
+            launcher_.block("fold", fold_kernel, d_);
         else if (d_.decided)
-            launch_decide(true);
+            launcher_.block("decide", decide_kernel, d_, true);
         is_decided_ = !agrees;
     }
-    void move_norms(const NormMove &move) override {
-        check(::gpu::launch("move_norms", move_norms_kernel, 1, 1, 0, launcher_.stream, move), "norms");
-    }
+    void move_norms(const NormMove &move) override { launcher_.thread("move_norms", move_norms_kernel, move); }
     void decide() override {
-        if (!is_decided_) launch_decide(false);
+        if (!is_decided_) launcher_.block("decide", decide_kernel, d_, false);
     }
     bool is_skipped() override {
         int32_t skip = 0;
@@ -82,16 +77,12 @@ public:
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
     void update() override {
         if (d_.elsewhere == Elsewhere::yes && !leaves_work()) d_.leaves = 0;
-        const size_t rooms = plan_.has_lamb || plan_.report_norms ? 2 * kLeaf * sizeof(float) : 0;
-        launch("update", narrow_ ? update_kernel<8> : update_kernel<4>, narrow_ ? "update8" : "update4", rooms);
+        const size_t tiles = plan_.has_lamb || plan_.report_norms ? 2 * kLeaf * sizeof(float) : 0;
+        launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
     }
     void update_weights(bool shared) override {
-        if (shared)
-            check(::gpu::launch("shared_trust", shared_trust_kernel, launcher_.blocks_for(plan_.count / kThreads + 1),
-                                kThreads, 0, launcher_.stream, d_),
-                  "shared_trust");
-        launch("lamb_weights", narrow_ ? lamb_weights_kernel<8> : lamb_weights_kernel<4>,
-               narrow_ ? "lamb_weights8" : "lamb_weights4", 0);
+        if (shared) launcher_.over(plan_.count / kThreads + 1, "shared_trust", shared_trust_kernel, d_);
+        launcher_.over(d_.leaves, "lamb_weights", lamb_weights_kernel, d_);
     }
     void finish() override {} // in the last block of the last kernel
 
@@ -102,14 +93,6 @@ private:
                 plan.onebit != nullptr,
                 plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->buffers->layout : nullptr};
     }
-    static bool has_halves(const TensorJob &job) {
-        bool halves = job.grad_type != Dtype::f32 || job.weight_type != Dtype::f32 ||
-                      (job.copy != nullptr && job.copy_type != Dtype::f32) ||
-                      (job.out != nullptr && job.out_type != Dtype::f32);
-        for (const Moment &moment : job.moment)
-            halves = halves || (moment.data != nullptr && moment.type != Dtype::f32);
-        return halves;
-    }
     /// Whether the update has something to do where all tensors that take part are updated elsewhere.
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {
@@ -118,18 +101,10 @@ private:
         }
         return false;
     }
-    void launch_decide(bool fold) {
-        check(::gpu::launch("decide", decide_kernel, 1, kThreads, 0, launcher_.stream, d_, fold), "decide");
-    }
-    void launch(const char *what, void (*kernel)(DevicePlan), const char *name, size_t shared) {
-        check(::gpu::launch(name, kernel, launcher_.blocks_for(d_.leaves), kThreads, shared, launcher_.stream, d_),
-              what);
-    }
 
     const StepPlan &plan_;
     const Launcher &launcher_;
     DevicePlan d_{};
-    bool narrow_ = false;     // there are 16-bit arrays
     bool is_decided_ = false; // in inspect()
     std::optional<OneBitStep> onebit_;
     Marks *marks_ = nullptr;

@@ -3,45 +3,20 @@
 #pragma once
 #include "compress.cuh"
 #include "device/device.h"
-#include "runtime.h"
-#include "upload.cuh"
-#include <cstring>
-#include <memory>
-#include <vector>
 
 namespace dsopt::gpu {
 
-/// How the host launches kernels.
-struct Launcher {
-    unsigned multiprocessors;
-    cudaStream_t stream;
-    PinnedPool &pool;
-
-    /// A grid over so many pieces of work.
-    unsigned blocks_for(int64_t pieces, unsigned per_multiprocessor = 4) const {
-        const int64_t most = int64_t(multiprocessors) * per_multiprocessor;
-        return unsigned(pieces < 1 ? 1 : pieces > most ? most : pieces);
-    }
-};
-
-/// What Execution::extra holds.
+/// Where arrays are in Execution::extra.
 struct Extra {
-    size_t table, map, squares, updates, cell, layout, bytes;
-    explicit Extra(const StepShape &shape) {
-        size_t at = 0;
-        const auto place = [&](size_t size) {
-            const size_t offset = at;
-            at += round_up(size);
-            return offset;
-        };
-        table = place(StepTable::bytes(shape));
-        map = place(size_t(shape.leaves) * sizeof(int32_t));
-        squares = place(size_t(shape.tensors) * sizeof(double));
-        updates = place(size_t(shape.tensors) * sizeof(double));
-        cell = place(size_t(shape.tensors) * sizeof(int32_t));
-        layout = place(shape.exchange != nullptr ? LayoutImage::bytes(*shape.exchange) : 0);
-        bytes = at;
-    }
+    Offsets offsets;
+    size_t table, map, squares, updates, cell, layout;
+    explicit Extra(const StepShape &shape) :
+        table(offsets.add(StepTable::bytes(shape))),
+        map(offsets.add(size_t(shape.leaves) * sizeof(int32_t))),
+        squares(offsets.add(size_t(shape.tensors) * sizeof(double))),
+        updates(offsets.add(size_t(shape.tensors) * sizeof(double))),
+        cell(offsets.add(size_t(shape.tensors) * sizeof(int32_t))),
+        layout(offsets.add(shape.exchange != nullptr ? LayoutImage::bytes(*shape.exchange) : 0)) {}
 };
 
 /// Events between the phases of a step.
@@ -74,25 +49,72 @@ private:
     int count_ = 0;
 };
 
-/// The table in device memory that steps of one optimizer read, and what the host knows of its contents.
+constexpr int kPatchWords = 1024; // 12 KiB of kernel arguments
+struct Patch {
+    uint64_t words[kPatchWords];
+    uint32_t at[kPatchWords]; // in words
+    int32_t count;
+};
+__global__ void __launch_bounds__(kThreads) patch_kernel(uint64_t *table, GRID_CONSTANT const Patch patch) {
+    for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.at[i]] = patch.words[i];
+}
+
+/// The table that the steps of one optimizer read, and what the host knows of its contents. It has memory of its own:
+/// steps that do not come here write theirs to the workspace.
 class Cache final : public StepCache {
 public:
-    explicit Cache(int device) : device_(device) {}
+    const void *workspace = nullptr; // whose map and layout are written
+    Marks marks;
+
+    explicit Cache(const Gpu &gpu) : gpu_(gpu) {}
     void add_phase_times(double *ms) const override {
-        const OnDevice on(device_);
+        const OnDevice on(gpu_);
         marks.add_times(ms);
     }
 
-    void *table = nullptr;      // in the workspace, or in one of `own`
-    std::vector<char> contents; // of `table`; empty = unknown
-    const void *workspace = nullptr;
-    bool captured = false; // a graph reads `table`: it must stay as it is
-    std::vector<DeviceMemory> own;
-    std::vector<uint32_t> changed; // words, kept for the next step
-    Marks marks;
+    /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs
+    /// nothing, up to kPatchWords changed words one small kernel, more than that an upload.
+    const void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
+        const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
+        if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
+            captured_ = captured_ || in_capture;
+            return tables_.back().get();
+        }
+        if (captured_ && in_capture)
+            throw Error(DSOPT_ERR_STATE,
+                        "the lists changed since an earlier capture: take one plain step before capturing again");
+        // A graph keeps the table as it was captured, and plain steps go on with another one.
+        const bool fresh = tables_.empty() || captured_;
+        if (fresh) tables_.push_back(device_memory(bytes));
+        if (fresh || !known || !patch(image, launcher)) {
+            contents_.clear();
+            launcher.upload(tables_.back().get(), image, bytes);
+        }
+        // What is captured is not done yet, and may never be.
+        contents_.assign(image, image + (in_capture ? 0 : bytes));
+        captured_ = in_capture;
+        return tables_.back().get();
+    }
 
 private:
-    const int device_;
+    /// False where too many words have changed.
+    bool patch(const char *image, const Launcher &launcher) const {
+        Patch patch;
+        patch.count = 0;
+        for (size_t at = 0; at < contents_.size(); at += sizeof(uint64_t)) {
+            if (std::memcmp(image + at, contents_.data() + at, sizeof(uint64_t)) == 0) continue;
+            if (patch.count == kPatchWords) return false;
+            std::memcpy(&patch.words[patch.count], image + at, sizeof(uint64_t));
+            patch.at[patch.count++] = uint32_t(at / sizeof(uint64_t));
+        }
+        launcher.block("patch", patch_kernel, static_cast<uint64_t *>(tables_.back().get()), patch);
+        return true;
+    }
+
+    const Gpu &gpu_;
+    std::vector<DeviceMemory> tables_; // the last one is in use, graphs read the others
+    std::vector<char> contents_;       // of that one; empty = unknown
+    bool captured_ = false;            // a graph reads it: it must stay as it is
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -102,76 +124,32 @@ __global__ void __launch_bounds__(kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
 
-/// The StepTable that begins with StepPlan::jobs, where kernels read it. Lists that stay bound cost nothing, up to kWords changed words a launch of a
-/// small kernel, more than that one upload.
-inline void *bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra, const Launcher &launcher) {
-    char *workspace = static_cast<char *>(plan.how.extra);
-    const cudaStream_t stream = launcher.stream;
+/// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows from it.
+inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra,
+                             const Launcher &launcher) {
+    char *const workspace = static_cast<char *>(plan.how.extra);
+    const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable::bytes(shape);
-    const char *image = reinterpret_cast<const char *>(plan.jobs);
-    Cache *cache = static_cast<Cache *>(plan.how.cache);
+    Cache *const cache = static_cast<Cache *>(plan.how.cache);
     const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
-    const bool in_capture = capturing(stream);
-    if (fresh && cache != nullptr) {
-        if (in_capture) throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
-        cache->workspace = plan.how.extra;
-        cache->table = workspace + extra.table;
-        cache->contents.clear();
-        cache->captured = false;
-        cache->changed.reserve(kWords + 1);
+    if (fresh && cache != nullptr && capturing(launcher.stream))
+        throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
+    const void *table = workspace + extra.table;
+    if (cache != nullptr)
+        table = cache->bring(image, bytes, plan.how.repeats, launcher);
+    else
+        launcher.upload(workspace + extra.table, image, bytes);
+    const StepTable there = StepTable::at(const_cast<void *>(table), shape);
+    if (!fresh) return there;
+    launcher.over(plan.count, "map", map_kernel, there.jobs, reinterpret_cast<int32_t *>(workspace + extra.map),
+                  plan.count);
+    if (shape.exchange != nullptr) {
+        std::vector<char> layout(LayoutImage::bytes(*shape.exchange));
+        LayoutImage::write(*shape.exchange, layout.data());
+        launcher.upload(workspace + extra.layout, layout.data(), layout.size());
     }
-    void *table = cache != nullptr ? cache->table : workspace + extra.table;
-    const bool known = cache != nullptr && cache->contents.size() == bytes;
-    size_t changes = 0; // only up to the number that still travels in arguments
-    if (known) {
-        cache->changed.clear();
-        for (size_t word = 0; word < bytes / 8 && cache->changed.size() <= kWords; ++word)
-            if (std::memcmp(image + word * 8, cache->contents.data() + word * 8, 8) != 0)
-                cache->changed.push_back(uint32_t(word));
-        changes = cache->changed.size();
-        if (changes == 0) {
-            cache->captured = cache->captured || in_capture;
-            return table;
-        }
-    }
-    if (cache != nullptr && cache->captured) {
-        // A graph reads the table as it was captured. It keeps it, and plain steps go on with another one.
-        if (in_capture)
-            throw Error(DSOPT_ERR_STATE,
-                        "the lists changed since an earlier capture: take one plain step before capturing again");
-        cache->own.push_back(device_memory(bytes));
-        table = cache->own.back().get();
-        cache->contents.clear();
-    }
-    if (known && changes <= kWords && !cache->contents.empty()) {
-        Patch patch;
-        patch.count = int32_t(changes);
-        for (size_t i = 0; i < changes; ++i) {
-            patch.places[i] = cache->changed[i];
-            std::memcpy(&patch.words[i], image + size_t(cache->changed[i]) * 8, 8);
-        }
-        check(::gpu::launch("patch", patch_kernel, 1, kThreads, 0, stream, static_cast<uint64_t *>(table), patch),
-              "patch");
-    } else {
-        upload(table, image, bytes, launcher.pool, stream);
-    }
-    if (fresh) {
-        check(::gpu::launch("map", map_kernel, launcher.blocks_for(plan.count), kThreads, 0, stream,
-                            static_cast<const TensorJob *>(table), reinterpret_cast<int32_t *>(workspace + extra.map),
-                            plan.count),
-              "map");
-        if (shape.exchange != nullptr) {
-            std::vector<char> layout(LayoutImage::bytes(*shape.exchange));
-            LayoutImage::write(*shape.exchange, layout.data());
-            upload(workspace + extra.layout, layout.data(), layout.size(), launcher.pool, stream);
-        }
-    }
-    if (cache != nullptr) {
-        cache->contents.assign(image, image + bytes);
-        cache->table = table;
-        cache->captured = in_capture;
-    }
-    return table;
+    if (cache != nullptr) cache->workspace = plan.how.extra; // last: a call that failed before is made again
+    return there;
 }
 
 } // namespace dsopt::gpu

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing a few neighbouring elements of any float dtype as fp32: 16 bytes at a time where the address
-// allows it.
+// Reading and writing elements of any float dtype as fp32: four neighbours by one access of 16 bytes, or 8 of 16-bit
+// elements, where arrays begin at multiples of 16 bytes; single ones elsewhere. A warp so touches whole sectors.
 #pragma once
 #include "base/dtype.h"
 #include "launch.h"
 
 namespace dsopt::gpu {
 
+constexpr int kThreads = 256; // a block
+constexpr int kWarps = kThreads / 32;
+
+/// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
 
 /// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
@@ -18,99 +22,77 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
     return pointer;
 }
 
-/// A 16-byte store that stays one: the compiler would find that the branch for unaligned arrays stores the same values,
-/// merge the two, and keep the narrow one.
-template <class T> __device__ __forceinline__ void store16(T *to, const T &value) {
-#if defined(__CUDA_ARCH__)
-    __stwb(to, value);
-#else
-    *to = value;
-#endif
+/// A store as it is written. The compiler would make single ones of a wide one, and keep a whole job in registers if it
+/// knew that a store does not change it.
+template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
+
+/// Whether all of these arrays can be read and written by fours. NULL is no obstacle.
+template <class... P> __device__ __forceinline__ bool all_aligned(const P *...data) {
+    return ((reinterpret_cast<uintptr_t>(data) | ...) & 15) == 0;
 }
 
-__device__ __forceinline__ bool aligned16(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
-/// Elements [i, i + V), i a multiple of V. `vector`: the array begins at a multiple of 16 bytes. `Halves`: four 16-bit
-/// elements go by one access, too; for kernels that have no registers left for eight.
-template <int V, bool Halves = false>
-__device__ __forceinline__ Pack<V> load(const void *data, Dtype type, int64_t i, bool vector) {
-    Pack<V> x;
-    if (type == Dtype::f32) {
-        const float *from = global(static_cast<const float *>(data) + i);
-        if (V % 4 == 0 && vector) {
-#pragma unroll
-            for (int k = 0; k + 3 < V; k += 4) {
-                const float4 f = *reinterpret_cast<const float4 *>(from + k);
-                x.at[k] = f.x, x.at[k + 1] = f.y, x.at[k + 2] = f.z, x.at[k + 3] = f.w;
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < V; ++k) x.at[k] = from[k];
-        }
-        return x;
-    }
-    const uint16_t *from = global(static_cast<const uint16_t *>(data) + i);
-    uint16_t half[V];
-    if (vector && V == 8) {
-        const uint4 q = *reinterpret_cast<const uint4 *>(from);
-        const uint32_t word[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int k = 0; k < V; ++k) half[k] = uint16_t(word[k / 2 % 4] >> (k % 2 * 16));
-    } else if (Halves && vector && V == 4) {
-        const uint2 q = *reinterpret_cast<const uint2 *>(from);
-        const uint32_t word[2] = {q.x, q.y};
-#pragma unroll
-        for (int k = 0; k < V; ++k) half[k] = uint16_t(word[k / 2 % 2] >> (k % 2 * 16));
+/// Elements [i, i + V) as they are in memory, i a multiple of V: fp32, or 16-bit ones two to a word. Nothing here uses
+/// what is loaded, so that several of these are under way before widen() waits for the first one.
+template <int V> __device__ __forceinline__ Pack<V> fetch(const void *data, Dtype type, int64_t i) {
+    const float *const floats = global(static_cast<const float *>(data) + i);
+    const uint16_t *const halves = global(static_cast<const uint16_t *>(data) + i);
+    if constexpr (V == 1) {
+        return {{type == Dtype::f32 ? *floats : float_of(*halves)}};
+    } else if (type == Dtype::f32) {
+        const float4 f = *reinterpret_cast<const float4 *>(floats);
+        return {{f.x, f.y, f.z, f.w}};
     } else {
-#pragma unroll
-        for (int k = 0; k < V; ++k) half[k] = from[k];
+        const uint2 q = *reinterpret_cast<const uint2 *>(halves);
+        return {{float_of(q.x), float_of(q.y), 0, 0}};
     }
+}
+template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype type) {
+    if (type == Dtype::f32) return x;
+    Pack<V> y;
 #pragma unroll
-    for (int k = 0; k < V; ++k) x.at[k] = type == Dtype::f16 ? f16_to_f32(half[k]) : bf16_to_f32(half[k]);
-    return x;
+    for (int k = 0; k < V; ++k) {
+        const uint16_t half = uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16));
+        y.at[k] = type == Dtype::f16 ? f16_to_f32(half) : bf16_to_f32(half);
+    }
+    return y;
+}
+__device__ __forceinline__ float4 float4_of(const Pack<4> &x) {
+    return make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
+}
+template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype type, int64_t i) {
+    return widen(fetch<V>(data, type, i), type);
+}
+template <int V> __device__ __forceinline__ Pack<V> load(const float *data, int64_t i) {
+    return fetch<V>(data, Dtype::f32, i);
 }
 
-template <int V, bool Halves = false>
-__device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i, bool vector) {
-    if (type == Dtype::f32) {
-        float *to = global(static_cast<float *>(data) + i);
-        if (V % 4 == 0 && vector) {
-#pragma unroll
-            for (int k = 0; k + 3 < V; k += 4)
-                store16(reinterpret_cast<float4 *>(to + k),
-                        make_float4(x.at[k], x.at[k + 1], x.at[k + 2], x.at[k + 3]));
-        } else {
-#pragma unroll
-            for (int k = 0; k < V; ++k) to[k] = x.at[k];
-        }
-        return;
-    }
-    uint16_t *to = global(static_cast<uint16_t *>(data) + i);
-    uint16_t half[V];
-#pragma unroll
-    for (int k = 0; k < V; ++k) half[k] = type == Dtype::f16 ? f32_to_f16(x.at[k]) : f32_to_bf16(x.at[k]);
-    if (vector && V == 8) {
-        uint32_t word[4] = {};
-#pragma unroll
-        for (int k = 0; k < V; ++k) word[k / 2 % 4] |= uint32_t(half[k]) << (k % 2 * 16);
-        store16(reinterpret_cast<uint4 *>(to), uint4{word[0], word[1], word[2], word[3]});
-    } else if (Halves && vector && V == 4) {
-        uint32_t word[2] = {};
-#pragma unroll
-        for (int k = 0; k < V; ++k) word[k / 2 % 2] |= uint32_t(half[k]) << (k % 2 * 16);
-        store16(reinterpret_cast<uint2 *>(to), uint2{word[0], word[1]});
+template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i) {
+    float *const floats = global(static_cast<float *>(data) + i);
+    uint16_t *const halves = global(static_cast<uint16_t *>(data) + i);
+    const auto narrow = [&](int k) -> uint32_t {
+        return type == Dtype::f16 ? f32_to_f16(x.at[k]) : f32_to_bf16(x.at[k]);
+    };
+    if constexpr (V == 1) {
+        if (type == Dtype::f32)
+            store_as_is(floats, x.at[0]);
+        else
+            store_as_is(halves, uint16_t(narrow(0)));
+    } else if (type == Dtype::f32) {
+        store_as_is(reinterpret_cast<float4 *>(floats), float4_of(x));
     } else {
-#pragma unroll
-        for (int k = 0; k < V; ++k) to[k] = half[k];
+        store_as_is(reinterpret_cast<uint2 *>(halves), uint2{narrow(0) | narrow(1) << 16, narrow(2) | narrow(3) << 16});
     }
 }
-
-/// One element: the tail of a tensor.
-__device__ __forceinline__ float load_one(const void *data, Dtype type, int64_t i) {
-    return load<1>(data, type, i, false).at[0];
+template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *data, int64_t i) {
+    store(x, data, Dtype::f32, i);
 }
-__device__ __forceinline__ void store_one(float x, void *data, Dtype type, int64_t i) {
-    store<1>(Pack<1>{{x}}, data, type, i, false);
+
+/// body(V, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are `aligned`, and
+/// single ones behind them.
+template <class Body> __device__ __forceinline__ void for_packs(int n, bool aligned, const Body &body) {
+    const int whole = aligned ? n / 4 * 4 : 0;
+    for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(std::integral_constant<int, 4>{}, i);
+    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(std::integral_constant<int, 1>{}, i);
 }
 
 } // namespace dsopt::gpu

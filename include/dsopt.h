@@ -100,7 +100,9 @@ DSOPT_API int32_t dsopt_abi_version(void);
 
 /**
  * What the loaded library is, as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are built in
- * and usable on this machine, "isa" (the CPU instruction set in use), "threads", "checkpoint_format".
+ * and usable on this machine, "isa" (the CPU instruction set in use), "isa_unknown" (what DSOPT_ISA asks for, only if
+ * that is none), "threads", "checkpoint_format". In a build with CUDA it counts the devices, which starts the CUDA
+ * driver: a child of a later fork() cannot use CUDA then.
  * @return static storage, "{}" if memory is short. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);
@@ -758,8 +760,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
                                                           size_t bytes);
 
-/**
- * Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export.
+/** Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export;
+ * DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a word that no step leaves behind.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
                                                           size_t bytes);
@@ -773,7 +775,7 @@ enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED
  * @param[in] what   enum dsopt_bind.
  * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
  * @param[in] count  number of parameters, or of state entries.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each named; _ARGUMENT as in dsopt_optimizer_import.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                         int64_t count);
@@ -1295,7 +1297,7 @@ enum dsopt_scale {
  *  - On overflow with 1 left in the hysteresis budget, scale = max(scale / factor, min); with more, one is taken from
  *    the budget. Then l = i.
  *  - On a good step with k = i - l - 1 > 0 and k a multiple of `window`, scale = min(scale * factor, max) and the
- *    budget is refilled.
+ *    budget is refilled. The scale grows no further than 2^127, the largest power of two in fp32.
  *  - Then i = i + 1.
  * @param[in]  desc    NULL = every default.
  * @param[out] scaler  release with dsopt_scaler_destroy.
@@ -1434,6 +1436,7 @@ enum dsopt_comm_flags {
      *    and state: load a checkpoint.
      *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use.
      *    dsopt_comm_destroy may abort what is still there.
+     *  - Destroy graphs that hold exchanges of NCCL before the comm: NCCL waits for them, and the comm is aborted.
      *  - Counters count what is enqueued or captured, not replays.
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,

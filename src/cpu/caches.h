@@ -11,7 +11,7 @@ struct CacheSizes {
 };
 
 /// What the kernel says of the first processor; where it says nothing, usual sizes. DSOPT_CACHES=CORE,LAST in the
-/// environment, in bytes, comes before both.
+/// environment, in bytes, comes before both; a CORE of 0 has every list asked for ahead.
 CacheSizes cache_sizes();
 
 } // namespace dsopt::cpu

@@ -96,13 +96,15 @@ public:
         plan_(plan),
         cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
              plan.how.repeats),
-        streaming_(cut_.bytes() > caches.last),
-        asks_ahead_(cut_.bytes_of_part() > caches.core) {}
+        streaming_(cut_.bytes() > caches.last) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
-    /// visit(tensor, span) for every piece, on all threads.
-    template <class Visit> void run(const Visit &visit) const {
+    int64_t bytes() const { return cut_.bytes(); }
+    int64_t bytes_of_part() const { return cut_.bytes_of_part(); }
+
+    /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for memory.
+    template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
         using Position = typename Cut<List>::Position;
         const auto start = [&](const Position &first, const Position &last) {
             return Ahead{plan_.jobs, first.tensor, first.element, last.tensor, last.element};
@@ -122,7 +124,7 @@ public:
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
                           .step = int64_t(plan_.step[i]) + 1,
                           .streaming = streaming_,
-                          .ahead = asks_ahead_ ? &ahead : nullptr});
+                          .ahead = asks_ahead ? &ahead : nullptr});
         });
     }
 
@@ -143,7 +145,7 @@ private:
     };
     const StepPlan &plan_;
     const Cut<List> cut_;
-    const bool streaming_, asks_ahead_;
+    const bool streaming_;
 };
 
 } // namespace dsopt::cpu

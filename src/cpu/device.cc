@@ -38,7 +38,7 @@ const Kernels &choose_kernels() {
 class CpuLoops final : public Loops {
 public:
     size_t extra_bytes(const StepShape &shape) const override { return cpu::StepCut::extra_bytes(shape.tensors); }
-    std::unique_ptr<StepCache> make_cache() const override { return nullptr; }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::AheadTrial>(); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         cpu::run_step(plan, kernels_, caches_, body);
     }

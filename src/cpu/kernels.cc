@@ -17,16 +17,6 @@ int64_t count_nonfinite(const float *x, int64_t n) {
     return bad + (int64_t(nans) << 32);
 }
 
-/// Magnitudes compare as integers, and a NaN is above them all.
-float largest_magnitude(const float *x, int64_t n, float so_far) {
-    uint32_t most = bits_of(so_far);
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
-        most = magnitude > most ? magnitude : most;
-    }
-    return float_of(most);
-}
-
 void squares(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t index) {
     visit(type, [&](auto tag) {
         const auto *x = element<typename decltype(tag)::storage>(data, 0);

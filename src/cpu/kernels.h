@@ -30,7 +30,7 @@ struct Span {
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
     bool streaming;          // 16-bit copies go past the caches
-    Ahead *ahead;            // NULL where the list stays in the cores' own caches
+    Ahead *ahead;            // NULL: no memory is asked for ahead
 };
 
 struct Kernels {

@@ -63,6 +63,13 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
         const __m256 value = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i), backwards);
         bits[i / 8] = uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(value, _mm256_setzero_ps(), _CMP_NLT_UQ)));
     }
+#elif defined(__aarch64__)
+    const uint32x4_t high = {128, 64, 32, 16}, low = {8, 4, 2, 1};
+    for (; i + 8 <= n; i += 8) {
+        const uint32x4_t first = vbicq_u32(high, vcltzq_f32(vld1q_f32(x + i)));
+        const uint32x4_t second = vbicq_u32(low, vcltzq_f32(vld1q_f32(x + i + 4)));
+        bits[i / 8] = uint8_t(vaddvq_u32(vorrq_u32(first, second)));
+    }
 #endif
     for (; i < n; i += 8) {
         unsigned byte = 0;
@@ -115,6 +122,17 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
         sixteen(_mm512_set1_epi32(word), low);
         sixteen(_mm512_set1_epi32(word), high);
     }
+#endif
+#if defined(__aarch64__)
+    const float32x4_t plus = vdupq_n_f32(scale), minus = vdupq_n_f32(-scale);
+    const uint32x4_t places[] = {{128, 64, 32, 16}, {8, 4, 2, 1}};
+    while (i + 8 <= n)
+        for (const uint32x4_t place : places) {
+            const uint32x4_t byte = vdupq_n_u32(bits[(first + i) / 8]);
+            const float32x4_t values = vbslq_f32(vtstq_u32(byte, place), plus, minus);
+            vst1q_f32(y + i, how == To::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
+            i += 4;
+        }
 #endif
 #if defined(__AVX2__)
     while (i + 8 <= n) eight();
@@ -315,11 +333,32 @@ void finish(const OneBitSpan &span) {
     if (span.streaming) fence_streaming();
 }
 
+struct LambTile {
+    Buffer without_decay, update, factor;
+};
+/// A tile of LAMB with the mean momentum `y`. `mask` NULL: all ones.
+void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
+                    const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
+                    LambTile &out, int64_t n) {
+    const auto take = [&](int64_t i, float factor) {
+        const float value = o.anchored && v[i] == 0 ? 0.0f : y[i];
+        const LambUpdate u = lamb_take_mean(s, o, value, factor, p[i], m[i], v[i], fresh[i]);
+        out.without_decay.at[i] = u.without_decay;
+        out.update.at[i] = u.update;
+        out.factor.at[i] = u.factor;
+    };
+    if (mask == nullptr)
+        for (int64_t i = 0; i < n; ++i) take(i, 1.0f);
+    else
+        for (int64_t i = 0; i < n; ++i) take(i, mask[i]);
+}
+
 void lamb_mean(const OneBitSpan &span, double *factors) {
     const TensorJob &job = *span.job;
     const Scalars s = *span.scalars;
     Tile t(span);
-    Buffer y, without_decay, update;
+    Buffer y;
+    LambTile tile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum sum_without, sum_with;
@@ -328,17 +367,11 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
             const int64_t n = least(kTile, stop - i);
             t.open_all(span, i, n);
             mean_of(span, t, i, n, y.at);
-            for (int64_t k = 0; k < n; ++k) {
-                const float value = span.onebit.anchored && t.v[k] == 0 ? 0.0f : y.at[k];
-                const LambUpdate u =
-                    lamb_take_mean(s, span.onebit, value, span.mask != nullptr ? span.mask[i + k] : 1.0f, t.p[k],
-                                   t.m[k], t.v[k], span.fresh[i + k]);
-                without_decay.at[k] = u.without_decay;
-                update.at[k] = u.update;
-                largest = larger_factor(largest, u.factor);
-            }
-            sum_without.add(without_decay.at, n);
-            sum_with.add(update.at, n);
+            take_lamb_mean(s, span.onebit, y.at, span.mask != nullptr ? span.mask + i : nullptr, t.p, t.m, t.v,
+                           span.fresh + i, tile, n);
+            sum_without.add(tile.without_decay.at, n);
+            sum_with.add(tile.update.at, n);
+            largest = largest_magnitude(tile.factor.at, n, largest); // they are not negative
             close(t.m, job.moment[0], i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;

@@ -12,6 +12,7 @@ public:
     Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
+        caches_(caches),
         cut_(plan, caches) {
         if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
         if (plan.how.timing) std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
@@ -50,14 +51,23 @@ public:
     bool is_skipped() override { return plan_.control->skip != 0; }
 
     void update() override {
+        const Clock::time_point begin = Clock::now();
+        // What is little longer than a core's own cache comes from the next one in time.
+        auto *const trial = !is_skipped() && cut_.bytes_of_part() > 4 * caches_.core
+                                ? static_cast<AheadTrial *>(plan_.how.cache)
+                                : nullptr;
+        const bool asks_ahead = caches_.core == 0 || (trial != nullptr && trial->asks(cut_.bytes()));
         const bool skipped = is_skipped(), idle = plan_.onebit != nullptr && plan_.onebit->stage == Stage::dry;
-        cut_.run([&](int64_t i, const Span &span) {
-            const bool elsewhere = is_elsewhere(i);
-            if (skipped || !span.job->present || (elsewhere && idle))
-                kernels_.unchanged(span);
-            else if (!elsewhere)
-                (sweeps_of(span.rule) == 2 ? kernels_.lamb_moments : kernels_.update)(span);
-        });
+        cut_.run(
+            [&](int64_t i, const Span &span) {
+                const bool elsewhere = is_elsewhere(i);
+                if (skipped || !span.job->present || (elsewhere && idle))
+                    kernels_.unchanged(span);
+                else if (!elsewhere)
+                    (sweeps_of(span.rule) == 2 ? kernels_.lamb_moments : kernels_.update)(span);
+            },
+            asks_ahead);
+        if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
         if (skipped || !plan_.has_lamb) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
@@ -78,7 +88,8 @@ public:
 
     void finish() override {
         if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i) count_step(plan_, i);
+            for (int64_t i = 0; i < plan_.count; ++i)
+                if (counts_alone(plan_, i)) plan_.step[i] = one_more(plan_.step[i]);
             for_stretches(plan_,
                           [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
             if (plan_.report_norms) fold_updates(plan_);
@@ -94,6 +105,7 @@ private:
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
     const Kernels &kernels_;
+    const CacheSizes &caches_;
     const StepCut cut_;
     std::optional<OneBitStep> onebit_;
     Clock::time_point last_mark_;

@@ -7,6 +7,8 @@
 #include "rules/rounding.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace dsopt::cpu {
@@ -24,9 +26,19 @@ struct alignas(64) Buffer {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only the loop to vectorise.
+/// As many elements as a small register has. Not inlined, which would make one loop of several.
+template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R rule, T *__restrict... x) {
+    for (int i = 0; i < N; ++i) rule(x[i]...);
+}
+/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only loops to vectorise. What is left
+/// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
 template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
-    for (int64_t i = 0; i < n; ++i) rule(x[i]...);
+    const int64_t whole = n & -16;
+    for (int64_t i = 0; i < whole; ++i) rule(x[i]...);
+    if (whole == n) return;
+    if (n & 8) apply_to<8>(rule, x + whole...);
+    if (n & 4) apply_to<4>(rule, x + (n & -8)...);
+    for (int64_t i = 0, rest = n & 3; i < rest; ++i) rule(x[n - rest + i]...);
 }
 
 // ------------------------------------------------------------------------------------------------------- conversions
@@ -90,6 +102,8 @@ inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
                          _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    for (; i + 4 <= n; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
 #endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
@@ -168,12 +182,12 @@ inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n
 }
 
 // ------------------------------------------------------------------------------------------------------- asking ahead
-/// Asks for the lines of elements [index, index + n); `Write`: they will be written.
-template <bool Write> void ask_for(const void *data, Dtype type, int64_t index, int64_t n) {
+/// Asks for the lines of elements [index, index + n).
+inline void ask_for(const void *data, Dtype type, int64_t index, int64_t n) {
     if (data == nullptr) return;
     const size_t size = dtype_size(type);
     const char *line = static_cast<const char *>(data) + size_t(index) * size, *const end = line + size_t(n) * size;
-    for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line, Write);
+    for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
 }
 /// Called for each n elements that are worked on. What the loops of a step write past the caches is not asked for.
 inline void ask_ahead(const Span &span, int64_t n) {
@@ -187,10 +201,10 @@ inline void ask_ahead(const Span &span, int64_t n) {
         const TensorJob &job = ahead.jobs[ahead.tensor];
         const int64_t end = last ? ahead.last_element : job.numel, size = least(n, end - ahead.element);
         if (job.present) {
-            ask_for<false>(job.grad, job.grad_type, ahead.element, size);
-            ask_for<true>(job.weight, job.weight_type, ahead.element, size);
-            for (const Moment &moment : job.moment) ask_for<true>(moment.data, moment.type, ahead.element, size);
-            if (!span.streaming) ask_for<true>(job.copy, job.copy_type, ahead.element, size);
+            ask_for(job.grad, job.grad_type, ahead.element, size);
+            ask_for(job.weight, job.weight_type, ahead.element, size);
+            for (const Moment &moment : job.moment) ask_for(moment.data, moment.type, ahead.element, size);
+            if (!span.streaming) ask_for(job.copy, job.copy_type, ahead.element, size);
         }
         n -= size;
         ahead.element += size;
@@ -216,6 +230,12 @@ inline Float8 floats8(const uint16_t *x, BF16) {
 inline Float8 floats8(const uint16_t *x, F16) {
 #if defined(__F16C__)
     return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
+#elif defined(__aarch64__)
+    const float32x4_t halves[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))),
+                                   vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4)))};
+    Float8 all;
+    __builtin_memcpy(&all, halves, sizeof all);
+    return all;
 #else
     Float8 all;
     for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
@@ -267,6 +287,16 @@ struct LeafSum {
 #endif
     }
 };
+
+/// Magnitudes compare as integers, and a NaN is above them all.
+inline float largest_magnitude(const float *x, int64_t n, float so_far) {
+    uint32_t most = bits_of(so_far);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return float_of(most);
+}
 
 // ------------------------------------------------------------------------------------------------- where results go
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.

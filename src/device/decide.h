@@ -337,10 +337,9 @@ DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end,
     }
 }
 
-/// The counter of one tensor, at the end of a step that was taken.
-DSOPT_HD void count_step(const StepPlan &plan, int64_t i) {
-    if (plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]))
-        plan.step[i] = one_more(plan.step[i]);
+/// Whether the counter of a tensor moves by itself, at the end of a step that was taken.
+DSOPT_HD bool counts_alone(const StepPlan &plan, int64_t i) {
+    return plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]);
 }
 /// The counter of tensors that count together.
 DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {

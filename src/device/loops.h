@@ -29,8 +29,7 @@ public:
     // Steps.
     /// Memory for Execution::extra.
     virtual size_t extra_bytes(const StepShape &shape) const = 0;
-    virtual std::unique_ptr<StepCache>
-    make_cache() const = 0; // NULL if it keeps nothing, and phase times are in the outcome
+    virtual std::unique_ptr<StepCache> make_cache() const = 0;
     /// Calls body(loops) with the loops of a step, which live as long as the call.
     virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
     // Lists; entries without data are passed over.

@@ -23,6 +23,8 @@ public:
         step_ = without_lists(step);
         request_flags_ = request_flags;
         try {
+            // For the lists that this call did not bring, too: no step after the first one allocates.
+            for (List *list : {&grads_, &params_, &out_}) list->tensors.reserve(size_t(step.count));
             grads_.assign(step.grads, step.count);
             params_.assign(step.params, step.count);
             out_.assign(step.out, step.count);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the 1-bit family adds to an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB (Li et
-// al. 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
+// What the 1-bit family adds to an optimizer: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB
+// (Li et al. 2021). How parameters go into exchanges, what state there is for it, and where the schedule is.
 #pragma once
 #include "exchange/exchange.h"
 #include "optimizer/param.h"

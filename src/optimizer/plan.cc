@@ -8,9 +8,11 @@
 namespace dsopt {
 namespace {
 
-/// `state` NULL: the rule has no such moment.
-Moment moment_of(const dsopt_tensor *state) {
-    return state != nullptr ? Moment{state->data, Dtype(state->dtype), {}} : Moment{nullptr, Dtype::f32, {}};
+/// `state` NULL: the rule has no such moment. Member by member: as a whole it would be read back before its bytes have
+/// arrived, which takes longer than all else that is done for a tensor.
+void set_moment(Moment &moment, const dsopt_tensor *state) {
+    moment.data = state != nullptr ? state->data : nullptr;
+    moment.type = state != nullptr ? Dtype(state->dtype) : Dtype::f32;
 }
 
 /// Cuts memory into pieces.
@@ -57,7 +59,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
                    .weight = param.has_master ? own(StateKind::master)->data : data,
-                   .moment = {moment_of(own(StateKind::first_moment)), moment_of(own(StateKind::second_moment))},
+                   .moment = {},
                    .copy = copies ? data : nullptr,
                    .out = out != nullptr ? out->data : nullptr,
                    .numel = param.numel,
@@ -81,6 +83,8 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .onebit = onebit != nullptr && !onebit->jobs[i].averaged,
                    .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr,
                    .reserved = {}};
+        set_moment(jobs[i].moment[0], own(StateKind::first_moment));
+        set_moment(jobs[i].moment[1], own(StateKind::second_moment));
     }
 }
 

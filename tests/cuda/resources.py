@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler made of the kernels, from the machine code that ships.
+"""What the compiler made of the kernels.
 
 usage: resources.py LIBDSOPT FOLDER...
+       resources.py --compile SOURCES FOLDER...
 
-Registers within budget, nothing spilled to memory, 16-byte loads and stores on the arrays. Needs no GPU, but cuobjdump and
-nvdisasm, from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them; without them the test is skipped.
+Of the machine code and the PTX that ship, or of those that nvcc makes of the sources for sm_90:
+- the PTX has no arithmetic but the kinds whose result IEEE 754 defines, one rounding each;
+- registers within budget, nothing spilled to memory, and as many blocks on a multiprocessor as each kernel is meant to
+  have: the grid is made of those;
+- loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes.
+Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
+without them the test is skipped.
 """
 import glob
 import os
@@ -13,50 +19,61 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 
-# Kernel or kernels, registers at most, 16-byte loads and stores of global memory at least (a group of four arrays, or of eight elements each).
+LEAF = 4096 * 4  # bytes of a leaf in shared memory
+# Kernel or kernels; registers at most; resident blocks per multiprocessor at least, with so many bytes of dynamic shared
+# memory; 16-byte loads under way at once, and 16-byte stores, at least.
 BUDGET = [
-    ("update_kernelILi4E", 64, 4, 3),
-    ("update_kernelILi8E", 80, 7, 7),
-    ("lamb_weights_kernelILi4E", 64, 3, 1),
-    ("lamb_weights_kernelILi8E", 80, 6, 3),
-    ("inspect_kernel", 80, 2, 0),
-    ("axpby_kernel", 64, 4, 2),
-    ("zero_kernel", 64, 0, 2),
-    ("clamp_kernel", 64, 2, 2),
-    ("feed_list_kernel", 64, 2, 1),
-    ("pack_kernel", 64, 0, 0),
-    ("serve_kernel", 64, 2, 2),
-    ("decode_kernel", 64, 0, 2),
-    ("feed_slice_kernel", 64, 3, 1),
-    ("mean_slice_kernel", 64, 2, 1),
-    ("row_scales_kernel", 64, 0, 0),
-    ("result_scales_kernel", 64, 0, 0),
-    ("feed_kernelILNS.*4FeedE[012]E", 64, 2, 1),  # the gradient, or the momentum
-    ("feed_kernelILNS.*4FeedE3E", 80, 6, 4),  # the distance, after a step
-    ("finish_kernelILNS.*4FeedE[012]E", 64, 2, 2),
-    ("finish_kernelILNS.*4FeedE3E", 80, 3, 3),
-    ("local_kernel", 64, 5, 3),
-    ("onebit_lamb_moments_kernel", 80, 4, 2),
-    ("onebit_lamb_weights_kernel", 64, 3, 1),
+    ("update_kernel", 64, 4, 0, 4, 3),
+    ("lamb_weights_kernel", 64, 4, 0, 3, 1),
+    ("inspect_kernel", 80, 3, 0, 4, 0),
+    ("momentum_squares_kernel", 64, 3, 0, 4, 0),
+    ("norm_kernel", 64, 3, 0, 4, 0),
+    ("axpby_kernel", 64, 4, 0, 2, 1),
+    ("zero_kernel", 64, 4, 0, 0, 1),
+    ("clamp_kernel", 64, 4, 0, 1, 1),
+    ("feed_list_kernel", 64, 4, 0, 2, 1),
+    ("pack_kernel", 64, 4, 0, 0, 0),
+    ("serve_kernel", 64, 4, 0, 1, 1),
+    ("decode_kernel", 64, 4, 0, 0, 1),
+    ("feed_slice_kernel", 64, 4, 0, 2, 1),
+    ("mean_slice_kernel", 64, 4, 0, 2, 1),
+    ("row_scales_kernel", 64, 4, 0, 0, 0),
+    ("result_scales_kernel", 64, 4, 0, 0, 0),
+    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # the gradient, or the momentum
+    ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # the distance, after a step
+    ("finish_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
+    ("finish_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
+    ("local_kernel", 64, 4, 0, 5, 3),
+    ("onebit_lamb_moments_kernel", 80, 3, 2 * LEAF, 4, 2),
+    ("onebit_lamb_weights_kernel", 64, 4, 0, 3, 1),
 ]
+REGISTERS = 65536
+# Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
+MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
+                  110: (2048, 228), 120: (1536, 100), 121: (1536, 100)}
+THREADS = 256
+# Arithmetic of floating-point numbers: exact, or rounded once, to nearest, with denormals.
+ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|64)|(neg|abs|min|max)\.f(32|64)|"
+                        r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
+                        r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
-def find_tools(folders):
-    """cuobjdump, with nvdisasm where it looks for it."""
+def find_tools(names, folders):
+    """Their places, with the others where they look for them."""
     places = []
-    for folder in folders:
+    for folder in folders + sorted(glob.glob("/usr/local/cuda*/bin")):
         places += [folder] + sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin")))
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath)] + places)
-    missing = [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]
+    missing = [tool for tool in names if shutil.which(tool) is None]
     if missing:
         print("not found: " + ", ".join(missing))
         sys.exit(77)
-    return shutil.which("cuobjdump")
 
 
 def run(*command):
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def sections(text, pattern):
@@ -65,32 +82,103 @@ def sections(text, pattern):
     return dict(zip(parts[1::2], parts[2::2]))
 
 
-def main():
-    library, folders = sys.argv[1], sys.argv[2:]
-    dump = find_tools(folders)
+def instructions(code):
+    """Of a function: what is between the address and the encoding."""
+    return [line.strip() for line in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", code)]
+
+
+def registers_of(operand, width=1):
+    number = re.fullmatch(r"-?\|?R(\d+)(?:\.\S+)?\|?", operand)
+    return set(range(int(number.group(1)), int(number.group(1)) + width)) if number else set()
+
+
+def loads_under_way(code):
+    """The most 16-byte loads of global memory that follow one another before one is used."""
+    most, under_way, count = 0, set(), 0
+    for line in instructions(code):
+        words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
+        opcode, operands = words[0], words[1] if len(words) > 1 else ""
+        names = re.findall(r"(?<![\w.])R\d+", operands)
+        wide = re.fullmatch(r"LDG\.E(\.\w+)*\.128(\.\w+)*", opcode)
+        written = re.match(r"R\d+", operands) and not opcode.startswith("ST")
+        read = {int(name[1:]) for name in (names[1:] if written else names)}
+        for name in re.findall(r"(?<![\w.])R(\d+)\.64", operands):
+            read.add(int(name) + 1)
+        if read & under_way or re.match(r"(BRA|EXIT|RET|BRX|BAR)\b", opcode) and not line.startswith("@"):
+            under_way, count = set(), 0
+        if wide:
+            under_way |= registers_of(names[0], 4)
+            count += 1
+            most = max(most, count)
+    return most
+
+
+def resident_blocks(arch, registers, shared):
+    threads, kilobytes = MULTIPROCESSOR[arch]
+    return min(REGISTERS // (THREADS * -(-registers // 8) * 8), threads // THREADS, kilobytes * 1024 // (shared + 1024))
+
+
+class Judge:
     passed = failed = 0
-    archs = sorted(set(re.findall(r"\.(sm_\d+)\.cubin", run(dump, "-lelf", library))))
+
+    def say(self, good, text):
+        self.passed, self.failed = self.passed + good, self.failed + (not good)
+        print(text + (": ok" if good else ": FAILED"))
+
+
+def judge_ptx(judge, text):
+    opcodes = set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s", text, re.M))
+    floats = {opcode for opcode in opcodes if re.search(r"\.(f16|bf16|f32|f64|ftz|approx)", opcode)}
+    bad = {opcode for opcode in floats if not ARITHMETIC.fullmatch(opcode)}
+    bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode) or opcode.startswith("fma")}
+    judge.say(len(floats) > 20 and not bad, "%d kinds of PTX instructions on floating-point numbers, not allowed: %s" %
+              (len(floats), " ".join(sorted(bad)) or "none"))
+
+
+def judge_machine_code(judge, arch, usage, code):
+    number = int(re.search(r"\d+", arch).group())
+    for kernel, registers, resident, dynamic, loads, stores in BUDGET:
+        names = [name for name in usage if re.search(r"\d" + kernel, name)]
+        if not names:
+            judge.say(False, "%s: a kernel is called %s" % (arch, kernel))
+        for name in names:
+            have = int(re.search(r"REG:(\d+)", usage[name]).group(1))
+            shared = int(re.search(r"SHARED:(\d+)", usage[name]).group(1)) + dynamic
+            spills = len(re.findall(r"\b(?:LDL|STL)\b", code[name]))
+            generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[name]))
+            wide = len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code[name]))
+            under_way = loads_under_way(code[name])
+            blocks = resident_blocks(number, have, shared)
+            # Multiprocessors with less shared memory have room for fewer blocks than the registers would allow.
+            enough = blocks >= min(resident, MULTIPROCESSOR[number][1] * 1024 // (shared + 1024))
+            good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
+            judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
+                      "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
+
+
+def main():
+    if sys.argv[1] == "--compile":
+        sources, folders = sys.argv[2], sys.argv[3:]
+        find_tools(("nvcc", "cuobjdump", "nvdisasm"), folders)
+        folder = tempfile.TemporaryDirectory()
+        library = os.path.join(folder.name, "device.o")
+        includes = ["-I" + os.path.join(sources, name) for name in ("include", "src", ".")]
+        run("nvcc", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--extended-lambda", "-O3", "-gencode",
+            "arch=compute_90,code=[sm_90,compute_90]", *includes, "-c", os.path.join(sources, "cuda", "device.cu"), "-o",
+            library)
+    else:
+        library, folders = sys.argv[1], sys.argv[2:]
+        find_tools(("cuobjdump", "nvdisasm"), folders)
+    judge = Judge()
+    judge_ptx(judge, run("cuobjdump", "-ptx", library))
+    archs = sorted(set(re.findall(r"\.(sm_\d+)\.cubin", run("cuobjdump", "-lelf", library))))
     if not archs:
         sys.exit("no machine code in " + library)
     for arch in archs:
-        usage = sections(run(dump, "-res-usage", "-arch", arch, library), r"Function (\S+):")
-        code = sections(run(dump, "-sass", "-arch", arch, library), r"Function : (\S+)")
-        for kernel, registers, loads, stores in BUDGET:
-            names = [name for name in usage if re.search(r"\d" + kernel, name)]
-            if not names:
-                print("%s: no kernel is called %s" % (arch, kernel))
-                failed += 1
-            for name in names:
-                have = int(re.search(r"REG:(\d+)", usage[name]).group(1))
-                spills = len(re.findall(r"\b(?:LDL|STL)\b", code[name]))
-                wide = [len(re.findall(r"\b%sG\.E(?:\.\w+)*\.128\b" % kind, code[name])) for kind in ("LD", "ST")]
-                generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[name]))
-                good = have <= registers and spills == 0 and wide[0] >= loads and wide[1] >= stores and generic == 0
-                passed, failed = passed + good, failed + (not good)
-                print("%s %-26s %3d registers, %d spills, %d loads and %d stores of 16 bytes, %d generic: %s" %
-                      (arch, kernel, have, spills, wide[0], wide[1], generic, "ok" if good else "over budget"))
-    print("%d passed, %d failed" % (passed, failed))
-    sys.exit(failed != 0)
+        judge_machine_code(judge, arch, sections(run("cuobjdump", "-res-usage", "-arch", arch, library), r"Function (\S+):"),
+                           sections(run("cuobjdump", "-sass", "-arch", arch, library), r"Function : (\S+)"))
+    print("%d passed, %d failed" % (judge.passed, judge.failed))
+    sys.exit(judge.failed != 0)
 
 
 main()

@@ -28,6 +28,22 @@ inline const test::Memory &memory_of(bool device) {
     return device ? there : host;
 }
 
+/// Makes one NaN of every NaN, as numbers compare: which one a device has is its own affair.
+inline void unite_nans(std::vector<char> &values, int32_t dtype) {
+    const auto unite = [&](auto exponent, auto all) {
+        using Word = decltype(all);
+        for (size_t at = 0; at + sizeof(Word) <= values.size(); at += sizeof(Word)) {
+            Word word;
+            std::memcpy(&word, &values[at], sizeof word);
+            if (Word(word & Word(~(Word(1) << (sizeof(Word) * 8 - 1)))) > exponent)
+                std::memcpy(&values[at], &all, sizeof all);
+        }
+    };
+    if (dtype == DSOPT_DTYPE_F32) unite(uint32_t(0x7f800000), uint32_t(0x7fffffff));
+    if (dtype == DSOPT_DTYPE_F16) unite(uint16_t(0x7c00), uint16_t(0x7fff));
+    if (dtype == DSOPT_DTYPE_BF16) unite(uint16_t(0x7f80), uint16_t(0x7fff));
+}
+
 /// Bytes on the host or on the device.
 class Bytes : public test::Block {
 public:
@@ -128,6 +144,7 @@ public:
             entry.flags = setting.flags_of.empty() ? setting.param_flags : setting.flags_of[i];
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
+            param_types.push_back(param);
             if (setting.out != 0) {
                 outs.emplace_back(device, size_t(n) * size_of(setting.out), 0);
                 outputs.push_back({outs.back().data(), n, setting.out, 0});
@@ -200,10 +217,18 @@ public:
             good(dsopt_optimizer_state(optimizer, i, &info));
             std::vector<char> host(size_t(info.tensor.numel) * size_of(info.tensor.dtype));
             good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
+            unite_nans(host, info.tensor.dtype);
             all.push_back(std::move(host));
         }
-        for (auto *list : {&params, &grads, &outs})
-            for (const Bytes &bytes : *list) all.push_back(bytes.get());
+        for (size_t k = 0; k < params.size(); ++k) {
+            all.push_back(params[k].get());
+            unite_nans(all.back(), param_types[k]);
+            all.push_back(grads[k].get());
+            unite_nans(all.back(), gradients[k].dtype);
+            if (outs.empty()) continue;
+            all.push_back(outs[k].get());
+            unite_nans(all.back(), setting_.out);
+        }
         DSOPT_NEW(dsopt_report, report);
         good(dsopt_optimizer_report(optimizer, &report));
         const double numbers[] = {double(report.skipped),   double(report.skipped_in_row),
@@ -226,6 +251,7 @@ public:
     dsopt_optimizer *optimizer = nullptr;
     std::vector<Bytes> params, grads, outs;
     std::vector<dsopt_tensor> gradients, outputs;
+    std::vector<int32_t> param_types;
 
 private:
     bool device_;
@@ -246,6 +272,40 @@ inline testing::AssertionResult same(const std::vector<std::vector<char>> &a, co
                    << " and " << y << " if it is a number of the report)";
         }
     return testing::AssertionSuccess();
+}
+
+/// A captured call: it has its stream, and gives everything back.
+class Captured {
+public:
+    template <class Call> explicit Captured(const Call &call) {
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+        EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        call(stream_);
+        EXPECT_EQ(cudaStreamEndCapture(stream_, &graph_), cudaSuccess);
+        EXPECT_EQ(cudaGraphInstantiate(&exec_, graph_, 0), cudaSuccess);
+    }
+    ~Captured() {
+        (void)cudaGraphExecDestroy(exec_);
+        (void)cudaGraphDestroy(graph_);
+        (void)cudaStreamDestroy(stream_);
+    }
+    Captured(const Captured &) = delete;
+    Captured &operator=(const Captured &) = delete;
+    void replay() const {
+        EXPECT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
+    }
+
+private:
+    cudaStream_t stream_ = nullptr;
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t exec_ = nullptr;
+};
+
+inline dsopt_status step_on(Side &side, cudaStream_t stream) {
+    dsopt_step step = side.arguments();
+    step.stream = stream;
+    return dsopt_optimizer_step(side.optimizer, &step);
 }
 
 class Cuda : public testing::Test {

@@ -25,12 +25,12 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     for (int t = 0; t < 3; ++t) {
-        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "update4"}));
+        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "update"}));
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations, 0);
     }
     ASSERT_OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update4"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
 
@@ -42,14 +42,14 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
         {
             Side adam(true, s);
             ASSERT_OK(adam.step());
-            EXPECT_EQ(launches(adam), (std::vector<std::string>{"update4"}));
+            EXPECT_EQ(launches(adam), (std::vector<std::string>{"update"}));
         }
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
         Side lamb(true, s);
         lamb.fill_gradients(1);
         ASSERT_OK(lamb.step());
-        EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update4", "lamb_weights4"}));
+        EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update", "lamb_weights"}));
     }
 }
 
@@ -60,7 +60,7 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
         std::barrier together(2);
         std::vector<std::string> seen, wanted;
         for (int rank = 0; rank < 2; ++rank) {
-            for (const char *name : {"fold", "decide", "update4", "lamb_weights4"}) wanted.push_back(name);
+            for (const char *name : {"fold", "decide", "update", "lamb_weights"}) wanted.push_back(name);
             if (sharded) wanted.push_back("shared_trust");
         }
         group.run([&](int rank) {
@@ -95,11 +95,11 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     std::swap(side.gradients[0].data, side.gradients[1].data);
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update4"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
     for (size_t i = 0; i + 1 < side.gradients.size(); i += 2)
         std::swap(side.gradients[i].data, side.gradients[i + 1].data);
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"update4"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"update"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 1);
     EXPECT_EQ(fakert::counters().host_waits, 0);
 }
@@ -119,11 +119,11 @@ Setting onebit(int32_t algorithm, size_t count) {
 
 TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     allow_many_blocks();
-    const std::vector<std::string> adam{"decide", "finish", "update4", "end_onebit"},
-        lamb{"decide",  "begin_onebit",  "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
-             "update4", "lamb_weights4", "end_onebit"},
-        local{"decide", "begin_onebit", "local", "update4", "end_onebit"},
-        sync{"decide", "begin_onebit", "feed", "finish", "update4", "end_onebit"};
+    const std::vector<std::string> adam{"decide", "finish", "update", "end_onebit"},
+        lamb{"decide", "begin_onebit", "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
+             "update", "lamb_weights", "end_onebit"},
+        local{"decide", "begin_onebit", "local", "update", "end_onebit"},
+        sync{"decide", "begin_onebit", "feed", "finish", "update", "end_onebit"};
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Side side(true, onebit(algorithm, 300));
@@ -205,7 +205,7 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         Side side(true, s);
         side.fill_gradients(0);
         ASSERT_OK(side.step());
-        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "decide", "update4"}));
+        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "decide", "update"}));
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host, 0);
 
@@ -219,7 +219,7 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
         if (flags != 0) {
             EXPECT_EQ(fakert::nodes(graph),
-                      (std::vector<std::string>{"kernel inspect", "kernel decide", "kernel update4"}));
+                      (std::vector<std::string>{"kernel inspect", "kernel decide", "kernel update"}));
         }
         (void)cudaGraphDestroy(graph);
         (void)cudaStreamDestroy(stream);

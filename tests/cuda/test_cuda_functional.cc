@@ -90,34 +90,6 @@ private:
     std::vector<Bytes> lists_, workspace_;
 };
 
-/// A capture that gives its stream back, with what it recorded.
-class Captured {
-public:
-    template <class Call> explicit Captured(const Call &call) {
-        EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-        EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-        call(stream_);
-        EXPECT_EQ(cudaStreamEndCapture(stream_, &graph_), cudaSuccess);
-        EXPECT_EQ(cudaGraphInstantiate(&exec_, graph_, 0), cudaSuccess);
-    }
-    ~Captured() {
-        (void)cudaGraphExecDestroy(exec_);
-        (void)cudaGraphDestroy(graph_);
-        (void)cudaStreamDestroy(stream_);
-    }
-    Captured(const Captured &) = delete;
-    Captured &operator=(const Captured &) = delete;
-    void replay() const {
-        EXPECT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
-        EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    }
-
-private:
-    cudaStream_t stream_ = nullptr;
-    cudaGraph_t graph_ = nullptr;
-    cudaGraphExec_t exec_ = nullptr;
-};
-
 class CudaFunctional : public Cuda {
 protected:
     static Setting setting(int32_t algorithm, int32_t compat, bool masters = false) {
@@ -377,6 +349,95 @@ TEST_F(CudaFunctional, CapturesInitStateATransitionAndTheReduction) {
             EXPECT_FALSE(same(plain.raw(), graph.raw()));
             for (size_t k = 0; k < graph.params.size(); ++k) graph.params[k].set(plain.params[k].get());
         }
+    }
+}
+
+TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
+    constexpr int64_t count = 100000;
+    std::vector<char> results[2];
+    for (const bool device : {false, true}) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+        dsopt_context *context = nullptr;
+        dsopt_optimizer *optimizer = nullptr;
+        Side::good(dsopt_context_create(&where, &context));
+        Side::good(dsopt_optimizer_create(context, nullptr, &optimizer));
+        std::vector<float> values(count);
+        for (int64_t i = 0; i < count; ++i) values[size_t(i)] = std::sin(float(i));
+        const Bytes weights(device, count * sizeof(float), 0), grads(device, count * sizeof(float), 0);
+        const auto *const raw = reinterpret_cast<const char *>(values.data());
+        for (const Bytes *list : {&weights, &grads}) list->set({raw, raw + count * sizeof(float)});
+        std::vector<dsopt_param> params(count);
+        std::vector<dsopt_tensor> param_list, grad_list, state;
+        for (size_t i = 0; i < size_t(count); ++i) {
+            param_list.push_back({weights.data() + i * sizeof(float), 1, DSOPT_DTYPE_F32, 0});
+            grad_list.push_back({grads.data() + i * sizeof(float), 1, DSOPT_DTYPE_F32, 0});
+            params[i] = {};
+            params[i].tensor = param_list.back();
+        }
+        dsopt_group group;
+        Side::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        Side::good(dsopt_optimizer_add_group(optimizer, &group, params.data(), count));
+        int64_t states = 0;
+        Side::good(dsopt_optimizer_state_count(optimizer, &states));
+        size_t bytes = 0, workspace_bytes = 0;
+        std::vector<size_t> offsets;
+        for (int64_t i = 0; i < states; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            Side::good(dsopt_optimizer_state(optimizer, i, &info));
+            state.push_back(info.tensor);
+            offsets.push_back(bytes);
+            bytes += (size_t(info.tensor.numel) * size_of(info.tensor.dtype) + 7) / 8 * 8;
+        }
+        Side::good(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
+        const Bytes memory(device, bytes, 0), workspace(device, workspace_bytes, 0);
+        for (size_t i = 0; i < state.size(); ++i) state[i].data = memory.data() + offsets[i];
+        Side::good(dsopt_optimizer_init_state(optimizer, param_list.data(), state.data(), states, nullptr));
+        DSOPT_NEW(dsopt_step, step);
+        step.params = param_list.data();
+        step.grads = grad_list.data();
+        step.count = count;
+        step.state = state.data();
+        step.state_count = states;
+        step.workspace = workspace.data();
+        step.workspace_bytes = workspace_bytes;
+        if (device) {
+            const Captured captured([&](cudaStream_t stream) {
+                step.stream = stream;
+                EXPECT_OK(dsopt_optimizer_apply(optimizer, &step));
+            });
+            EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the state was made on another stream
+            captured.replay();
+        } else {
+            EXPECT_OK(dsopt_optimizer_apply(optimizer, &step));
+        }
+        results[device] = weights.get();
+        dsopt_optimizer_destroy(optimizer);
+        dsopt_context_destroy(context);
+    }
+    EXPECT_TRUE(same({results[0]}, {results[1]}));
+}
+
+TEST_F(CudaFunctional, StepsWithStateOfTheCallerAfterTheEngineMadeItsOwn) {
+    Setting s;
+    s.param = s.grad = DSOPT_DTYPE_F16;
+    s.scaler = true;
+    s.desc.compat = DSOPT_COMPAT_DEEPSPEED;
+    s.desc.masters = DSOPT_MASTERS_PER_TENSOR;
+    Pure host(false, s), device(true, s);
+    for (int t = 0; t < 2; ++t) {
+        for (Pure *side : {&host, &device}) {
+            side->fill_gradients(t);
+            if (t == 0) { ASSERT_OK(side->init()); }
+            dsopt_step step = side->arguments();
+            step.state = side->list.data();
+            step.state_count = int64_t(side->list.size());
+            ASSERT_OK(dsopt_optimizer_step(side->optimizer, &step));
+        }
+        ASSERT_TRUE(same(host.raw(), device.raw())) << t;
+        // The engine's own state begins with a step on zero gradients, in the workspace of the steps.
+        if (t == 0)
+            for (Pure *side : {&host, &device}) (void)side->everything();
     }
 }
 

@@ -12,8 +12,14 @@ constexpr int kCounts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65};
 
 class CudaSums : public Cuda {
 protected:
-    CudaSums() { good(dsopt_context_create(&where(), &context_)); }
-    ~CudaSums() override { dsopt_context_destroy(context_); }
+    void SetUp() override {
+        Cuda::SetUp();
+        good(dsopt_context_create(&where(), &context_));
+    }
+    void TearDown() override {
+        dsopt_context_destroy(context_);
+        Cuda::TearDown();
+    }
     static void good(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
     static const dsopt_context_desc &where() {
         static const dsopt_context_desc desc = [] {

@@ -3,6 +3,7 @@
 #include "fake_cudart.h"
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 namespace fakert {
 namespace {
@@ -21,10 +22,13 @@ struct Allowance { // of dynamic shared memory
     size_t bytes;
 };
 std::vector<CallCount> g_calls;
-std::vector<LaunchedKernel> g_launched;
+std::vector<LaunchedKernel> g_launched, g_late;
+std::set<const void *> g_loaded;
 std::vector<Allowance> g_allowances;
+std::vector<bool> g_contexts; // of devices
 long g_all_calls = 0;
 thread_local cudaError_t t_last = cudaSuccess;
+thread_local std::vector<int> t_before; // devices that were current before those that were pushed
 
 long count_call(const char *function) {
     for (CallCount &known : g_calls)
@@ -67,6 +71,60 @@ bool launchable(const cuemu::Launch &launch, const void *function) {
            b.x <= 1024 && b.y <= 1024 && b.z <= 64 && uint64_t(b.x) * b.y * b.z <= 1024 && launch.shared <= shared;
 }
 
+std::vector<std::string> names_of(const std::vector<LaunchedKernel> &kernels) {
+    std::vector<std::string> names;
+    for (const LaunchedKernel &kernel : kernels) names.push_back(kernel.name);
+    return names;
+}
+
+void make_context(int device) {
+    if (g_contexts.size() <= size_t(device)) g_contexts.resize(size_t(device) + 1);
+    g_contexts[size_t(device)] = true;
+}
+
+// Contexts are numbered from 1 on, by device. The driver's own errors: 1 invalid value, 101 invalid device, 201 invalid
+// context; what cannot fail in the runtime fails here as configured, with 999.
+template <class F> int driver(const char *function, const F &body) {
+    const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
+    return error == 1 || error == 101 || error == 201 || error == 0 ? int(error) : 999;
+}
+int retain(void **context, int device) {
+    return driver("cuDevicePrimaryCtxRetain", [&] {
+        if (device < 0 || device >= g_config.devices) return 101;
+        make_context(device);
+        *context = reinterpret_cast<void *>(uintptr_t(device) + 1);
+        return 0;
+    });
+}
+int release(int device) {
+    return driver("cuDevicePrimaryCtxRelease", [&] { return device < 0 || device >= g_config.devices ? 101 : 0; });
+}
+int push(void *context) {
+    return driver("cuCtxPushCurrent", [&] {
+        const auto device = int(reinterpret_cast<uintptr_t>(context)) - 1;
+        if (device < 0 || device >= g_config.devices) return 201;
+        t_before.push_back(t_device);
+        t_device = device;
+        return 0;
+    });
+}
+int pop(void **context) {
+    const Lock lock; // it cannot fail: what was pushed is there
+    if (t_before.empty()) return 201;
+    *context = reinterpret_cast<void *>(uintptr_t(t_device) + 1);
+    t_device = t_before.back();
+    t_before.pop_back();
+    return 0;
+}
+struct DriverFunction {
+    const char *name;
+    void *address;
+};
+const DriverFunction kDriver[] = {{"cuDevicePrimaryCtxRetain", reinterpret_cast<void *>(retain)},
+                                  {"cuDevicePrimaryCtxRelease", reinterpret_cast<void *>(release)},
+                                  {"cuCtxPushCurrent", reinterpret_cast<void *>(push)},
+                                  {"cuCtxPopCurrent", reinterpret_cast<void *>(pop)}};
+
 struct AtExit { // the workers of streams must not outlive what they use
     ~AtExit() { reset(Config{}); }
 };
@@ -79,6 +137,8 @@ cudaError_t g_sticky = cudaSuccess;
 long g_kernels_run = 0;
 thread_local int t_device = 0;
 thread_local bool t_in_host_function = false;
+thread_local int t_locks = 0;
+bool works() { return t_locks != 0; }
 
 cudaError_t begin_call(const char *function) {
     static const AtExit at_exit;
@@ -122,8 +182,12 @@ void reset(const Config &config) {
     g_kernels_run = g_all_calls = 0;
     g_calls.clear();
     g_launched.clear();
+    g_late.clear();
+    g_loaded.clear();
     g_allowances.clear();
+    g_contexts.clear();
     t_device = 0;
+    t_before.clear();
 }
 
 long calls(const char *function) {
@@ -142,6 +206,12 @@ long live_objects() {
     return live_memory() + live_streams() + live_graphs();
 }
 
+void need_context() { make_context(t_device); }
+bool has_context(int device) {
+    const Lock lock;
+    return size_t(device) < g_contexts.size() && g_contexts[size_t(device)];
+}
+
 void mark() {
     const Lock lock;
     g_counters = {};
@@ -153,9 +223,11 @@ Counters counters() {
 }
 std::vector<std::string> launched_kernels() {
     const Lock lock;
-    std::vector<std::string> names;
-    for (const LaunchedKernel &kernel : g_launched) names.push_back(kernel.name);
-    return names;
+    return names_of(g_launched);
+}
+std::vector<std::string> late_loads() {
+    const Lock lock;
+    return names_of(g_late);
 }
 
 cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
@@ -166,6 +238,7 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (stream->device != t_device) return cudaErrorInvalidResourceHandle;
         ++g_counters.kernel_launches;
+        if (g_loaded.insert(kernel_call.function).second) g_late.push_back({kernel_call.launch.name});
         g_launched.push_back({kernel_call.launch.name});
         return put(stream, make_task(std::string("kernel ") + kernel_call.launch.name, std::move(kernel)));
     });
@@ -225,6 +298,27 @@ cudaError_t cudaSetDevice(int device) {
     return call("cudaSetDevice", [&] {
         if (device < 0 || device >= g_config.devices) return cudaErrorInvalidDevice;
         t_device = device;
+        need_context();
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+    return call("cudaFuncGetAttributes", [&] {
+        if (!attributes || !kernel) return cudaErrorInvalidValue;
+        if (!g_config.images) return cudaErrorNoKernelImageForDevice;
+        g_loaded.insert(kernel);
+        *attributes = {0, 0, 0, 1024, 32};
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult *result) {
+    return call("cudaGetDriverEntryPointByVersion", [&] {
+        if (!symbol || !function || version < 12000 || flags != cudaEnableDefault) return cudaErrorInvalidValue;
+        *function = nullptr;
+        for (const DriverFunction &known : kDriver)
+            if (!std::strcmp(known.name, symbol)) *function = known.address;
+        if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
         return cudaSuccess;
     });
 }
@@ -270,6 +364,7 @@ cudaError_t cudaPeekAtLastError(void) {
     X(cudaErrorMemoryAllocation, "out of memory")                                                                      \
     X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                 \
     X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                \
+    X(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")                     \
     X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                                       \
     X(cudaErrorIllegalState, "the operation cannot be performed in the present state")                                 \
     X(cudaErrorNotReady, "device not ready")                                                                           \

@@ -144,9 +144,16 @@ private:
     pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
 };
 extern QuietMutex g_mutex;
+extern thread_local int t_locks;
 struct Lock {
-    Lock() { g_mutex.lock(); }
-    ~Lock() { g_mutex.unlock(); }
+    Lock() {
+        ++t_locks;
+        g_mutex.lock();
+    }
+    ~Lock() {
+        g_mutex.unlock();
+        --t_locks;
+    }
     Lock(const Lock &) = delete;
     Lock &operator=(const Lock &) = delete;
 };
@@ -156,6 +163,7 @@ extern Counters g_counters;
 extern cudaError_t g_sticky; // what broke the device
 extern long g_kernels_run;
 extern thread_local int t_device;
+void need_context(); // of the current device
 extern thread_local bool t_in_host_function;
 
 /// The order of the host for the thread sanitizer, told in spite of the quiet under the lock.

@@ -21,6 +21,7 @@ std::vector<KnownCapture> g_captures; // that have begun and not ended
 std::vector<KnownGraph> g_graphs;
 std::vector<KnownExec> g_execs;
 uint64_t g_last_id = 0;
+thread_local cudaStreamCaptureMode t_mode = cudaStreamCaptureModeGlobal; // whose captures this thread's calls respect
 
 bool is_graph(const FakeGraph *graph) {
     return std::any_of(g_graphs.begin(), g_graphs.end(), [&](const KnownGraph &known) { return known.graph == graph; });
@@ -126,8 +127,9 @@ cudaError_t refuse_in_capture(bool relaxed_too) {
     bool refused = false;
     for (const auto &[capture] : g_captures) {
         const bool mine = capture->thread == std::this_thread::get_id();
-        const bool bound = mine && (relaxed_too || capture->mode != cudaStreamCaptureModeRelaxed);
-        if (!bound && capture->mode != cudaStreamCaptureModeGlobal) continue;
+        const bool relaxed = capture->mode == cudaStreamCaptureModeRelaxed || t_mode == cudaStreamCaptureModeRelaxed;
+        const bool global = capture->mode == cudaStreamCaptureModeGlobal && t_mode == cudaStreamCaptureModeGlobal;
+        if (!(mine ? relaxed_too || !relaxed : global)) continue;
         capture->valid = false;
         refused = true;
     }
@@ -234,6 +236,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *
         if (find_stream(handle, stream) == cudaErrorInvalidResourceHandle) return cudaErrorInvalidResourceHandle;
         if (stream->capture)
             *status = stream->capture->valid ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusInvalidated;
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+    return call("cudaThreadExchangeStreamCaptureMode", [&] {
+        if (!mode || unsigned(*mode) > cudaStreamCaptureModeRelaxed) return cudaErrorInvalidValue;
+        std::swap(*mode, t_mode);
         return cudaSuccess;
     });
 }

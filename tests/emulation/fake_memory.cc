@@ -69,6 +69,7 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     if (!p) return cudaErrorInvalidValue;
     *p = nullptr;
     if (!bytes) return cudaSuccess;
+    need_context();
     Device &owner = device(t_device);
     if (bytes > g_config.memory - owner.used) return cudaErrorMemoryAllocation;
     const size_t mapped = (bytes + kRedZone + kPage - 1) / kPage * kPage;

@@ -293,6 +293,7 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWith
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return call("cudaStreamCreate", [&] {
         if (!stream || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
+        need_context();
         *stream = new_stream(t_device, flags != cudaStreamNonBlocking, true);
         return cudaSuccess;
     });
@@ -323,6 +324,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
         ++g_counters.host_queries;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (stream->capture) return refuse(*stream->capture);
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
         return query(stream, stream->queued);
     });
 }

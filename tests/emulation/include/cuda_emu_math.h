@@ -44,6 +44,8 @@ template <class I, class F> inline I saturate(F value) {
     return value <= F(Limits::min()) ? Limits::min() : I(value);
 }
 
+inline float as_of_device(float value) { return value == value ? value : from_bits<float>(0x7fffffffu); }
+
 } // namespace cuemu
 
 // Caching hints have no meaning here, but the alignment that the access needs is checked.
@@ -51,6 +53,12 @@ template <class T> inline T __ldg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldca(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcs(const T *p) { return *cuemu::aligned(p); }
+/// Arithmetic of a GPU knows one NaN. Here it is the host's, so the one that comes of it is put in where it is stored.
+inline void __stwb(float *p, float value) { *cuemu::aligned(p) = cuemu::as_of_device(value); }
+inline void __stwb(float4 *p, float4 value) {
+    *cuemu::aligned(p) = {cuemu::as_of_device(value.x), cuemu::as_of_device(value.y), cuemu::as_of_device(value.z),
+                          cuemu::as_of_device(value.w)};
+}
 template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 template <class T> inline void __stcg(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 template <class T> inline void __stcs(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
@@ -69,6 +77,14 @@ inline unsigned __brev(unsigned v) {
     unsigned reversed = 0;
     for (int i = 0; i < 32; ++i) reversed |= (v >> i & 1u) << (31 - i);
     return reversed;
+}
+
+/// Four of the eight bytes of y and x, x being the lower one, as the lowest digits of `selector` say.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> (4 * i) & 7u) * 8 & 0xffu) << (8 * i);
+    return result;
 }
 
 inline int __float_as_int(float v) { return cuemu::from_bits<int>(cuemu::to_bits(v)); }

@@ -12,6 +12,7 @@ enum cudaError_t {
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorIllegalState = 401,
     cudaErrorNotReady = 600,
@@ -63,6 +64,15 @@ enum cudaStreamCaptureStatus {
     cudaStreamCaptureStatusActive = 1,
     cudaStreamCaptureStatusInvalidated = 2
 };
+enum cudaDriverEntryPointQueryResult {
+    cudaDriverEntryPointSuccess = 0,
+    cudaDriverEntryPointSymbolNotFound = 1,
+    cudaDriverEntryPointVersionNotSufficent = 2
+};
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
+    int maxThreadsPerBlock, numRegs;
+};
 typedef struct FakeStream *cudaStream_t;
 typedef struct FakeEvent *cudaEvent_t;
 typedef struct FakeGraph *cudaGraph_t;
@@ -72,6 +82,7 @@ constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
 constexpr unsigned cudaEventRecordDefault = 0, cudaEventWaitDefault = 0;
 constexpr unsigned cudaHostAllocDefault = 0;
+constexpr unsigned cudaEnableDefault = 0;
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(0x1))
 
 extern "C" {
@@ -82,6 +93,11 @@ cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize(void);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
+/// The functions of the driver that the engine uses: primary contexts, and which one is current.
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *result = nullptr);
 
 cudaError_t cudaMalloc(void **p, size_t bytes);
 cudaError_t cudaFree(void *p);
@@ -114,6 +130,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags = 0);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
@@ -177,6 +194,9 @@ template <class T> inline cudaError_t cudaMallocHost(T **p, size_t bytes, unsign
 template <class T>
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int threads, size_t shared) {
     return fakert::resident_blocks(blocks, threads, shared);
+}
+template <class... P> inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*kernel)(P...)) {
+    return cudaFuncGetAttributes(attributes, reinterpret_cast<const void *>(kernel));
 }
 template <class... P>
 inline cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {

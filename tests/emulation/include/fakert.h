@@ -23,6 +23,7 @@ struct Config {
     int blocks_per_multiprocessor = 2;
     size_t memory = size_t(1) << 40; // of each device, bytes
     bool protect = true;             // device memory can be reached only while work of its device runs
+    bool images = true;              // there is code of the kernels for the devices
 
     // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are
     // "cudaLaunchKernel".
@@ -55,7 +56,14 @@ struct Counters {
     long host_functions;
 };
 void mark();
+/// Whether this thread is in the runtime now, and not in what called it.
+bool works();
 Counters counters();
+/// Whether a device has its primary context: from cudaSetDevice() on, or since it was retained, or something was made
+/// on it.
+bool has_context(int device);
+/// Kernels launched since reset() without cudaFuncGetAttributes() before: with lazy loading the driver may wait then.
+std::vector<std::string> late_loads();
 /// Names of the kernels launched since mark(), in order.
 std::vector<std::string> launched_kernels();
 /// Nodes of a graph in the order of their capture: "kernel norm", "copy to device", "fill", "host function", "wait".

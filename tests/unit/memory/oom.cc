@@ -65,8 +65,7 @@ dsopt_status make(dsopt_context *context, dsopt_comm **comm) {
     table.all_to_all = all_gather; // the first row is this rank's, and the other rank's
     table.all_gather = all_gather;
     DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_TABLE;
-    desc.ranks = 2;
+    desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     return dsopt_comm_create(context, &desc, comm);
 }

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the host starts kernels on a stream, and brings tables to the device.
+#pragma once
+#include "plan.cuh"
+#include "runtime.h"
+#include <cstring>
+#include <map>
+#include <utility>
+
+namespace dsopt::gpu {
+
+/// Arrays in one block of memory, each on its own line.
+class Offsets {
+public:
+    size_t add(size_t bytes) { return std::exchange(bytes_, bytes_ + round_up(bytes)); }
+    size_t bytes() const { return bytes_; }
+
+private:
+    size_t bytes_ = 0;
+};
+
+/// What all streams of a device share.
+class Shared {
+public:
+    explicit Shared(const Gpu &gpu) {
+        const OnDevice on(gpu);
+        int processors = 0;
+        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu.ordinal()),
+              "cudaDeviceGetAttribute");
+        multiprocessors_ = unsigned(processors);
+    }
+    /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.
+    template <class... P> unsigned resident_blocks(void (*kernel)(P...), size_t shared) {
+        const std::lock_guard lock(mutex_);
+        const std::pair key(reinterpret_cast<const void *>(kernel), shared);
+        const auto known = resident_.find(key);
+        if (known != resident_.end()) return known->second;
+        int blocks = 0;
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), "occupancy");
+        return resident_[key] = multiprocessors_ * unsigned(blocks > 1 ? blocks : 1);
+    }
+
+    PinnedPool pinned;   // for uploads
+    ScratchPool scratch; // for tables that live as long as a call's work
+
+private:
+    unsigned multiprocessors_;
+    std::mutex mutex_;
+    std::map<std::pair<const void *, size_t>, unsigned> resident_;
+};
+
+constexpr int kPutWords = 1024; // 8 KiB of kernel arguments
+struct Bytes {
+    uint64_t words[kPutWords];
+};
+__global__ void __launch_bounds__(kThreads) put_kernel(uint64_t *to, GRID_CONSTANT const Bytes bytes, const int count) {
+    for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
+}
+
+/// Pieces of work for the blocks of a kernel, and the dynamic shared memory of each block.
+struct Work {
+    int64_t pieces;
+    size_t shared = 0;
+    Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
+};
+
+/// One stream. The names of kernels are for messages and tests.
+struct Launcher {
+    Shared &device;
+    cudaStream_t stream;
+
+    /// As many blocks as are resident, or fewer where there are fewer pieces.
+    template <class... P, class... A>
+    void over(Work work, const char *name, void (*kernel)(P...), A &&...arguments) const {
+        const int64_t most = device.resident_blocks(kernel, work.shared);
+        const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > most ? most : work.pieces);
+        run(name, kernel, blocks, kThreads, work.shared, std::forward<A>(arguments)...);
+    }
+    template <class... P, class... A> void block(const char *name, void (*kernel)(P...), A &&...arguments) const {
+        run(name, kernel, 1, kThreads, 0, std::forward<A>(arguments)...);
+    }
+    template <class... P, class... A> void thread(const char *name, void (*kernel)(P...), A &&...arguments) const {
+        run(name, kernel, 1, 1, 0, std::forward<A>(arguments)...);
+    }
+    void fill(void *to, int value, size_t bytes) const {
+        if (bytes != 0) check(cudaMemsetAsync(to, value, bytes, stream), "cudaMemsetAsync");
+    }
+    /// Host bytes, a multiple of 8: in kernel arguments where they are few, else through page-locked memory. While the
+    /// stream is being captured always in arguments, which the graph keeps.
+    void upload(void *to, const void *from, size_t bytes) const {
+        if (bytes > 4 * sizeof(Bytes) && !capturing(stream)) {
+            PinnedPool::Block block = device.pinned.take(bytes);
+            std::memcpy(block.memory.get(), from, bytes);
+            check(cudaMemcpyAsync(to, block.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
+            return device.pinned.give_back(std::move(block), stream);
+        }
+        for (size_t at = 0; at < bytes; at += sizeof(Bytes)) {
+            Bytes piece;
+            const size_t here = bytes - at < sizeof piece ? bytes - at : sizeof piece;
+            std::memcpy(piece.words, static_cast<const char *>(from) + at, here);
+            block("put", put_kernel, reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8));
+        }
+    }
+
+private:
+    template <class... P, class... A>
+    void run(const char *name, void (*kernel)(P...), unsigned blocks, int threads, size_t shared,
+             A &&...arguments) const {
+        check(::gpu::launch(name, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
+    }
+};
+
+} // namespace dsopt::gpu

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// On the emulated device a warm step allocates nothing on the host either, though its lists move from call to call.
+#include "side.h"
+#include "support/alloc.h"
+
+using namespace cuda_test;
+
+namespace {
+
+TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
+    test::NewWatch::passed_over = fakert::works;
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
+                                    DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
+        SCOPED_TRACE(test::name_of(algorithm));
+        begin_test();
+        {
+            Setting setting;
+            setting.algorithm = algorithm;
+            setting.scaler = true;
+            setting.desc.max_norm = 1;
+            setting.change = [](dsopt_group &group, int) {
+                if (group.freeze_step != 0) group.freeze_step = 3;
+                if (group.max_local_interval == 0) return;
+                group.var_interval_steps = 1;
+                group.local_interval_steps = group.max_local_interval = 2;
+            };
+            Side side(true, setting);
+            side.fill_gradients(0);
+            std::vector<Bytes> elsewhere;
+            std::vector<dsopt_tensor> moved = side.gradients;
+            for (size_t i = 0; i < moved.size(); ++i) {
+                elsewhere.emplace_back(true, side.grads[i].bytes(), 0);
+                elsewhere.back().set(side.grads[i].get());
+                moved[i].data = elsewhere.back().data();
+            }
+            for (int call = 0; call < 12; ++call) {
+                dsopt_step step = side.arguments();
+                // Twice the same, then other pointers, all of them or one.
+                if (call % 4 >= 2) step.grads = moved.data();
+                if (call % 6 == 5) std::swap(moved[4].data, side.gradients[4].data);
+                fakert::mark();
+                test::NewWatch::calls = 0;
+                dsopt_status status;
+                {
+                    const test::Armed armed;
+                    status = dsopt_optimizer_step(side.optimizer, &step);
+                }
+                ASSERT_OK(status);
+                // One that holds the arguments of each emulated launch is not the engine's.
+                const int64_t news = test::NewWatch::calls - fakert::counters().kernel_launches;
+                if (call == 0) {
+                    EXPECT_GT(news, 0) << "they are seen";
+                } else {
+                    EXPECT_EQ(news, 0) << "call " << call;
+                }
+            }
+        }
+        end_test();
+    }
+    test::NewWatch::passed_over = nullptr;
+}
+
+} // namespace

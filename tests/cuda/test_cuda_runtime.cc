@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA device asks of the runtime besides work: primary contexts, captures of other threads, images, memory.
+// Only on the emulated device, which counts.
+#include "side.h"
+#include <algorithm>
+#include <barrier>
+#include <memory>
+
+using namespace cuda_test;
+
+namespace {
+
+/// Runs body() while another thread captures a stream in the mode in which every call beside it counts.
+template <class Body> void beside_a_global_capture(const Body &body) {
+    std::barrier together(2);
+    std::thread other([&] {
+        cudaStream_t stream = nullptr;
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+        together.arrive_and_wait();
+        together.arrive_and_wait();
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was spoilt";
+        (void)cudaGraphDestroy(graph);
+        (void)cudaStreamDestroy(stream);
+    });
+    together.arrive_and_wait();
+    body();
+    together.arrive_and_wait();
+    other.join();
+}
+
+TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
+    allow_many_blocks();
+    Setting s;
+    s.sizes.assign(3000, 4); // tables of which are uploaded
+    Side side(true, s), reference(true, s);
+    for (Side *each : {&side, &reference}) each->fill_gradients(0);
+    const auto steps = [](Side &on) {
+        for (int t = 0; t < 3; ++t) {
+            for (size_t i = 0; i + 1 < on.gradients.size(); i += 2)
+                std::swap(on.gradients[i].data, on.gradients[i + 1].data);
+            ASSERT_OK(on.step());
+        }
+        ASSERT_OK(
+            dsopt_zero_grad(on.context, on.gradients.data(), int64_t(on.gradients.size()), DSOPT_ZERO_FILL, nullptr));
+    };
+    beside_a_global_capture([&] { steps(side); });
+    steps(reference);
+    EXPECT_TRUE(same(side.everything(), reference.everything()));
+}
+
+TEST_F(Cuda, LeavesCapturesOfOtherThreadsAloneWhereTheHostWaitsForRanks) {
+    const Ranks group(2);
+    std::unique_ptr<Side> sides[2];
+    group.run([&](int rank) {
+        Setting s;
+        s.sizes = {5, 4100};
+        s.desc.max_norm = 1;
+        sides[rank] = std::make_unique<Side>(true, s, &group, rank);
+        sides[rank]->fill_gradients(0);
+    });
+    beside_a_global_capture([&] {
+        group.run([&](int rank) {
+            for (int t = 0; t < 2; ++t) EXPECT_OK(sides[rank]->step());
+        });
+    });
+    group.run([&](int rank) { sides[rank].reset(); });
+}
+
+TEST_F(Cuda, MakesNoContextOnADeviceThatTheCallerNeverChose) {
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.backend = DSOPT_BACKEND_CUDA;
+    where.device = 1;
+    dsopt_context *context = nullptr;
+    void *memory = nullptr;
+    ASSERT_OK(dsopt_context_create(&where, &context));
+    std::thread([&] {
+        EXPECT_EQ(cudaSetDevice(1), cudaSuccess);
+        EXPECT_EQ(cudaMalloc(&memory, 4000), cudaSuccess);
+    }).join();
+    std::thread([&] { // such a thread has device 0
+        dsopt_tensor tensor{memory, 1000, DSOPT_DTYPE_F32, 0};
+        EXPECT_OK(dsopt_zero_grad(context, &tensor, 1, DSOPT_ZERO_FILL, nullptr));
+        int current = -1;
+        EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+        EXPECT_EQ(current, 0) << "the caller's device was not given back";
+    })
+        .join();
+    EXPECT_TRUE(fakert::has_context(1));
+    EXPECT_FALSE(fakert::has_context(0));
+    EXPECT_EQ(cudaFree(memory), cudaSuccess);
+    dsopt_context_destroy(context);
+}
+
+TEST_F(Cuda, SaysAtItsCreationThatThereIsNoCodeForTheDevice) {
+    fakert::Config config = fakert::config_from_environment();
+    config.images = false;
+    fakert::reset(config);
+    DSOPT_NEW(dsopt_context_desc, where);
+    where.backend = DSOPT_BACKEND_CUDA;
+    dsopt_context *context = nullptr;
+    EXPECT_EQ(dsopt_context_create(&where, &context), DSOPT_ERR_MISSING);
+    EXPECT_NE(std::string(dsopt_last_error()).find("no code for CUDA device 0"), std::string::npos)
+        << dsopt_last_error();
+    EXPECT_EQ(context, nullptr);
+}
+
+TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
+    Setting s;
+    s.shifted = true;
+    Side side(true, s), reference(true, s);
+    for (Side *each : {&side, &reference}) each->fill_gradients(1);
+    const auto work = [](Side &on, cudaStream_t stream) {
+        const auto count = int64_t(on.gradients.size());
+        std::vector<dsopt_tensor> weights = on.gradients;
+        for (size_t i = 0; i < weights.size(); ++i) weights[i].data = on.params[i].data();
+        EXPECT_OK(dsopt_tensors_axpby(on.context, nullptr, on.gradients.data(), 0.5f, weights.data(), count, stream));
+        EXPECT_OK(dsopt_tensors_clamp(on.context, weights.data(), count, 0.75, stream));
+        EXPECT_OK(dsopt_zero_grad(on.context, on.gradients.data(), count, DSOPT_ZERO_FILL, stream));
+    };
+    const Captured captured([&](cudaStream_t stream) { work(side, stream); });
+    captured.replay();
+    work(reference, nullptr);
+    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    fakert::mark();
+    for (int t = 0; t < 3; ++t) {
+        work(reference, nullptr);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    const fakert::Counters c = fakert::counters();
+    EXPECT_EQ(c.device_allocations + c.host_allocations + c.device_frees, 0);
+}
+
+/// Calls on one context, each of which is made again where it fails, and what they leave in the parameters.
+class Persistent {
+public:
+    std::vector<float> run() {
+        DSOPT_NEW(dsopt_context_desc, where);
+        where.backend = DSOPT_BACKEND_CUDA;
+        dsopt_context *context = nullptr;
+        dsopt_optimizer *optimizer = nullptr;
+        float *memory = nullptr;
+        again([&] { return dsopt_context_create(&where, &context); });
+        again([&] {
+            return cudaMalloc(reinterpret_cast<void **>(&memory), 2 * kBytes) == cudaSuccess ? DSOPT_OK
+                                                                                             : DSOPT_ERR_NOMEM;
+        });
+        std::vector<float> values(2 * kCount * kTensors);
+        for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(float(i));
+        again([&] { return copy(memory, values.data(), 2 * kBytes); });
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.max_norm = 1;
+        again([&] { return dsopt_optimizer_create(context, &desc, &optimizer); });
+        dsopt_group group;
+        std::vector<dsopt_param> params(kTensors);
+        std::vector<dsopt_tensor> grads;
+        for (size_t i = 0; i < kTensors; ++i) {
+            params[i] = {};
+            params[i].tensor = {memory + i * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0};
+            grads.push_back({memory + (kTensors + i) * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0});
+        }
+        Side::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        again([&] { return dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(kTensors)); });
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = grads.data();
+        step.count = int64_t(kTensors);
+        for (int t = 0; t < 3; ++t) {
+            if (t == 1) std::swap(grads[0].data, grads[1].data); // a patch
+            again([&] { return dsopt_optimizer_step(optimizer, &step); });
+        }
+        again([&] { return dsopt_zero_grad(context, grads.data(), 7, DSOPT_ZERO_FILL, nullptr); });
+        again([&] { return copy(values.data(), memory, 2 * kBytes); });
+        dsopt_optimizer_destroy(optimizer);
+        dsopt_context_destroy(context);
+        (void)cudaFree(memory);
+        return values;
+    }
+    int failures = 0;
+
+private:
+    static constexpr size_t kTensors = 280, kCount = 5, kBytes = kTensors * kCount * sizeof(float);
+    static dsopt_status copy(void *to, const void *from, size_t bytes) {
+        return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess ? DSOPT_OK : DSOPT_ERR_BACKEND;
+    }
+    template <class Call> void again(const Call &call) {
+        if (call() == DSOPT_OK) return;
+        ++failures;
+        const dsopt_status status = call();
+        ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error();
+    }
+};
+
+TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
+    fakert::Config config = fakert::config_from_environment();
+    config.protect = false;
+    fakert::reset(config);
+    const std::vector<float> expected = Persistent().run();
+    for (const char *function :
+         {"cudaDeviceGetAttribute", "cudaDeviceSynchronize", "cudaEventCreate", "cudaEventRecord",
+          "cudaFuncGetAttributes", "cudaGetDevice", "cudaGetDriverEntryPointByVersion", "cudaLaunchKernel",
+          "cudaMalloc", "cudaMallocHost", "cudaMemcpyAsync", "cudaMemsetAsync",
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor", "cudaStreamCreate", "cudaStreamIsCapturing",
+          "cudaStreamSynchronize", "cudaThreadExchangeStreamCaptureMode", "cuDevicePrimaryCtxRetain"}) {
+        fakert::reset(config);
+        (void)Persistent().run();
+        const long calls = fakert::calls(function);
+        ASSERT_GT(calls, 0) << function;
+        int failures = 0;
+        for (long n = 0; n < calls; ++n) {
+            if (n == 4 && calls > 12) n = calls - 8; // between them are many of a kind
+            SCOPED_TRACE(std::string(function) + " fails the " + std::to_string(n + 1) + "th time");
+            fakert::Config failing = config;
+            failing.fail_function = function;
+            failing.fail_call = n;
+            fakert::reset(failing);
+            Persistent scenario;
+            ASSERT_EQ(scenario.run(), expected);
+            ASSERT_LE(scenario.failures, 1);
+            failures += scenario.failures;
+        }
+        EXPECT_GT(failures, 0) << function;
+    }
+}
+
+} // namespace
