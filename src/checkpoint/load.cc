@@ -230,6 +230,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);
     if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
+    if (wanted.scaler != nullptr) wanted.scaler->fit_to_rules();
     optimizer.restore(std::move(restored));
     if (wanted.state && optimizer.onebit() != nullptr) optimizer.onebit()->forget_like_original(optimizer.state());
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);

@@ -113,6 +113,13 @@ void Scaler::write(const ScalerState &state) {
     context_->device().copy(this->scale(), &scale, sizeof scale);
 }
 
+void Scaler::fit_to_rules() {
+    ScalerState state = read();
+    if (state.hysteresis <= rules().hysteresis) return;
+    state.hysteresis = rules().hysteresis;
+    write(state);
+}
+
 void Scaler::set(int32_t what, double value) {
     ScalerState state = read();
     if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {

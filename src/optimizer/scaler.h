@@ -42,6 +42,8 @@ public:
         const std::lock_guard lock(mutex_);
         rules_ = rules;
     }
+    /// From a checkpoint with other rules, where these stay: no more overflows are left than they have.
+    void fit_to_rules();
     static void check(const ScalerRules &rules);
 
 private:

@@ -332,11 +332,12 @@ void prepare_threads(Worker &w, dim3 shape) {
 void prepare_dynamic_shared(Worker &w, size_t bytes) {
     sanitizer::Quiet quiet;
     // Anew for each block under a sanitizer: red zones where it ends, and no history.
-    if (w.dynamic_bytes != bytes || sanitizer::tsan() || sanitizer::asan()) {
+    if (w.dynamic == nullptr || w.dynamic_bytes != bytes || sanitizer::tsan() || sanitizer::asan()) {
         std::free(w.dynamic);
         w.dynamic = nullptr;
         w.dynamic_bytes = bytes;
-        if (bytes && posix_memalign(&w.dynamic, 128, bytes)) std::abort();
+        // No bytes have an address, too, as on a device: kernels make others from it.
+        if (posix_memalign(&w.dynamic, 128, bytes != 0 ? bytes : 1)) std::abort();
     }
     if (bytes) std::memset(w.dynamic, 0xff, bytes); // unwritten floats read as NaN
 }

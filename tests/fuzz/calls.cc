@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or as
-// ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
+// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or
+// as ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
 #include "world.h"
 #include <cmath>
 #include <cstdio>
@@ -73,7 +73,7 @@ private:
         if (choose.rarely(32)) desc.device = 99;
         if (choose.rarely(32)) desc.chunk = choose.of(kBadSizes);
         if (choose.rarely(32)) desc.release = nullptr;
-        if (choose.rarely(32)) desc.size = choose.byte();
+        if (choose.rarely(32)) desc.size = choose.byte() % sizeof desc;
         hooks.push_back(std::make_unique<Hook>(memory, backend));
         desc.user = hooks.back().get();
         dsopt_context *context = nullptr;
@@ -98,7 +98,7 @@ private:
         if (backend == DSOPT_BACKEND_CUDA && table.memory == DSOPT_MEMORY_BACKEND)
             table.memory = 7; // they are the host's
         if (choose.rarely(32)) table.rank = table.ranks;
-        if (choose.rarely(32)) table.size = choose.byte();
+        if (choose.rarely(32)) table.size = choose.byte() % sizeof table;
         if (desc.kind == DSOPT_COMM_KIND_TABLE || choose.rarely(16)) desc.table = &table;
         const test::CommId id = test::new_id();
         if (desc.kind == DSOPT_COMM_KIND_LOCAL || choose.rarely(16)) {
@@ -252,7 +252,7 @@ private:
         if (choose.rarely(3)) step.report = scalars(DSOPT_REPORT_FLOATS);
         if (choose.rarely(8)) step.parallel_for = run_backwards;
         if (choose.rarely(48)) break_one({&step.flags, &step.reserved});
-        if (choose.rarely(64)) step.size = choose.byte();
+        if (choose.rarely(64)) step.size = choose.byte() % sizeof step;
     }
     void step() {
         Made *const o = any_optimizer();
@@ -548,7 +548,7 @@ private:
         double value = 0;
         int64_t groups = 0, params = 0;
         DSOPT_NEW(dsopt_report, report);
-        if (choose.rarely(32)) report.size = choose.byte();
+        if (choose.rarely(32)) report.size = choose.byte() % sizeof report;
         (void)counted("get", dsopt_optimizer_get(o->handle.get(), any_group(), choose.below(40), &value));
         (void)counted("report", dsopt_optimizer_report(o->handle.get(), &report));
         (void)counted("count", dsopt_optimizer_count(o->handle.get(), &groups, &params));

@@ -2,8 +2,8 @@
 // Loading checkpoints: from any bytes, into optimizers of every kind. A load that is refused leaves everything as it
 // was; what a good one gives can be saved, loaded, stepped with, and saved and loaded again.
 //
-// An input: the optimizer, how to load, flags of dsopt_io, then for each file two lengths, header and data. Checksums are
-// made right here, so that a changed number reaches what is behind them.
+// An input: the optimizer, how to load, flags of dsopt_io, then for each file two lengths, header and data. Checksums
+// are made right here, so that a changed number reaches what is behind them.
 //
 //     --seeds=FOLDER, and nothing is run: writes files of all kinds of optimizers as inputs
 #include "files.h"

@@ -3,8 +3,8 @@
 //
 //     PROGRAM [--seconds N] [--seed S] [FILE|FOLDER...]
 //
-// With --seconds random bytes from S, S + 1, ... for so long, after the files. A finding aborts; its seed is the last one
-// that was named.
+// With --seconds random bytes from S, S + 1, ... for so long, after the files. A finding aborts; its seed is one of the
+// 64 from the last one that was named.
 #include "harness.h"
 #include "support/numbers.h"
 #include <chrono>

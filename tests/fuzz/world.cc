@@ -45,7 +45,7 @@ std::string World::path(int index) const {
     return index < 3 ? folder_ + "/" + std::to_string(index) : folder_ + "/no folder/file";
 }
 
-// --------------------------------------------------------------------------------------------------------------- memory
+// -------------------------------------------------------------------------------------------------------------- memory
 void *World::allocate(size_t bytes) {
     blocks.emplace_back(memory, bytes);
     return blocks.back().data();
@@ -145,7 +145,7 @@ std::vector<dsopt_tensor> World::state_list(const Made &o, bool as_it_is) {
     return list;
 }
 
-// ------------------------------------------------------------------------------------------------------------- promises
+// ------------------------------------------------------------------------------------------------------------ promises
 /// Everything that can be seen of it; empty where it cannot be told.
 Bytes World::snapshot(Made &o) {
     if (o.is_large()) return {};
