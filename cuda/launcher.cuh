@@ -57,6 +57,8 @@ __global__ void __launch_bounds__(kThreads) put_kernel(uint64_t *to, GRID_CONSTA
     for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
 }
 
+/// What kernels that keep values of a leaf have in dynamic shared memory, once or twice.
+constexpr size_t kTileBytes = kLeaf * sizeof(float);
 /// Pieces of work for the blocks of a kernel, and the dynamic shared memory of each block.
 struct Work {
     int64_t pieces;

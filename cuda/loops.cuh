@@ -49,7 +49,12 @@ public:
         for_kernels([&](auto kernel) {
             cudaFuncAttributes attributes;
             const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-            if (error != cudaErrorNoKernelImageForDevice) return check(error, "cudaFuncGetAttributes");
+            if (error != cudaErrorNoKernelImageForDevice) {
+                check(error, "cudaFuncGetAttributes");
+                // Asked now for each size of dynamic shared memory: a step allocates nothing to remember it.
+                for (const size_t tiles : {0, 1, 2}) (void)shared_.resident_blocks(kernel, tiles * kTileBytes);
+                return;
+            }
             (void)cudaGetLastError();
             throw Error(DSOPT_ERR_MISSING,
                         "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());

@@ -53,7 +53,7 @@ public:
     void lamb_moments() override {
         if (b_.one.padding != nullptr && b_.x.layout.part_count != 0)
             launcher_.over(b_.x.layout.ranks, "finish_padding", finish_padding_kernel, b_);
-        over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kLeaf * sizeof(float));
+        over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kTileBytes);
     }
     void lamb_trust() override { launcher_.block("onebit_trust", onebit_trust_kernel, b_); }
     void lamb_shared_trust() override { launcher_.block("onebit_shared_trust", onebit_shared_trust_kernel, b_); }
@@ -80,7 +80,7 @@ private:
             return over_leaves("feed", kernel);
         }
         clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
-        over_leaves("feed", kernel, b_.packs ? kLeaf * sizeof(float) : 0);
+        over_leaves("feed", kernel, b_.packs ? kTileBytes : 0);
         if (!b_.packs) {
             launcher_.over(b_.x.layout.part_count, "feed_padding", feed_padding_kernel, b_);
             launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);

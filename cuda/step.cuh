@@ -77,7 +77,7 @@ public:
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
     void update() override {
         if (d_.elsewhere == Elsewhere::yes && !leaves_work()) d_.leaves = 0;
-        const size_t tiles = plan_.has_lamb || plan_.report_norms ? 2 * kLeaf * sizeof(float) : 0;
+        const size_t tiles = plan_.has_lamb || plan_.report_norms ? 2 * kTileBytes : 0;
         launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
     }
     void update_weights(bool shared) override {

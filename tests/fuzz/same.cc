@@ -329,7 +329,10 @@ private:
                 must("export", dsopt_optimizer_export(optimizer_.get(), i, bytes.data(), bytes.size()));
             else if (size_t(i) < state_.size())
                 bytes = state_[size_t(i)].text();
-            note(std::string(info.name) + " " + std::to_string(info.param), std::move(bytes), info.tensor.dtype);
+            // A row begins with scales.
+            const bool has_scales = info.name == std::string("exp_avg_bits");
+            note(std::string(info.name) + " " + std::to_string(info.param), std::move(bytes),
+                 has_scales ? int32_t(DSOPT_DTYPE_F32) : info.tensor.dtype);
         }
     }
 
