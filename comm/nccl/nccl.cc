@@ -191,14 +191,15 @@ int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *st
         if (result != success) return result;
         result = api.group_start();
         if (result != success) return result;
-        for (int peer = 0; peer < ranks && result == success; ++peer) {
+        const auto goes_on = [](Result said) { return said == success || said == in_progress; };
+        for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
             const char *const from = static_cast<const char *>(send) + peer * bytes;
             char *const to = static_cast<char *>(recv) + peer * bytes;
             result = api.send(from, size_t(bytes), uint8, peer, session.comm, stream);
-            if (result == success) result = api.recv(to, size_t(bytes), uint8, peer, session.comm, stream);
+            if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, session.comm, stream);
         }
         const Result ended = api.group_end(); // also after a failure: the group is the thread's
-        return result == success || result == in_progress ? ended : result;
+        return goes_on(result) ? ended : result;
     });
 }
 int wait(void *self, void *stream) { return of(self).wait(stream); }

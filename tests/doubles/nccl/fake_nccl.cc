@@ -338,7 +338,8 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
     const int number = comm->calls++;
     if (comm->fault("error", number)) return fail(comm, system_error, "a planted error");
     t_group.push_back({comm, call, from, to, peer, stream, number});
-    return t_depth != 0 ? success : flush();
+    if (t_depth != 0) return comm->fault("slow", number) ? in_progress : success;
+    return flush();
 }
 
 void join(FakeComm *comm) {

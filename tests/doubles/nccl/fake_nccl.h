@@ -7,6 +7,7 @@
 //                            error  the call returns an error          async  the communicator reports one later
 //                            init   making the communicator fails      busy   the call stays "in progress" until
 //                            aborted
+//                            slow   in a group the call says "in progress", and all is well
 //   DSOPT_FAKE_NCCL_DEAD   "error": peers see a dead rank as over a network; else nothing, as over NVLink
 //   DSOPT_FAKE_NCCL_ABORT  "hang": ncclCommAbort takes 20 s
 #pragma once

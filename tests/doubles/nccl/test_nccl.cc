@@ -120,6 +120,19 @@ TEST(Nccl, CountsCallsAndBytes) {
     });
 }
 
+TEST(Nccl, ACallOfAGroupThatIsInProgressIsNoFailure) {
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:slow,0:3:slow,1:2:slow,2:5:slow");
+    const World world(3);
+    run_ranks(3, [&](int rank) {
+        Comm &comm = *world[rank].comm;
+        const char from[3] = {char(10 * rank), char(10 * rank + 1), char(10 * rank + 2)};
+        const DeviceBytes sent(Bytes(from, from + 3)), received(Bytes(3));
+        comm.all_to_all(sent.data(), received.data(), 1, world[rank].stream, Place::backend);
+        EXPECT_EQ(received.get(), (Bytes{char(rank), char(10 + rank), char(20 + rank)}));
+        EXPECT_EQ(comm.info().status, DSOPT_OK);
+    });
+}
+
 TEST(Nccl, CreatingTimesOutWhenARankDoesNotComeAndNothingIsLeft) {
     const auto context = cuda_context();
     const std::string id = new_id();
