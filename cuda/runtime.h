@@ -143,12 +143,19 @@ public:
             return block;
         }
         (void)cudaGetLastError(); // "not ready" is no error
+        // What comes back must find a place: work may still use it.
+        blocks_.reserve(blocks_.size() + kept_.size() + ++taken_);
+        kept_.reserve(blocks_.capacity());
         return {allocate(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
     }
     void give_back(Block block, cudaStream_t stream) {
-        check(cudaEventRecord(block.used->get(), stream), "cudaEventRecord");
+        const cudaError_t error = cudaEventRecord(block.used->get(), stream);
         const std::lock_guard lock(mutex_);
-        blocks_.push_back(std::move(block));
+        if (error == cudaSuccess)
+            blocks_.push_back(std::move(block));
+        else if (cudaStreamSynchronize(stream) != cudaSuccess) // nobody knows when it can go
+            kept_.push_back(std::move(block.memory));
+        check(error, "cudaEventRecord");
     }
     /// A block that a graph uses, as long as the pool lives.
     void *keep(Block block) {
@@ -161,6 +168,7 @@ private:
     std::mutex mutex_;
     std::vector<Block> blocks_;
     std::vector<Memory> kept_;
+    size_t taken_ = 0; // at least as many as are with callers
 };
 using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
 using ScratchPool = BlockPool<DeviceMemory, device_memory>;
