@@ -14,8 +14,8 @@ struct DeviceOneBit {
     OneBitPlan one;
     DeviceExchange x;
     bool packs; // a part is one tensor: bits are made while its kept sums are at hand
-    bool
-        whole_vectors; // four neighbours of a tensor have their bits side by side; in compat mode a part may begin anywhere
+    /// Four neighbours of a tensor have their bits side by side; in compat mode a part may begin anywhere.
+    bool whole_vectors;
 };
 
 /// Everything that the rules of the family read, of V neighbours: first as it is in memory, with as much of it under

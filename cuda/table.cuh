@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
 
-/// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows from it.
+/// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows
+/// from it.
 inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra,
                              const Launcher &launcher) {
     char *const workspace = static_cast<char *>(plan.how.extra);

@@ -274,7 +274,8 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     write_report(plan);
 }
 
-/// Resident blocks per multiprocessor. On consumer devices of the last generation the compiler spills with 64 registers.
+/// Resident blocks per multiprocessor. On consumer devices of the last generation the compiler spills with 64
+/// registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kUpdateBlocks = 3;
 #else

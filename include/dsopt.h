@@ -53,7 +53,8 @@
  *    threads do not survive a fork.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
- *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are rounded separately.
+ *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are
+ *    rounded separately.
  *  - Since: 0.1, unless a line says otherwise. Nothing is frozen before 1.0.
  */
 #include <stddef.h>
@@ -348,7 +349,8 @@ enum dsopt_group_flags {
     /**
      * eps beside the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
      * lr sqrt(c2)/c1 m / (sqrt(v) + eps). That is the formula above with eps / sqrt(c2) for eps. Decay is the
-     * algorithm's own, so that of ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard mode only. Since: 0.2
+     * algorithm's own, so that of ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard
+     * mode only. Since: 0.2
      */
     DSOPT_GROUP_EPS_UNCORRECTED = 4,
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
@@ -396,8 +398,8 @@ typedef struct dsopt_group {
     double trust_threshold;
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
-    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer is there only with
-     * momentum. Since: 0.2 */
+    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer is there only
+     * with momentum. Since: 0.2 */
     double momentum;
     /** SGD with momentum: share of the gradient that the momentum leaves out after the first step, in [0, 1].
      * Since: 0.2 */

@@ -8,8 +8,8 @@
 
 namespace dsopt::cpu {
 
-/// Whether the sweep over a list asks for memory ahead of itself. Where a list does not fit the caches, an Intel Xeon is
-/// up to a fifth faster with it and an AMD EPYC up to a third slower. So the first steps try both in turns, and it
+/// Whether the sweep over a list asks for memory ahead of itself. Where a list does not fit the caches, an Intel Xeon
+/// is up to a fifth faster with it and an AMD EPYC up to a third slower. So the first steps try both in turns, and it
 /// stays on only if it was clearly faster each time: other work on the machine disturbs some of them.
 class AheadTrial final : public StepCache {
 public:

@@ -8,8 +8,8 @@
 
 namespace dsopt {
 
-/// What dsopt_optimizer_step was last called with. A call that repeats it needs no checks, and the tables of tensors and
-/// groups are those of the last step. Whatever changes the optimizer otherwise forgets it.
+/// What dsopt_optimizer_step was last called with. A call that repeats it needs no checks, and the tables of tensors
+/// and groups are those of the last step. Whatever changes the optimizer otherwise forgets it.
 class LastStep {
 public:
     bool is_repeated_by(const dsopt_step &step) const {

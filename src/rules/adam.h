@@ -15,8 +15,8 @@ DSOPT_HD void take_gradient(const Scalars &s, float g, float &m, float &v) {
     v = s.beta2 * v + (s.a2 * g) * g;
 }
 
-/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one root:
-/// the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
+/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one
+/// root: the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
 /// factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
 template <bool Decoupled> struct Adam {
     static constexpr int sweeps = 1;
