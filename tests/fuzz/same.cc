@@ -329,10 +329,10 @@ private:
                 must("export", dsopt_optimizer_export(optimizer_.get(), i, bytes.data(), bytes.size()));
             else if (size_t(i) < state_.size())
                 bytes = state_[size_t(i)].text();
-            // A row begins with scales.
-            const bool has_scales = info.name == std::string("exp_avg_bits");
+            // Between the bits there are scales, of which a NaN is any NaN.
+            const bool scales = std::strcmp(info.name, "exp_avg_bits") == 0;
             note(std::string(info.name) + " " + std::to_string(info.param), std::move(bytes),
-                 has_scales ? int32_t(DSOPT_DTYPE_F32) : info.tensor.dtype);
+                 scales ? int32_t(DSOPT_DTYPE_F32) : info.tensor.dtype);
         }
     }
 

@@ -43,7 +43,7 @@ onebit_run::Setting setting_of(int32_t algorithm, Stopper &stopper) {
 /// A step in which nothing goes wrong.
 struct Healthy {
     int64_t pieces; // of work that it asks for
-    int timeout_ms; // long, beside what it takes on this machine now, with as many others at the same time
+    int timeout_ms; // what four such steps take on this machine now, with as many others at the same time
 };
 Healthy healthy_step(int32_t algorithm) {
     const auto begin = Clock::now();
@@ -57,7 +57,7 @@ Healthy healthy_step(int32_t algorithm) {
     });
     const int64_t pieces = stoppers[0].pieces;
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-    return {pieces, int(std::clamp<int64_t>(5 * pieces * took, 2000, 20000))};
+    return {pieces, int(std::clamp<int64_t>(pieces * took, 1500, 10000))};
 }
 
 /// Rank 0 stops before a piece of work of its compressed step, and does something in place of going on.
