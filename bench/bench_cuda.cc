@@ -193,25 +193,14 @@ dsopt_context *make_context() {
     check(dsopt_context_create(&desc, &context));
     return context;
 }
-/// One of kRanks, to whom all send what it sends itself: scales and signs are those of real data.
-dsopt_comm *make_mirror(dsopt_context *context) {
-    DSOPT_NEW(dsopt_comm_table, table);
-    table.ranks = kRanks;
-    table.memory = DSOPT_MEMORY_BACKEND;
-    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-    table.all_to_all = table.all_gather = [](void *, const void *send, void *recv, int64_t bytes, void *stream) {
-        for (int rank = 0; rank < kRanks; ++rank)
-            check_cuda(cudaMemcpyAsync(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes),
-                                       cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
-        return 0;
-    };
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_KIND_TABLE;
-    desc.table = &table;
-    dsopt_comm *comm = nullptr;
-    check(dsopt_comm_create(context, &desc, &comm));
-    return comm;
+/// To one of kRanks all send what it sends itself: scales and signs are those of real data.
+int mirror(void *, const void *send, void *recv, int64_t bytes, void *stream) {
+    for (int rank = 0; rank < kRanks; ++rank)
+        check_cuda(cudaMemcpyAsync(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes),
+                                   cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+    return 0;
 }
+dsopt_comm *make_mirror(dsopt_context *context) { return bench::idle_comm(context, kRanks, mirror); }
 
 struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW, dtype = DSOPT_DTYPE_F32;

@@ -7,10 +7,10 @@ reaches, less where too little is in flight to hide the latency of memory; and t
 of finding its tensor. Then come what its last block does alone (sums of leaves, in 32 lanes by 8 warps) and the gap to the next
 kernel. `./dev gpu` prints measured times beside these, so what the model does not know shows.
 """
-import os
 import sys
 
-SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
+from lists import shapes
+
 LISTS = ["gpt2-124m", "bert-large", "resnet50", "vit-b-16", "10000x1000", "1x67108864"]
 LEAF = 4096
 WARPS, LANES, THREADS = 8, 32, 256
@@ -43,14 +43,6 @@ STEPS = {
     "OnebitAdam/bits": (25, ["small", "feed momentum", "small", "serve", "small", "finish bits", "small"], None),
     "OnebitLamb": (57, ["small", "feed momentum", "small", "serve", "small", "moments of 1-bit LAMB", "lamb weights", "small"], None)}
 GRAPH_GOAL = {"10000x1000": 90e-6}  # seconds of Fp32
-
-
-def shapes(name):
-    if "x" in name and name.replace("x", "").isdigit():
-        count, numel = name.split("x")
-        return [int(numel)] * int(count)
-    with open(os.path.join(SHAPES, name + ".csv"), encoding="utf-8") as file:
-        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
 
 
 def fold_seconds(leaves, machine):

@@ -23,20 +23,12 @@ try:
 except ImportError:
     sys.exit("peers.py needs PyTorch for its tensors: apt install python3-torch, or pip install torch")
 import dsopt  # noqa: E402
+from lists import shapes  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "15"))
-SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
 LISTS = ["1x67108864", "gpt2-124m", "bert-large", "resnet50", "10000x1000", "1x1048576", "1x65536", "148x4"]
 LR, DECAY = 1e-3, 0.01
 torch.set_num_threads(THREADS)
-
-
-def shapes(name):
-    if "x" in name and name.replace("x", "").isdigit():
-        count, numel = name.split("x")
-        return [int(numel)] * int(count)
-    with open(os.path.join(SHAPES, name + ".csv"), encoding="utf-8") as file:
-        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
 
 
 def dsopt_step(params):

@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+from lists import shapes
+
 try:
     import torch
 except ImportError as error:
@@ -17,15 +19,6 @@ except ImportError as error:
 
 STEPS = 10  # between two events, as in bench_cuda
 ROUNDS = int(os.environ.get("ROUNDS", "9"))
-SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
-
-
-def shapes(name):
-    if "x" in name and name.replace("x", "").isdigit():
-        count, numel = name.split("x")
-        return [int(numel)] * int(count)
-    with open(os.path.join(SHAPES, name + ".csv"), encoding="utf-8") as file:
-        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
 
 
 def milliseconds(step):

@@ -19,19 +19,11 @@ if len(sys.argv) < 2:
 os.environ["DSOPT_LIBRARY"] = sys.argv[1]
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bindings", "python"))
 import dsopt  # noqa: E402
+from lists import shapes  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 # Some builds take hyper-threads for none and start with half of them; the engine follows the same OpenMP setting.
 torch.set_num_threads(len(os.sched_getaffinity(0)))
-SHAPES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
-
-
-def shapes(name):
-    if "x" in name and name.replace("x", "").isdigit():
-        count, numel = name.split("x")
-        return [int(numel)] * int(count)
-    with open(os.path.join(SHAPES, name + ".csv")) as file:
-        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
 
 
 class Dsopt:

@@ -11,6 +11,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bench"))
 import gpu_model
+from lists import shapes
 
 # Rows of bench_cuda, bytes an element, PyTorch's counterpart, and the model's name of the step.
 ROWS = [("Fp32", 28, "fused", "Fp32"), ("Fp32/graph", 28, None, "Fp32"), ("Chunked", 28, "foreach", None),
@@ -67,7 +68,7 @@ def bench_tables(seen, machine):
         times, host, errors = read_bench(path)
         torch_text = text(seen, "torch.%s.json" % name)
         peers = json.loads(torch_text) if torch_text else {"version": "none", "ms": {}}
-        sizes = gpu_model.shapes(name)
+        sizes = shapes(name)
         lines += ["### %s" % name, "", "%d tensors, %d elements. PyTorch: %s." % (len(sizes), sum(sizes), peers["version"]), "",
                   "| step | ms | quartiles | copy ms | copy / step | predicted | GB/s | host µs | PyTorch ms | PyTorch / step |",
                   "|" + " --- |" * 10]

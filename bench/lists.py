@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of tensors for the benches: those of bench/shapes by name, and NxM for N tensors of M elements."""
+import os
+
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
+
+
+def shapes(name):
+    """Element counts."""
+    if "x" in name and name.replace("x", "").isdigit():
+        count, numel = name.split("x")
+        return [int(numel)] * int(count)
+    with open(os.path.join(FOLDER, name + ".csv"), encoding="utf-8") as file:
+        return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
