@@ -11,7 +11,7 @@ const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
     return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-/// By copies, each twice as long as the last one.
+/// By copies, each twice as long as the last one. The host waits for the first alone, which comes from its stack.
 void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
     const size_t total = size_t(tensor.numel) * sizeof value;
     float block[256];
@@ -21,7 +21,7 @@ void fill(const Device &device, const dsopt_tensor &tensor, float value, void *s
     size_t done = std::min(total, sizeof block);
     device.copy(tensor.data, block, done);
     for (; done < total; done += std::min(done, total - done))
-        device.copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done));
+        device.enqueue_copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
 }
 
 } // namespace
