@@ -144,8 +144,8 @@ public:
         }
         (void)cudaGetLastError(); // "not ready" is no error
         // What comes back must find a place: work may still use it.
-        blocks_.reserve(blocks_.size() + kept_.size() + ++taken_);
-        kept_.reserve(blocks_.capacity());
+        blocks_.reserve(++made_);
+        kept_.reserve(made_);
         return {allocate(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
     }
     void give_back(Block block, cudaStream_t stream) {
@@ -168,7 +168,7 @@ private:
     std::mutex mutex_;
     std::vector<Block> blocks_;
     std::vector<Memory> kept_;
-    size_t taken_ = 0; // at least as many as are with callers
+    size_t made_ = 0;
 };
 using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
 using ScratchPool = BlockPool<DeviceMemory, device_memory>;

@@ -1329,10 +1329,11 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 
 /**
- * Set the scale, set an override, or clear the override. Waits for the device.
- * @param[in] what   enum dsopt_scale.
- * @param[in] value  positive and finite in fp32; 0 to clear.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT.
+ * Set the scale, set an override, or clear the override. Waits for everything on the device, before and after.
+ * @param[in] what    enum dsopt_scale.
+ * @param[in] value   positive and finite in fp32; 0 to clear.
+ * @param[in] stream  ignored: the call is in order with every stream.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_BACKEND.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
 
