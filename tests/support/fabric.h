@@ -10,10 +10,10 @@ namespace test {
 class Fabric {
 public:
     virtual ~Fabric() = default;
-    /// What the next comm is made with. Called by one thread, while no rank joins.
-    virtual void renew() = 0;
+    /// The next comm is to be made, of so many ranks. Called by one thread, while no rank joins.
+    virtual void renew(int ranks) = 0;
     /// As dsopt_comm_create.
-    virtual dsopt_status join(int rank, int ranks, int timeout_ms, dsopt_context *context, dsopt_comm **comm) = 0;
+    virtual dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) = 0;
     virtual Context context(int) const { return make_context(1); }
     virtual Memory memory(int) const { return host_memory(); }
 };
@@ -29,14 +29,18 @@ public:
 
 class LocalFabric final : public Fabric {
 public:
-    void renew() override { id_ = new_id(); }
-    dsopt_status join(int rank, int ranks, int timeout_ms, dsopt_context *context, dsopt_comm **comm) override {
-        const dsopt_comm_desc desc = local_desc(id_, rank, ranks, timeout_ms);
+    void renew(int ranks) override {
+        id_ = new_id();
+        ranks_ = ranks;
+    }
+    dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) override {
+        const dsopt_comm_desc desc = local_desc(id_, rank, ranks_, timeout_ms);
         return dsopt_comm_create(context, &desc, comm);
     }
 
 private:
-    CommId id_ = new_id();
+    CommId id_{};
+    int ranks_ = 0;
 };
 
 } // namespace test

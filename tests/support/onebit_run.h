@@ -22,6 +22,7 @@ struct Setting {
     int64_t freeze_step = 4, calls = 16;
     bool averages = true;        // the engine does, in full steps
     double max_norm = 0;         // in compat mode there is none without a wrapper
+    int32_t flags = 0;           // of the optimizer, beside that
     dsopt_comm *model = nullptr; // with one, all parameters are sharded over its ranks
     std::function<void(int64_t call, dsopt_step &step)> change = {};
 };
@@ -56,7 +57,7 @@ public:
         memory_(std::move(memory)) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.compat = setting.compat;
-        desc.flags = setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0;
+        desc.flags = setting.flags | (setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0);
         desc.max_norm = setting.max_norm;
         desc.data = comm;
         desc.model = setting.model;
