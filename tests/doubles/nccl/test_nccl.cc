@@ -597,7 +597,7 @@ TEST(NoNccl, LibraryThatLacksFunctionsIsRefused) {
 
 int main(int argc, char **argv) {
     fakert::Config config = fakert::config_from_environment();
-    config.devices = 3;
+    config.devices = nccl_test::kDevices;
     config.mode = fakert::Mode::threads; // collectives wait inside a stream
     config.first_launch_waits = true;    // and a driver that loads a kernel would wait for them
     fakert::reset(config);
