@@ -207,6 +207,8 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     }
 }
 
+constexpr int kRanksAtOnce = 8; // whose bits a thread of serve_kernel asks for before it waits for any
+
 /// The own chunk: the mean of what all ranks sent, in rank order, and what is owed, to the kept sums and the bits of
 /// the result.
 __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const DeviceExchange x) {
@@ -227,14 +229,25 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
             constexpr int V = decltype(width)::value;
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
-            for (int rank = 0; rank < layout.ranks; ++rank) {
-                char *row = x.row(x.recv, rank);
-                const unsigned bits = unsigned(x.bits(row)[(server + i) / 8]) << (i % 8);
-                const float value = DeviceExchange::scales(row)[slot] * share;
+            for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
+                unsigned bits[kRanksAtOnce];
+                float values[kRanksAtOnce];
 #pragma unroll
-                for (int k = 0; k < V; ++k) {
-                    const float signed_value = (bits >> (7 - k)) & 1u ? value : -value;
-                    sum.at[k] = rank == 0 ? signed_value : sum.at[k] + signed_value;
+                for (int k = 0; k < kRanksAtOnce; ++k) {
+                    // Past the last rank the last one once more, so that no load waits for a branch.
+                    char *row = x.row(x.recv, first + k < layout.ranks ? first + k : layout.ranks - 1);
+                    bits[k] = x.bits(row)[(server + i) / 8];
+                    values[k] = DeviceExchange::scales(row)[slot];
+                }
+#pragma unroll
+                for (int r = 0; r < kRanksAtOnce; ++r) {
+                    if (first + r >= layout.ranks) break;
+                    const float value = values[r] * share;
+#pragma unroll
+                    for (int k = 0; k < V; ++k) {
+                        const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
+                        sum.at[k] = first + r == 0 ? signed_value : sum.at[k] + signed_value;
+                    }
                 }
             }
             const uint32_t active = active_from(x.own_active, segment.begin + begin + i);

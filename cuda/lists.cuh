@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kThreads, 3)
             const double sum = by.sum(parts.squares + list.first_leaf[i], leaves);
             if (by.lead) parts.sums[i] = sum;
             const int64_t *bad = parts.bad + list.first_leaf[i];
-            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
+            const int64_t here =
+                is_finite(sum) ? 0 : by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
             if (here != 0 && i < first) first = i;
             if (by.lead) nonfinite += here;
         });

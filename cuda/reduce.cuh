@@ -75,7 +75,9 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
         if (read) {
             squares = by.sum(plan.sums_a + job.first_leaf, leaves);
             const int64_t *bad = plan.bad + job.first_leaf;
-            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
+            // What is not finite shows in the squares, unless these are of something else.
+            const bool may = !is_finite(squares) || (plan.wrapper == Wrapper::fused && job.expert != 0);
+            const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
             if (here != 0) { // all lanes of a warp agree
                 const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
                 const int64_t found = int64_t(i) * 2 + (nans != 0);

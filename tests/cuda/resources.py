@@ -52,10 +52,11 @@ BUDGET = [
 ]
 # Where a device has its own registers and resident blocks.
 OTHERS = {("update_kernel", 120): (80, 3), ("update_kernel", 121): (80, 3)}
-# Kernels that add up values of a leaf, or what leaves left.
-SUMS = ["inspect_kernel", "fold_kernel", "update_kernel", "lamb_weights_kernel", "norm_kernel", "momentum_squares_kernel",
-        "feed_list_kernel", "pack_kernel", "serve_kernel", "row_scales_kernel", "result_scales_kernel",
-        "feed_kernelILNS.*4FeedE0E", "onebit_lamb_moments_kernel", "onebit_trust_kernel"]
+# Kernels that add up values of a leaf, or what leaves left: of the latter so many are under way to each lane, at least.
+SUMS = {"inspect_kernel": 16, "fold_kernel": 16, "update_kernel": 16, "lamb_weights_kernel": 16, "norm_kernel": 16,
+        "row_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
+        "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
+        "onebit_lamb_moments_kernel": 0}
 REGISTERS = 65536
 # Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
 MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
@@ -123,7 +124,8 @@ def loads_under_way(code):
 
 def addition_chains(code):
     """Of the loops without another one inside that add what they load in double: how many there are, the most dependent
-    additions of an iteration for each value that it loads, and whether other lanes are in such a chain."""
+    additions of an iteration for each value that it loads, and whether other lanes are in such a chain; and the most loads of global memory before an
+    addition in one of them."""
     lines = [(int(at, 16), line.strip()) for at, line in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
     loops = set()
     for at, line in lines:
@@ -132,9 +134,9 @@ def addition_chains(code):
             loops.add((int(jump.group(1), 16), at))
 
     def follow(body):
-        """Values loaded, chain of additions of loaded values, and whether lanes are in it."""
+        """Values loaded, chain of additions of loaded values, whether lanes are in it, loads before the first one."""
         source, depth = {}, {}  # by register
-        values, chain, crosses = 0, 0, False
+        values, chain, crosses, ahead = 0, 0, False, 0
         for line in body:
             words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
             opcode, names = words[0], re.findall(r"(?<![\w.])R\d+", words[1] if len(words) > 1 else "")
@@ -150,25 +152,28 @@ def addition_chains(code):
                 came = came | {"lanes"}
             elif re.match(r"D(ADD|FMA)\b", opcode):
                 before += "memory" in came
+                if "memory" in came and chain == 0:
+                    ahead = sum("LDG" in earlier for earlier in body[:body.index(line)])
                 chain = max(chain, before)
                 crosses = crosses or {"memory", "lanes"} <= came
                 came = set()
             wide = 4 if ".128" in opcode else 2 if opcode.startswith("D") or ".64" in opcode or "F64" in opcode else 1
             for name in ["R%d" % (int(to[1:]) + k) for k in range(wide)]:
                 source[name], depth[name] = came, before
-        return values, chain, crosses
+        return values, chain, crosses, ahead
 
-    found, worst, through_lanes = 0, 0, False
+    found, worst, through_lanes, most_ahead = 0, 0, False, 0
     for begin, end in loops:
         if any(other != (begin, end) and begin <= other[0] and other[1] <= end for other in loops):
             continue
         body = [line for at, line in lines if begin <= at <= end]
         if any("MUFU" in line for line in body):
             continue  # it divides
-        values, chain, crosses = follow(body)
+        values, chain, crosses, ahead = follow(body)
         if chain:
             found, worst, through_lanes = found + 1, max(worst, chain / values), through_lanes or crosses
-    return found, worst, through_lanes
+            most_ahead = max(most_ahead, ahead)
+    return found, worst, through_lanes, most_ahead
 
 
 def resident_blocks(arch, registers, shared):
@@ -220,11 +225,12 @@ def judge_machine_code(judge, arch, usage, code):
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
-    for kernel in SUMS:
+    for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
-            loops, chain, through_lanes = addition_chains(code.get(name, ""))
-            judge.say(loops > 0 and chain <= 1 and not through_lanes, "%s %-31s %2d loops that add, %.2f additions in a chain for a "
-                      "value%s" % (arch, kernel, loops, chain, ", through other lanes" if through_lanes else ""))
+            loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))
+            judge.say(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead, "%s %-31s %2d loops that add, %.2f "
+                      "additions in a chain for a value%s, %2d loads ahead" % (
+                          arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
 
 def main():
