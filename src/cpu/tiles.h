@@ -302,7 +302,9 @@ inline float largest_magnitude(const float *x, int64_t n, float so_far) {
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
 inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n);
+    // Over the gradients its lines are in the caches already.
+    const bool streaming = span.streaming && job.out != job.grad;
+    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n, streaming);
     if (job.zeroes) {
         const size_t size = dtype_size(job.grad_type);
         __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
