@@ -15,6 +15,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 
 using namespace dsopt;
 
@@ -54,22 +55,26 @@ template <class F> dsopt_status fence(F &&body) noexcept {
     }
 }
 
+/// What a call asks of an optimizer: groups and parameters alone, or also what follows from all of them.
+enum class Asks { groups, everything };
 /// For calls that change an optimizer.
-template <class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
+template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
         Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
         optimizer.context().check_process();
         const Exclusive alone(optimizer.in_use());
+        if (A == Asks::everything) optimizer.settle();
         body(optimizer);
     });
 }
 /// For readers, any number at once.
-template <class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) noexcept {
+template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
-        const Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
+        Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
         optimizer.context().check_process();
         const Shared with_others(optimizer.in_use());
-        body(optimizer);
+        if (A == Asks::everything) optimizer.settle();
+        body(std::as_const(optimizer));
     });
 }
 
@@ -319,22 +324,23 @@ dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **othe
 
 dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params,
                                        int64_t count) {
-    return with(opt, [&](Optimizer &optimizer) {
+    return with<Asks::groups>(opt, [&](Optimizer &optimizer) {
         optimizer.add_group(read_struct(not_null(group, "group"), "dsopt_group"), params, count);
     });
 }
 dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params, int64_t count) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
+    return with<Asks::groups>(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
 }
 
 dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.set(group, key, value); });
+    return with<Asks::groups>(opt, [&](Optimizer &optimizer) { optimizer.set(group, key, value); });
 }
 dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key, double *value) {
-    return with(opt, [&](const Optimizer &optimizer) { *not_null(value, "value") = optimizer.get(group, key); });
+    return with<Asks::groups>(
+        opt, [&](const Optimizer &optimizer) { *not_null(value, "value") = optimizer.get(group, key); });
 }
 dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params) {
-    return with(opt, [&](const Optimizer &optimizer) {
+    return with<Asks::groups>(opt, [&](const Optimizer &optimizer) {
         if (groups != nullptr) *groups = int64_t(optimizer.groups().size());
         if (params != nullptr) *params = int64_t(optimizer.params().size());
     });

@@ -83,7 +83,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
     const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
-        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || !onebit_ || is_onebit(other.algorithm);
+        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || family_ < 0 || is_onebit(other.algorithm);
     };
     for (size_t i = first; i < last; ++i) {
         if (!takes(groups_[i])) continue;
@@ -96,7 +96,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     }
     for (size_t i = first; i < last; ++i)
         if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
-    if (onebit_) onebit_->follow(groups_);
+    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups_); // which looks at every group
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {

@@ -13,29 +13,34 @@ ScheduleRules schedule_rules(const dsopt_group &group, bool compat) {
             group.max_local_interval, compat};
 }
 
+TrustRules trust_rules(const dsopt_group &group, bool compat) {
+    return {group.trust_beta, group.trust_threshold, group.trust_min_change, group.trust_max_change, compat};
+}
+
 } // namespace
 
+void check_family(const dsopt_group &first, const dsopt_group &other, bool compat) {
+    const ScheduleRules schedule = schedule_rules(other, compat), rules = schedule_rules(first, compat);
+    if (schedule.algorithm != rules.algorithm)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
+    if (schedule != rules)
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    "freeze_step and the intervals must be the same in all groups of the 1-bit family");
+    if (trust_rules(other, compat) != trust_rules(first, compat))
+        throw Error(DSOPT_ERR_ARGUMENT, "trust_beta, _threshold, _min_change and _max_change must be the same in "
+                                        "all groups of 1-bit LAMB");
+}
+
 void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
-    bool found = false;
+    const dsopt_group *first = nullptr;
     for (const dsopt_group &group : groups) {
         if (!is_onebit(group.algorithm)) continue;
-        const ScheduleRules schedule = schedule_rules(group, compat);
-        const TrustRules ratios{group.trust_beta, group.trust_threshold, group.trust_min_change, group.trust_max_change,
-                                compat};
-        if (!found) {
-            rules = schedule;
-            trust = ratios;
-            found = true;
-        }
-        if (schedule.algorithm != rules.algorithm)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "an optimizer has one algorithm of the 1-bit family, not two");
-        if (schedule != rules)
-            throw Error(DSOPT_ERR_ARGUMENT,
-                        "freeze_step and the intervals must be the same in all groups of the 1-bit family");
-        if (ratios != trust)
-            throw Error(DSOPT_ERR_ARGUMENT, "trust_beta, _threshold, _min_change and _max_change must be the same in "
-                                            "all groups of 1-bit LAMB");
+        if (first == nullptr) first = &group;
+        check_family(*first, group, compat);
     }
+    if (first == nullptr) return;
+    rules = schedule_rules(*first, compat);
+    trust = trust_rules(*first, compat);
 }
 
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
@@ -51,8 +56,6 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
         const bool goes = goes_into_exchanges(g);
-        if (!goes && compat && !is_onebit(g.algorithm))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
         mean.push_back(-1);
         if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;

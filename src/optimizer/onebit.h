@@ -44,6 +44,9 @@ inline bool goes_into_exchanges(const dsopt_group &group) {
     return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);
 }
 
+/// Throws what `other` may not be beside `first`, both of the family.
+void check_family(const dsopt_group &first, const dsopt_group &other, bool compat);
+
 /// In methods `state` is the optimizer's table, and `list` a list of all its tensors, its own or a caller's.
 class OneBit {
 public:

@@ -151,7 +151,7 @@ void Optimizer::add_param_state(size_t index) {
 }
 
 /// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
-void Optimizer::add_own_state(const OneBit *onebit, bool has_trust) {
+void Optimizer::add_own_state(const OneBit *onebit) {
     const auto count = int64_t(params_.size());
     const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, void *data = nullptr) {
         state_.add({kind, StateTable::kOptimizer, dtype, 0, numel, data});
@@ -161,22 +161,34 @@ void Optimizer::add_own_state(const OneBit *onebit, bool has_trust) {
         add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1, with_.scaler->scale());
         add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (has_trust) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
+    if (std::any_of(groups_.begin(), groups_.end(), has_trust)) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
     add(StateKind::step, DSOPT_DTYPE_I32, count);
+}
+
+/// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
+int64_t Optimizer::find_family(size_t first_new) const {
+    const bool compat = desc_.compat != DSOPT_COMPAT_NONE, joins = is_onebit(groups_.back().algorithm);
+    if (family_ < 0 && !joins) {
+        if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
+                        desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
+                                                               : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
+        return -1;
+    }
+    if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+    const int64_t family = family_ >= 0 ? family_ : int64_t(groups_.size()) - 1;
+    if (joins) check_family(groups_[size_t(family)], groups_.back(), compat);
+    for (size_t i = family_ >= 0 ? first_new : 0; compat && i < params_.size(); ++i)
+        if (!is_onebit(groups_[size_t(params_[i].group)].algorithm))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
+    return family;
 }
 
 /// The 1-bit family's share in the groups and parameters as they are now; NULL without one of its groups. `first_new`:
 /// of the parameters.
 std::unique_ptr<OneBit> Optimizer::make_onebit(size_t first_new) const {
-    if (!onebit_ && !is_onebit(groups_.back().algorithm)) {
-        if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
-                        desc_.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
-                                                               : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
-        return nullptr;
-    }
-    if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+    if (family_ < 0 && !is_onebit(groups_.back().algorithm)) return nullptr;
     auto onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
     const StateEntry *const schedule = state_.find(StateKind::schedule);
     if (schedule == nullptr || schedule->data == nullptr) return onebit;
@@ -214,19 +226,24 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
     const std::vector<StateEntry> own = state_.of_optimizer(); // these follow the parameters' and grow with them
+    const bool has_contents =
+        std::any_of(own.begin(), own.end(), [](const auto &e) { return e.data != nullptr && !e.of_scaler(); });
+    int64_t family = -1;
     std::vector<Memory> memory;
     std::unique_ptr<OneBit> onebit;
     Added added;
     try {
         if (group != nullptr) groups_.push_back(*group);
         append_params(given, count, group == nullptr, added);
-        onebit = make_onebit(old_params);
-        const bool trust = state_.find(StateKind::trust_ratio) != nullptr || has_trust(groups_.back());
+        family = find_family(old_params);
+        if (has_contents) onebit = make_onebit(old_params);
         state_.truncate(int64_t(old_params));
         for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
-        add_own_state(onebit.get(), trust);
-        memory = carry_state(own);
-        memory_.reserve(memory_.size() + memory.size());
+        if (has_contents) {
+            add_own_state(onebit.get());
+            memory = carry_state(own);
+            memory_.reserve(memory_.size() + memory.size());
+        }
     } catch (...) {
         state_.truncate(int64_t(old_params));
         for (const StateEntry &entry : own) state_.add(entry);
@@ -236,17 +253,33 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         trust_slots_ = old_slots;
         throw;
     }
+    family_ = family;
     onebit_ = std::move(onebit);
+    settled_.store(has_contents, std::memory_order_release);
     names_.merge(added.names);
     memory_map_.merge(added.memory);
-    // What the optimizer's own tensors had is not theirs any more.
-    mapped_ = std::all_of(own.begin(), own.end(), [](const auto &e) { return e.data == nullptr || e.of_scaler(); });
+    mapped_ = !has_contents; // what the optimizer's own tensors had is not theirs any more
     for (Memory &block : memory) memory_.push_back(std::move(block));
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();
     lists_compared_ = false;
     state_list_.clear();
+}
+
+void Optimizer::settle() {
+    if (settled_.load(std::memory_order_acquire)) return;
+    const std::lock_guard lock(settling_);
+    if (settled_.load(std::memory_order_relaxed)) return;
+    try {
+        std::unique_ptr<OneBit> onebit = make_onebit(params_.size());
+        add_own_state(onebit.get());
+        onebit_ = std::move(onebit);
+    } catch (...) {
+        state_.truncate(int64_t(params_.size()));
+        throw;
+    }
+    settled_.store(true, std::memory_order_release);
 }
 
 void Optimizer::restore(Restored restored) {

@@ -8,7 +8,9 @@
 #include "optimizer/onebit.h"
 #include "optimizer/scaler.h"
 #include "step/drive.h"
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -67,7 +69,7 @@ public:
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }
     const StateTable &state() const { return state_; }
-    /// NULL without a group of the 1-bit family.
+    /// NULL without a group of the 1-bit family, and before settle().
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
@@ -85,6 +87,10 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// To the groups that the parameters name.
     void add_params(const dsopt_param *params, int64_t count);
+    /// What depends on all groups together is made when a call first asks for it, not anew with each group. To be
+    /// called before everything but the two above, set(), get() and what only reads groups and parameters; any number
+    /// of threads at once.
+    void settle();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
     void bind_params(const dsopt_tensor *list, int64_t count);
@@ -120,9 +126,10 @@ private:
         MemoryMap memory; // its labels point to the names
     };
     void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
+    int64_t find_family(size_t first_new) const;
     std::unique_ptr<OneBit> make_onebit(size_t first_new) const;
     void add_param_state(size_t index);
-    void add_own_state(const OneBit *onebit, bool has_trust);
+    void add_own_state(const OneBit *onebit);
     std::vector<Memory> carry_state(const std::vector<StateEntry> &old);
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
     void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
@@ -138,6 +145,9 @@ private:
     std::shared_ptr<const Context> context_;
     dsopt_optimizer_desc desc_;
     std::vector<dsopt_group> groups_;
+    int64_t family_ = -1;             // the first group of the 1-bit family; -1: there is none
+    std::atomic<bool> settled_{true}; // else `onebit_` and the state tensors of the whole optimizer are not there
+    std::mutex settling_;
     Attachments with_;
     std::shared_ptr<void> scaler_token_; // says whether the scaler was detached since
     std::vector<Comm *> experts_;        // of with_, as a plan wants them

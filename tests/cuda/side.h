@@ -108,7 +108,6 @@ class Side {
 public:
     Side(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0,
          const Ranks *node_ranks = nullptr, int node_rank = 0) :
-        device_(device),
         setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
@@ -254,7 +253,6 @@ public:
     std::vector<int32_t> param_types;
 
 private:
-    bool device_;
     Setting setting_;
 };
 

@@ -5,7 +5,10 @@ namespace test {
 namespace {
 
 void *watched_new(size_t bytes, size_t alignment) {
-    if (NewWatch::counts() && NewWatch::failure.hits(NewWatch::calls++)) throw std::bad_alloc();
+    if (NewWatch::counts()) {
+        NewWatch::bytes += int64_t(bytes);
+        if (NewWatch::failure.hits(NewWatch::calls++)) throw std::bad_alloc();
+    }
     void *memory = alignment == 0 ? std::malloc(bytes == 0 ? 1 : bytes)
                                   : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
     if (memory == nullptr) throw std::bad_alloc();

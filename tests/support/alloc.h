@@ -18,10 +18,11 @@ struct Failure {
     bool hits(int64_t call) const { return at >= 0 && (lasting ? call >= at : call == at); }
 };
 
-/// What goes through operator new while `armed` in this thread; `live` counts everything that is not deleted yet.
+/// What goes through operator new while `armed` in this thread: calls, and bytes in all of them. `live` counts
+/// everything that is not deleted yet.
 struct NewWatch {
     static inline thread_local bool armed = false;
-    static inline std::atomic<int64_t> calls{0}, live{0};
+    static inline std::atomic<int64_t> calls{0}, bytes{0}, live{0};
     static inline Failure failure;
     static inline bool (*passed_over)() = nullptr; // says whose calls do not count, if anybody's
     static bool counts() { return armed && (passed_over == nullptr || !passed_over()); }

@@ -60,6 +60,8 @@ void store(void *to, int32_t dtype, float value);
 /// Whether a sanitizer watches. Repetitions of one path cost ten times as much there, and tell no more.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+inline constexpr bool kSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
 #else
 inline constexpr bool kSanitized = false;
 #endif

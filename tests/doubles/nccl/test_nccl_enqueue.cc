@@ -67,7 +67,7 @@ public:
 
     void fill(int64_t call) {
         for (size_t t = 0; t < grads_.size(); ++t) {
-            std::vector<float> values(size_t(kSizes[t]));
+            std::vector<float> values(static_cast<size_t>(kSizes[t]));
             for (size_t i = 0; i < values.size(); ++i) values[i] = float((i * 7 + size_t(call + rank_) * 5) % 23) - 11;
             if (call == 3 && rank_ == 1 && t == 0) values.back() = INFINITY;
             if (call == 5 && rank_ == 0 && t == 3) values.front() = NAN;

@@ -1,124 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every system call of a save and of a load fails in turn, once or from then on. The call ends in a status or succeeds;
-// the old file or the new one is there and loads; nothing else is left; and the same call succeeds afterwards. The
-// functions here stand before those of the C library, for the shared library too.
+// the old file or the new one is there and loads; nothing else is left; and the same call succeeds afterwards.
 #include "support/harness.h"
+#include "support/system_calls.h"
 #include <cerrno>
-#include <cstdarg>
-#include <dlfcn.h>
-#include <fcntl.h>
 #include <filesystem>
 #include <set>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-namespace {
-
-/// The calls of this thread while a save or a load is under way.
-struct Faults {
-    static inline thread_local bool armed = false;
-    static inline thread_local int calls = 0, at = -1, error = 0;
-    static inline thread_local bool lasting = false;
-    static inline thread_local const char *failed = nullptr; // the name of the first one that failed
-    static bool hit(const char *name) {
-        if (!armed) return false;
-        const int call = calls++;
-        if (at < 0 || (lasting ? call < at : call != at)) return false;
-        if (failed == nullptr) failed = name;
-        errno = error;
-        return true;
-    }
-};
-template <class F> F next(const char *name) { return reinterpret_cast<F>(::dlsym(RTLD_NEXT, name)); }
-mode_t mode_of(int flags, va_list list) { return flags & (O_CREAT | O_TMPFILE) ? mode_t(va_arg(list, int)) : 0; }
-
-} // namespace
-
-// The library is compiled with 64-bit offsets, so these are the names that it calls.
-extern "C" {
-int open64(const char *path, int flags, ...) {
-    static const auto real = next<int (*)(const char *, int, ...)>("open64");
-    va_list list;
-    va_start(list, flags);
-    const mode_t mode = mode_of(flags, list);
-    va_end(list);
-    return Faults::hit("open") ? -1 : real(path, flags, mode);
-}
-int openat64(int folder, const char *path, int flags, ...) {
-    static const auto real = next<int (*)(int, const char *, int, ...)>("openat64");
-    va_list list;
-    va_start(list, flags);
-    const mode_t mode = mode_of(flags, list);
-    va_end(list);
-    return Faults::hit("openat") ? -1 : real(folder, path, flags, mode);
-}
-int stat64(const char *path, struct stat64 *now) noexcept {
-    static const auto real = next<int (*)(const char *, struct stat64 *)>("stat64");
-    return Faults::hit("stat") ? -1 : real(path, now);
-}
-int fstat64(int file, struct stat64 *now) noexcept {
-    static const auto real = next<int (*)(int, struct stat64 *)>("fstat64");
-    return Faults::hit("fstat") ? -1 : real(file, now);
-}
-int fstatat64(int folder, const char *path, struct stat64 *now, int flags) noexcept {
-    static const auto real = next<int (*)(int, const char *, struct stat64 *, int)>("fstatat64");
-    return Faults::hit("fstatat") ? -1 : real(folder, path, now, flags);
-}
-ssize_t readlinkat(int folder, const char *path, char *text, size_t bytes) noexcept {
-    static const auto real = next<ssize_t (*)(int, const char *, char *, size_t)>("readlinkat");
-    return Faults::hit("readlinkat") ? -1 : real(folder, path, text, bytes);
-}
-int fallocate64(int file, int mode, off64_t offset, off64_t bytes) {
-    static const auto real = next<int (*)(int, int, off64_t, off64_t)>("fallocate64");
-    return Faults::hit("fallocate") ? -1 : real(file, mode, offset, bytes);
-}
-ssize_t write(int file, const void *data, size_t bytes) {
-    static const auto real = next<ssize_t (*)(int, const void *, size_t)>("write");
-    return Faults::hit("write") ? -1 : real(file, data, bytes);
-}
-ssize_t pread64(int file, void *data, size_t bytes, off64_t offset) {
-    static const auto real = next<ssize_t (*)(int, void *, size_t, off64_t)>("pread64");
-    return Faults::hit("pread") ? -1 : real(file, data, bytes, offset);
-}
-int fchmod(int file, mode_t mode) noexcept {
-    static const auto real = next<int (*)(int, mode_t)>("fchmod");
-    return Faults::hit("fchmod") ? -1 : real(file, mode);
-}
-int fsync(int file) {
-    static const auto real = next<int (*)(int)>("fsync");
-    return Faults::hit("fsync") ? -1 : real(file);
-}
-int flock(int file, int what) noexcept {
-    static const auto real = next<int (*)(int, int)>("flock");
-    return Faults::hit("flock") ? -1 : real(file, what);
-}
-int renameat(int from_folder, const char *from, int to_folder, const char *to) noexcept {
-    static const auto real = next<int (*)(int, const char *, int, const char *)>("renameat");
-    return Faults::hit("renameat") ? -1 : real(from_folder, from, to_folder, to);
-}
-int unlinkat(int folder, const char *path, int flags) noexcept {
-    static const auto real = next<int (*)(int, const char *, int)>("unlinkat");
-    return Faults::hit("unlinkat") ? -1 : real(folder, path, flags);
-}
-}
 
 using namespace test;
 
 namespace {
-
-/// `at` -1: none fails, and they are counted.
-template <class F> dsopt_status with_fault(int at, bool lasting, int error, const F &call) {
-    Faults::calls = 0;
-    Faults::at = at;
-    Faults::lasting = lasting;
-    Faults::error = error;
-    Faults::failed = nullptr;
-    Faults::armed = true;
-    const dsopt_status status = call();
-    Faults::armed = false;
-    return status;
-}
 
 Trainer make_trainer() {
     return {shapes_of({3000, 0, 33}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW)};

@@ -106,14 +106,8 @@ TEST(AllReduce, LargeAndSmallTensorsInAnyOrder) {
     EXPECT_EQ(expect_right({{5}, {kAlone + 3}, {7, DSOPT_DTYPE_F16}, {kAlone}, {0}, {9}}, 3, DSOPT_OP_MEAN), 3);
 }
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kSlow = true;
-#else
-constexpr bool kSlow = false;
-#endif
-
 TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
-    if (kSlow) GTEST_SKIP() << "large lists";
+    if (kSanitized) GTEST_SKIP() << "large lists";
     const size_t part = kBucket / 16 - 1; // fp32, just too small to go alone
     for (const int extra : {-1, 0, 1}) {
         Entries entries(16, Entry{part});
@@ -123,7 +117,7 @@ TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
 }
 
 TEST(AllReduce, A16BitTensorThatIsLargerThanTheBucketGoesInPieces) {
-    if (kSlow) GTEST_SKIP() << "large lists";
+    if (kSanitized) GTEST_SKIP() << "large lists";
     EXPECT_EQ(expect_right({{3}, {kBucket + 5, DSOPT_DTYPE_F16}, {2, DSOPT_DTYPE_BF16}}, 2, DSOPT_OP_MEAN), 2);
 }
 

@@ -330,7 +330,8 @@ struct Plan {
 class OutOfMemory : public testing::TestWithParam<Plan> {};
 
 TEST_P(OutOfMemory, AtAnyAllocationEndsInTheSameBits) {
-    const auto [name, scenario, hooks, lasting] = GetParam();
+    const Scenario scenario = GetParam().scenario;
+    const bool hooks = GetParam().hooks, lasting = GetParam().lasting;
     const auto tape = std::make_unique<Tape>(), saved = std::make_unique<Tape>();
     { // what `resume` reads, with the two groups that it has
         Trainer two({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}}, optimizer_desc());

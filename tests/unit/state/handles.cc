@@ -4,6 +4,7 @@
 #include "support/onebit.h"
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 
 using namespace test;
 
@@ -304,6 +305,24 @@ TEST(FreezeStep, SaysThatAGroupHasNone) {
     EXPECT_EQ(value, 5);
     EXPECT_TRUE(refused(dsopt_optimizer_get(plain.opt(), 0, DSOPT_KEY_FREEZE_STEP, &value), DSOPT_ERR_UNSUPPORTED));
     EXPECT_EQ(value, 5);
+}
+
+TEST(Readers, MayAskAtOnceForWhatGroupsThatWereJustAddedCameTo) {
+    const Context ctx = make_context();
+    const Optimizer opt = new_optimizer(ctx, optimizer_desc());
+    const dsopt_group group = group_of(DSOPT_ALGORITHM_ONEBIT_LAMB);
+    for (int64_t round = 1; round <= 20; ++round) {
+        const dsopt_param param = param_of({nullptr, 5, DSOPT_DTYPE_F32, 0});
+        must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+        std::vector<std::thread> readers;
+        for (int i = 0; i < 4; ++i)
+            readers.emplace_back([&] {
+                int64_t count = 0;
+                EXPECT_OK(dsopt_optimizer_state_count(opt.get(), &count));
+                EXPECT_EQ(count, 3 * round + 6);
+            });
+        for (std::thread &reader : readers) reader.join();
+    }
 }
 
 } // namespace

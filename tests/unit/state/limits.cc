@@ -284,12 +284,17 @@ template <class F> double seconds_of(int runs, const F &body) {
 TEST(ManyTensors, GroupsAreAddedInLinearTime) {
     const Context context = make_context();
     std::vector<float> memory(100000);
-    for (const bool bound : {false, true}) {
+    struct {
+        int32_t algorithm;
+        bool bound;
+    } const kinds[] = {
+        {DSOPT_ALGORITHM_ADAMW, false}, {DSOPT_ALGORITHM_ADAMW, true}, {DSOPT_ALGORITHM_ONEBIT_LAMB, true}};
+    for (const auto &kind : kinds) {
         const auto add = [&](int64_t count) {
             const Optimizer opt = make_optimizer(context);
-            const dsopt_group group = group_of(DSOPT_ALGORITHM_ADAMW);
+            const dsopt_group group = group_of(kind.algorithm);
             for (int64_t i = 0; i < count; ++i) {
-                const dsopt_param param = param_of({bound ? &memory[size_t(i)] : nullptr, 1, DSOPT_DTYPE_F32, 0});
+                const dsopt_param param = param_of({kind.bound ? &memory[size_t(i)] : nullptr, 1, DSOPT_DTYPE_F32, 0});
                 must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
             }
         };

@@ -244,14 +244,14 @@ TEST_P(StepMasters, MasterIsTheFp32WeightOfTheSameTraining) {
 
 TEST_P(StepMasters, WithoutMasterTheNewWeightIsRoundedAtEachStep) {
     const auto [algorithm, param, grad] = GetParam();
-    const Trainer trainer(shapes_of({3000}, param, grad), make_group(algorithm),
-                          optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
+    const dsopt_group group = make_group(algorithm);
+    const Trainer trainer(shapes_of({3000}, param, grad), group, optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
     EXPECT_EQ(state_count(trainer.opt()), algorithm == DSOPT_ALGORITHM_LAMB ? 4 : 3);
     for (int64_t t = 1; t <= 4; ++t) {
         trainer.model.make_gradients(uint64_t(t));
         const ReferenceStep wanted = [&] {
             const auto m = exported(trainer.opt(), 0, "exp_avg"), v = exported(trainer.opt(), 0, "exp_avg_sq");
-            return reference_step(make_group(algorithm), {doubles(trainer.model.params[0]), doubles(m), doubles(v)},
+            return reference_step(group, {doubles(trainer.model.params[0]), doubles(m), doubles(v)},
                                   doubles(trainer.model.grads[0]), t);
         }();
         must(trainer.step(trainer.arguments()));

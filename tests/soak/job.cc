@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "job.h"
+#include <cstdio>
+#include <filesystem>
+
+namespace soak {
+namespace {
+
+int fail(int rank, const char *what) {
+    std::fprintf(stderr, "rank %d: %s; last error: %s\n", rank, what, dsopt_last_error());
+    return kFailed;
+}
+
+/// A comm is lost: so it stays, and what this rank has can be saved all the same.
+int lose(Learner &learner, const Job &job, int rank, dsopt_status status) {
+    if (status != DSOPT_ERR_TIMEOUT && status != DSOPT_ERR_ABORTED) return fail(rank, "another status of a lost comm");
+    if (learner.step() != status) return fail(rank, "a second status of a lost comm");
+    if (learner.save(file_of(job.folder, "lost", rank, job.ranks)) != DSOPT_OK) return fail(rank, "no save when lost");
+    return kLost;
+}
+
+test::Comm make_comm(const test::Context &context, SharedEnd &end, int ranks) {
+    if (ranks == 1) return {};
+    const dsopt_comm_table table = end.table();
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    return test::make_comm(context, desc);
+}
+
+int live(Board &board, const Job &job, int rank) {
+    Member member(board, job, rank);
+    Learner &learner = member.learner;
+    if (!job.files.empty()) {
+        const std::vector<std::string> own = {job.files[size_t(rank) % job.files.size()]};
+        if (learner.load(job.own_file ? own : job.files) != DSOPT_OK) return fail(rank, "no load");
+    }
+    Board::Rank &mine = board.ranks[rank];
+    const auto save = [&](const std::string &file) {
+        mine.saving = 1;
+        const dsopt_status status = learner.save(file);
+        mine.saving = 0;
+        mine.saves += status == DSOPT_OK;
+        return status == DSOPT_OK;
+    };
+    while (learner.steps() < job.course.steps) {
+        if (rank == job.plan.victim && learner.steps() >= job.plan.step) {
+            if (job.plan.event == Event::leave) return kLeft;
+            if (job.plan.event == Event::abort) dsopt_comm_abort(member.comm.get());
+        }
+        const dsopt_status status = learner.step();
+        if (status != DSOPT_OK) return lose(learner, job, rank, status);
+        const int64_t step = learner.steps();
+        mine.step = step;
+        if (!save(file_of(job.folder, "latest", rank, job.ranks))) return fail(rank, "no save");
+        if (step % kSaveEvery != 0 && step != job.course.steps) continue;
+        if (rank == 0) board.losses[step] = learner.loss();
+        const std::string set = set_folder(job.folder, step);
+        std::filesystem::create_directories(set);
+        if (!save(file_of(set, "rank", rank, job.ranks))) return fail(rank, "no save");
+        mine.saved = step;
+    }
+    return kDone;
+}
+
+} // namespace
+
+Member::Member(Board &board, const Job &job, int rank) :
+    end(board.comm, rank, job.ranks, std::chrono::milliseconds(job.timeout_ms)),
+    comm(make_comm(context, end, job.ranks)),
+    learner(context, comm, rank, job.course) {}
+
+std::string file_of(const std::string &folder, const std::string &kind, int rank, int ranks) {
+    return folder + "/" + kind + "-" + std::to_string(rank) + "-of-" + std::to_string(ranks);
+}
+std::string set_folder(const std::string &folder, int64_t step) { return folder + "/step-" + std::to_string(step); }
+
+int run_rank(Board &board, const Job &job, int rank) noexcept {
+    try {
+        return live(board, job, rank);
+    } catch (const std::exception &e) { return fail(rank, e.what()); }
+}
+
+} // namespace soak

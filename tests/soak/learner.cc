@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "learner.h"
+#include "support/numbers.h"
+
+namespace soak {
+namespace {
+
+constexpr size_t kSizes[] = {700, 1, 33, 0, 4100};
+constexpr float kNoise = 0.3f;
+
+double rate(int32_t algorithm) { return algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? 0.1 : 0.03; }
+
+std::vector<dsopt_tensor> list_of(std::vector<std::vector<float>> &arrays) {
+    std::vector<dsopt_tensor> list;
+    for (std::vector<float> &array : arrays)
+        list.push_back({array.empty() ? nullptr : array.data(), int64_t(array.size()), DSOPT_DTYPE_F32, 0});
+    return list;
+}
+
+} // namespace
+
+Learner::Learner(const test::Context &context, const test::Comm &comm, int rank, const Course &course) :
+    course_(course),
+    rank_(rank),
+    comm_(comm.get()) {
+    test::Random random(course.seed);
+    for (const size_t n : kSizes) {
+        weights_.emplace_back(n, 0.25f);
+        grads_.emplace_back(n);
+        goals_.push_back(random.floats(n));
+    }
+    const bool family = course.algorithm != DSOPT_ALGORITHM_ADAMW;
+    opt_ =
+        test::make_optimizer(context, test::desc_with(comm, DSOPT_COMPAT_NONE, family ? DSOPT_OPTIMIZER_AVERAGES : 0));
+    dsopt_group group = test::make_group(course.algorithm, 0);
+    group.lr = rate(course.algorithm);
+    if (family) group.freeze_step = course.steps / 5;
+    if (course.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
+        group.var_interval_steps = 4;
+        group.local_interval_steps = course.steps / 3;
+        group.max_local_interval = 4;
+    }
+    std::vector<dsopt_param> params;
+    for (const dsopt_tensor &tensor : list_of(weights_)) params.push_back(test::param_of(tensor));
+    test::must(dsopt_optimizer_add_group(opt(), &group, params.data(), int64_t(params.size())));
+}
+
+dsopt_status Learner::step() {
+    const int64_t now = steps();
+    const double share = double(now) / double(course_.steps); // the rate falls in the second half, to nothing
+    const double lr = rate(course_.algorithm) * std::min(1.0, 2 - 2 * share);
+    test::must(dsopt_optimizer_set(opt(), 0, DSOPT_KEY_LR, std::max(lr, 0.0)));
+    test::Random random((course_.seed * 1000003 + uint64_t(now)) * 31 + uint64_t(rank_));
+    for (size_t t = 0; t < grads_.size(); ++t) {
+        const std::vector<float> noise = random.floats(grads_[t].size(), -kNoise, kNoise);
+        for (size_t i = 0; i < noise.size(); ++i) grads_[t][i] = weights_[t][i] - goals_[t][i] + noise[i];
+    }
+    const std::vector<dsopt_tensor> list = list_of(grads_);
+    if (comm_ != nullptr && course_.algorithm == DSOPT_ALGORITHM_ADAMW) { // the family's averages are the engine's
+        const dsopt_status status =
+            dsopt_comm_all_reduce(comm_, list.data(), int64_t(list.size()), DSOPT_OP_MEAN, nullptr);
+        if (status != DSOPT_OK) return status;
+    }
+    DSOPT_NEW(dsopt_step, step);
+    step.grads = list.data();
+    step.count = int64_t(list.size());
+    return dsopt_optimizer_step(opt(), &step);
+}
+
+dsopt_status Learner::save(const std::string &path) {
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = DSOPT_IO_PARAMS;
+    return dsopt_optimizer_save(opt(), path.c_str(), &io);
+}
+dsopt_status Learner::load(const std::vector<std::string> &files, uint32_t flags) {
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = int32_t(DSOPT_IO_PARAMS | flags);
+    if (files.size() == 1) return dsopt_optimizer_load(opt(), files[0].c_str(), &io);
+    std::vector<const char *> paths;
+    for (const std::string &file : files) paths.push_back(file.c_str());
+    io.files = int32_t(paths.size());
+    io.paths = paths.data();
+    return dsopt_optimizer_load(opt(), nullptr, &io);
+}
+int64_t Learner::steps() const {
+    double calls = 0;
+    test::must(dsopt_optimizer_get(opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, &calls));
+    return int64_t(calls);
+}
+double Learner::loss() const {
+    double sum = 0, count = 0;
+    for (size_t t = 0; t < weights_.size(); ++t)
+        for (size_t i = 0; i < weights_[t].size(); ++i, ++count) {
+            const double off = double(weights_[t][i]) - double(goals_[t][i]);
+            sum += off * off;
+        }
+    return sum / count;
+}
+
+} // namespace soak

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank that learns fixed numbers from noisy gradients, so that there is a loss which has to fall.
+#pragma once
+#include "support/handles.h"
+#include <string>
+#include <vector>
+
+namespace soak {
+
+/// What is trained. Everything follows from it and from the step, not from who computes it.
+struct Course {
+    int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
+    int64_t steps = 200;
+    uint64_t seed = 1;
+};
+
+class Learner {
+public:
+    /// `comm` NULL: alone.
+    Learner(const test::Context &context, const test::Comm &comm, int rank, const Course &course);
+    Learner(const Learner &) = delete;
+    Learner &operator=(const Learner &) = delete;
+
+    dsopt_optimizer *opt() const { return opt_.get(); }
+    [[nodiscard]] dsopt_status step();
+    /// With the parameters.
+    [[nodiscard]] dsopt_status save(const std::string &path);
+    /// `flags` beside DSOPT_IO_PARAMS. Several files: of all ranks that saved.
+    [[nodiscard]] dsopt_status load(const std::vector<std::string> &files, uint32_t flags = 0);
+    int64_t steps() const; ///< that were taken, in this process or before
+    double loss() const;   ///< mean square of what is to be learned, without noise
+
+private:
+    Course course_;
+    int rank_;
+    dsopt_comm *comm_;
+    std::vector<std::vector<float>> weights_, grads_, goals_;
+    test::Optimizer opt_;
+};
+
+} // namespace soak

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+// Trainings of four ranks, each a process, that are killed, stopped and aborted at random and go on from their files,
+// often with another number of ranks.
+//
+//     soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER
+//
+// It ends behind N seconds and N trainings, one each if nothing is said. Held to: every file that is found can be read,
+// also while it is being replaced; what was saved is not lost; the loss behind a restart is the one that was saved, and it
+// falls; ranks that lose another one end, with a status. Exits with 1 at the first that is not so, and leaves the files.
+#include "job.h"
+#include "support/numbers.h"
+#include <cerrno>
+#include <cinttypes>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace soak {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kHang = std::chrono::seconds(240); // longer than any rank takes on a slow machine
+
+struct Totals {
+    int64_t jobs, kills, kills_in_saves, stops, aborts, leaves, timeouts, restarts, resharded, saves, reads, steps;
+} totals{};
+
+[[noreturn]] void fail(const std::string &what) {
+    std::printf("FAILED: %s\n", what.c_str());
+    std::exit(1);
+}
+
+/// The files of one training, seen by somebody who is alone.
+class Reader {
+public:
+    Reader(Board &board, std::string folder, const Course &course) :
+        board_(board),
+        folder_(std::move(folder)),
+        course_(course) {}
+
+    /// As the rank that saved it: all of it.
+    void read(const std::string &file) {
+        if (!fs::exists(file)) return;
+        int rank = 0, ranks = 0;
+        const size_t slash = file.rfind('/');
+        if (std::sscanf(file.c_str() + slash + 1, "%*[a-z]-%d-of-%d", &rank, &ranks) != 2)
+            fail("what is " + file + "?");
+        Job job;
+        job.course = course_;
+        job.ranks = ranks;
+        Member member(board_, job, rank);
+        if (member.learner.load({file}) != DSOPT_OK) fail(file + " is unreadable: " + dsopt_last_error());
+        ++totals.reads;
+    }
+    void read_all() {
+        for (const fs::directory_entry &entry : fs::recursive_directory_iterator(folder_))
+            if (entry.is_regular_file() && !entry.path().filename().string().starts_with(".dsopt-")) read(entry.path());
+    }
+
+    struct Set {
+        int64_t step = 0;
+        std::vector<std::string> files; // none: nothing was saved yet
+        bool any_count = true;          // of ranks can go on from it
+        double loss = 0;                // where any_count is true
+    };
+    /// The newest one that is complete. The others are removed, except for the one before it.
+    Set newest(int ranks) {
+        Set found;
+        int64_t before = 0;
+        std::vector<int64_t> steps;
+        for (int64_t step = 1; step <= course_.steps; ++step)
+            if (fs::exists(set_folder(folder_, step))) steps.push_back(step);
+        for (const int64_t step : steps)
+            for (int count = 1; count <= kMostRanks; ++count) {
+                std::vector<std::string> files;
+                for (int rank = 0; rank < count; ++rank)
+                    files.push_back(file_of(set_folder(folder_, step), "rank", rank, count));
+                bool whole = true;
+                for (const std::string &file : files) whole = whole && fs::exists(file);
+                if (!whole || (count != ranks && found.step == step)) continue; // of two counts, that of the last job
+                before = found.step == step ? before : found.step;
+                found.step = step;
+                found.files = files;
+            }
+        for (const int64_t step : steps)
+            if (step != found.step && step != before) fs::remove_all(set_folder(folder_, step));
+        if (found.files.empty()) return found;
+        Learner learner(context_, {}, 0, course_);
+        const dsopt_status status = learner.load(found.files);
+        // 0/1 Adam between two exchanges: its ranks have no common parameters.
+        found.any_count = status == DSOPT_OK;
+        if (status != DSOPT_OK && (status != DSOPT_ERR_MISMATCH || course_.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM))
+            fail(found.files[0] + " and the others do not load: " + dsopt_last_error());
+        if (found.any_count && learner.steps() != found.step) fail(found.files[0] + " is of another step");
+        found.loss = learner.loss();
+        return found;
+    }
+
+private:
+    Board &board_; // of a job that has ended, or of one whose comm is left alone
+    std::string folder_;
+    Course course_;
+    test::Context context_ = test::make_context();
+};
+
+Plan random_plan(test::Random &random, const Course &course, int64_t begin, int ranks) {
+    Plan plan;
+    const int dice = random.below(20);
+    plan.event = dice < 9    ? Event::kill
+                 : dice < 13 ? Event::kill_all
+                 : dice < 14 ? Event::stop
+                 : dice < 17 ? Event::abort
+                 : dice < 18 ? Event::leave
+                             : Event::none;
+    if (ranks == 1 && plan.event != Event::none) plan.event = Event::kill;
+    plan.victim = random.below(ranks);
+    plan.step = begin + random.below(int(course.steps / 8) + 1);
+    plan.in_save = random.below(2) == 0;
+    plan.delay_us = random.below(3000);
+    plan.others_told = random.below(4) != 0;
+    return plan;
+}
+
+void check_exit(int rank, int status, const Plan &plan) {
+    const std::string who = "rank " + std::to_string(rank);
+    if (WIFSIGNALED(status)) {
+        if (WTERMSIG(status) != SIGKILL) fail(who + " ended by signal " + std::to_string(WTERMSIG(status)));
+        if (plan.event != Event::kill && plan.event != Event::kill_all) fail(who + " was killed by somebody else");
+        return;
+    }
+    switch (WEXITSTATUS(status)) {
+    case kDone:
+    case kLeft: return;
+    case kLost: totals.timeouts += plan.event == Event::none; return; // a machine that is too slow
+    default: fail(who + " failed");
+    }
+}
+
+/// Runs the job to its end and makes what is planned happen.
+void run_job(Board &board, const Job &job, Reader &reader, test::Random &random) {
+    board.comm.aborted = board.comm.arrived = board.comm.round = 0;
+    for (Board::Rank &rank : board.ranks) rank.step = rank.saved = rank.saves = rank.saving = 0;
+    std::fflush(stdout);
+    std::vector<pid_t> children;
+    for (int rank = 0; rank < job.ranks; ++rank) {
+        const pid_t child = ::fork();
+        if (child < 0) fail(std::string("fork: ") + std::strerror(errno));
+        if (child == 0) ::_exit(run_rank(board, job, rank));
+        children.push_back(child);
+    }
+    ++totals.jobs;
+    const Plan &plan = job.plan;
+    bool done = false;                 // what is planned
+    test::Random reads(random.next()); // how many depends on the machine, and the plans should not
+    size_t left = children.size();
+    const auto end = Clock::now() + kHang;
+    while (left > 0) {
+        ::usleep(100);
+        for (size_t rank = 0; rank < children.size(); ++rank) {
+            int status = 0;
+            if (children[rank] == 0 || ::waitpid(children[rank], &status, WNOHANG) != children[rank]) continue;
+            children[rank] = 0;
+            --left;
+            check_exit(int(rank), status, plan);
+            totals.leaves += WIFEXITED(status) && WEXITSTATUS(status) == kLeft;
+            const bool whole = WIFEXITED(status) && WEXITSTATUS(status) == kDone;
+            if (!whole && plan.others_told && plan.event != Event::stop) board.comm.aborted = 1;
+        }
+        const pid_t victim = children[size_t(plan.victim)];
+        Board::Rank &its = board.ranks[plan.victim];
+        const bool kills = plan.event == Event::kill || plan.event == Event::kill_all;
+        if (!done && victim != 0 && its.step >= plan.step && (kills || plan.event == Event::stop)) {
+            while (kills && plan.in_save && its.saving == 0 && ::waitpid(victim, nullptr, WNOHANG | WNOWAIT) == 0) {}
+            ::usleep(useconds_t(plan.delay_us));
+            totals.kills_in_saves += kills && its.saving == 1;
+            done = true;
+            if (plan.event == Event::stop) {
+                ::kill(victim, SIGSTOP);
+                ++totals.stops;
+            } else {
+                for (size_t rank = 0; rank < children.size(); ++rank)
+                    if (children[rank] != 0 && (int(rank) == plan.victim || plan.event == Event::kill_all)) {
+                        ::kill(children[rank], SIGKILL);
+                        ++totals.kills;
+                    }
+            }
+        }
+        if (plan.event == Event::stop && done && left == 1 && victim != 0) ::kill(victim, SIGCONT);
+        if (reads.below(64) == 0) reader.read(file_of(job.folder, "latest", reads.below(job.ranks), job.ranks));
+        if (Clock::now() > end) {
+            for (const pid_t child : children)
+                if (child != 0) ::kill(child, SIGKILL);
+            fail("a rank hangs");
+        }
+    }
+    totals.aborts += plan.event == Event::abort;
+    for (const Board::Rank &rank : board.ranks) totals.saves += rank.saves;
+}
+
+/// From nothing to the last step.
+void train(const Course &course, const std::string &folder, test::Random &random) {
+    fs::create_directories(folder);
+    void *const memory = ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) fail("mmap");
+    Board &board = *static_cast<Board *>(memory);
+    Reader reader(board, folder, course);
+    const double first = Learner(test::make_context(), {}, 0, course).loss();
+    double lowest = first, last = first;
+    Reader::Set from;
+    int ranks = kMostRanks, fruitless = 0;
+    while (from.step < course.steps) {
+        Job job;
+        job.course = course;
+        job.folder = folder;
+        job.files = from.files;
+        // The number of ranks that saved, or fewer than four, or four again.
+        job.ranks = !from.any_count || random.below(2) == 0 ? ranks
+                    : ranks == kMostRanks                   ? 1 + random.below(kMostRanks - 1)
+                                                            : kMostRanks;
+        job.own_file = job.ranks == ranks && random.below(2) == 0;
+        // After two jobs that came to nothing, one that nothing happens to.
+        if (fruitless < 2) job.plan = random_plan(random, course, from.step, job.ranks);
+        totals.restarts += !from.files.empty();
+        totals.resharded += !from.files.empty() && job.ranks != ranks;
+        run_job(board, job, reader, random);
+        ranks = job.ranks;
+        int64_t acknowledged = course.steps;
+        for (int rank = 0; rank < ranks; ++rank) acknowledged = std::min(acknowledged, board.ranks[rank].saved.load());
+        reader.read_all();
+        const Reader::Set now = reader.newest(ranks);
+        if (now.step < std::max(acknowledged, from.step))
+            fail("files of step " + std::to_string(acknowledged) + " are gone");
+        if (now.any_count && !now.files.empty()) {
+            if (now.loss != board.losses[now.step]) fail("another loss than when it was saved");
+            // At first the rules without bias correction swing past the goal and back.
+            const double most = now.step < course.steps / 2 ? first : lowest + first / 20;
+            if (now.loss > most)
+                fail("the loss rose from " + std::to_string(lowest) + " to " + std::to_string(now.loss));
+            lowest = std::min(lowest, now.loss);
+            last = now.loss;
+        }
+        fruitless = now.step > from.step ? 0 : fruitless + 1;
+        totals.steps += now.step - from.step;
+        ranks = int(now.files.empty() ? kMostRanks : now.files.size());
+        from = now;
+    }
+    ::munmap(memory, sizeof(Board));
+    std::printf("%s: loss %.4f to %.6f in %" PRId64 " steps\n", test::name_of(course.algorithm).c_str(), first, last,
+                course.steps);
+    if (last > first / 10) fail("the loss did not fall to a tenth");
+    fs::remove_all(folder);
+}
+
+int run(int argc, char **argv) {
+    int64_t seconds = 0, trainings = 1, steps = 200;
+    uint64_t seed = 1;
+    std::string folder;
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i];
+        if (word.starts_with("--") && i + 1 < argc) {
+            const int64_t value = std::atoll(argv[++i]);
+            if (word == "--seconds")
+                seconds = value;
+            else if (word == "--trainings")
+                trainings = value;
+            else if (word == "--steps")
+                steps = std::clamp<int64_t>(value, 20, kMostSteps);
+            else if (word == "--seed")
+                seed = uint64_t(value);
+        } else {
+            folder = word;
+        }
+    }
+    if (folder.empty()) {
+        std::fprintf(stderr, "usage: soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER\n");
+        return 2;
+    }
+    folder += "/soak-" + std::to_string(::getpid());
+    constexpr int32_t algorithms[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                      DSOPT_ALGORITHM_ONEBIT_LAMB};
+    test::Random random(seed);
+    const auto begin = Clock::now();
+    int64_t ended = 0;
+    for (; ended < trainings || Clock::now() < begin + std::chrono::seconds(seconds); ++ended)
+        train({algorithms[ended % 4], steps, seed + uint64_t(ended)}, folder, random);
+    const auto took = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
+    std::printf("seed %" PRIu64 ", %" PRId64 " s: %" PRId64 " trainings, %" PRId64 " steps, %" PRId64 " saves; %" PRId64
+                " ranks killed (%" PRId64 " times in the middle of a save), %" PRId64 " stopped, %" PRId64
+                " left, %" PRId64 " aborts, %" PRId64 " time-outs by chance; %" PRId64 " restarts, %" PRId64
+                " of them with another number of ranks; %" PRId64 " files read, all of them whole\n",
+                seed, int64_t(took.count()), ended, totals.steps, totals.saves, totals.kills, totals.kills_in_saves,
+                totals.stops, totals.leaves, totals.aborts, totals.timeouts, totals.restarts, totals.resharded,
+                totals.reads);
+    return 0;
+}
+
+} // namespace
+} // namespace soak
+
+int main(int argc, char **argv) {
+    try {
+        return soak::run(argc, argv);
+    } catch (const std::exception &e) {
+        std::printf("FAILED: %s\n", e.what());
+        return 1;
+    }
+}

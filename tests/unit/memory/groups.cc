@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups that are added one by one: what each needs does not grow with their number.
+#include "support/alloc.h"
+#include "support/onebit.h"
+
+using namespace test;
+
+namespace {
+
+/// A comm of two ranks that nothing is sent through.
+Comm idle_comm(const Context &context) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = 2;
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 1; };
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    dsopt_comm *comm = nullptr;
+    must(dsopt_comm_create(context.get(), &desc, &comm));
+    return Comm(comm);
+}
+
+struct Kind {
+    int32_t algorithm, compat;
+};
+class ManyGroups : public testing::TestWithParam<Kind> {};
+INSTANTIATE_TEST_SUITE_P(, ManyGroups,
+                         testing::Values(Kind{DSOPT_ALGORITHM_ADAMW, DSOPT_COMPAT_NONE},
+                                         Kind{DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE},
+                                         Kind{DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_COMPAT_NONE},
+                                         Kind{DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_COMPAT_NONE},
+                                         Kind{DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_DEEPSPEED}),
+                         [](const auto &info) {
+                             return name_of(info.param.algorithm) + (info.param.compat != 0 ? "Compat" : "");
+                         });
+
+TEST_P(ManyGroups, NeedMemoryInProportionToTheirNumber) {
+    const Context context = make_context();
+    const Comm comm = idle_comm(context);
+    // What all additions together take, freed or not.
+    const auto bytes_of = [&](int64_t count) {
+        const Optimizer opt = make_optimizer(context, desc_with(comm, GetParam().compat));
+        const dsopt_group group = make_group(GetParam().algorithm);
+        std::vector<float> weights(size_t(count), 1.0f);
+        NewWatch::bytes = 0;
+        {
+            const Armed armed;
+            for (int64_t i = 0; i < count; ++i) {
+                const dsopt_param param = param_of({&weights[size_t(i)], 1, DSOPT_DTYPE_F32, 0});
+                must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+                double lr = 0;
+                int64_t groups = 0;
+                must(dsopt_optimizer_set(opt.get(), int32_t(i), DSOPT_KEY_LR, 0.5));
+                must(dsopt_optimizer_get(opt.get(), int32_t(i), DSOPT_KEY_LR, &lr));
+                must(dsopt_optimizer_count(opt.get(), &groups, nullptr));
+                if (lr != 0.5 || groups != i + 1) throw std::runtime_error("the group is not there");
+            }
+        }
+        const int64_t bytes = NewWatch::bytes;
+        EXPECT_EQ(state_of(opt.get()).back().tensor.numel, count) << "steps of all parameters";
+        return bytes;
+    };
+    // Lists that double whenever they are full make it 16 at most. If each addition looked at all groups: 64.
+    EXPECT_LT(bytes_of(4000), 24 * bytes_of(500));
+}
+
+TEST(Groups, AFailedAdditionLeavesTheStateThatThereWas) {
+    const Context context = make_context();
+    const Comm comm = idle_comm(context);
+    const Optimizer opt = make_optimizer(context, desc_with(comm));
+    std::vector<float> weights(100, 1.0f);
+    const dsopt_param param = param_of({weights.data(), 100, DSOPT_DTYPE_F32, 0}, "one");
+    const dsopt_group adam = make_group(DSOPT_ALGORITHM_ONEBIT_ADAM), lamb = make_group(DSOPT_ALGORITHM_ONEBIT_LAMB);
+    dsopt_group later = adam;
+    ++later.freeze_step;
+    const auto names = [&] {
+        std::vector<std::pair<std::string, int64_t>> list;
+        for (const dsopt_state_info &info : state_of(opt.get())) list.emplace_back(info.name, info.tensor.numel);
+        return list;
+    };
+    must(dsopt_optimizer_add_group(opt.get(), &adam, &param, 1));
+    for (const bool asked : {false, true}) { // nobody has asked for the state before the first of them
+        EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &adam, &param, 1), DSOPT_ERR_ARGUMENT, "'one'"));
+        EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &lamb, nullptr, 0), DSOPT_ERR_UNSUPPORTED, "not two"));
+        EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &later, nullptr, 0), DSOPT_ERR_ARGUMENT, "freeze"));
+        const auto list = names();
+        ASSERT_GT(list.size(), 5u) << asked;
+        EXPECT_EQ(list[2].first, "worker_error");
+        EXPECT_EQ(list.back(), (std::pair<std::string, int64_t>("step", 1)));
+    }
+}
+
+} // namespace
