@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fake_nccl.h"
 #include "cuda_runtime.h"
+#include "fakert.h"
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -120,6 +121,7 @@ struct FakeComm {
     std::string name, message;
     std::mutex mutex; // of the message
     std::atomic<int> state{in_progress}, users{0}, pending{0};
+    std::atomic<int> graphs{0}; // groups that graphs have
     std::atomic<bool> aborted{false}, stuck{false}, ending{false};
     uint64_t meetings = 0;
     int calls = 0;
@@ -323,8 +325,11 @@ void run_captured(void *argument) {
     ++group[0].comm->pending;
     run_group(group);
 }
-std::mutex g_captured_mutex;
-std::vector<std::unique_ptr<std::vector<Posted>>> g_captured; // graphs do not say when they are gone
+/// No graph has it any more.
+void drop_captured(void *argument) {
+    const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
+    --(*group)[0].comm->graphs;
+}
 
 thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
@@ -340,10 +345,10 @@ Result flush() {
         if (comm->fault("busy", posted.number)) comm->stuck = true;
     cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(stream, &state) == cudaSuccess && state != cudaStreamCaptureStatusNone) {
-        if (cudaLaunchHostFunc(stream, run_captured, group.get()) != cudaSuccess)
+        ++comm->graphs;
+        // Where it fails, too, the argument is dropped.
+        if (fakert::launch_host_function(stream, run_captured, group.release(), drop_captured) != cudaSuccess)
             return fail(comm, cuda_error, "the stream takes no work");
-        const std::lock_guard lock(g_captured_mutex);
-        g_captured.push_back(std::move(group));
         return comm->stuck ? in_progress : success;
     }
     ++comm->pending;
@@ -452,7 +457,7 @@ API Result ncclCommAbort(FakeComm *comm) {
     if (set_to("DSOPT_FAKE_NCCL_ABORT", "hang")) sleep(20);
     ++g_aborted;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0;) nap(looks); // what is on the stream sees the flag
+    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks); // what is on the stream sees the flag
     leave(comm);
     return said;
 }
@@ -460,7 +465,7 @@ API Result ncclCommDestroy(FakeComm *comm) {
     const Result said = comm->fails() ? system_error : success;
     ++g_destroyed;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0;) nap(looks);
+    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks);
     leave(comm);
     return said;
 }
@@ -530,6 +535,7 @@ API Result ncclCommFinalize(FakeComm *comm) {
     ++comm->pending;
     std::thread([comm] { // until what was enqueued is over, and the others are here too
         for (int looks = 0; comm->pending > 1 && !comm->aborted;) nap(looks);
+        for (int looks = 0; comm->graphs != 0;) nap(looks); // an abort does not end this, it waits for it
         comm->shared->slots[comm->rank].leaves = true;
         for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
             if (comm->shared->slots[other].leaves || comm->shared->slots[other].pid == -1)
