@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks of NCCL of which one does what the others do not expect.
+#include "nccl_fabric.h"
+#include "support/misdeeds.h"
+
+namespace nccl_test {
+namespace {
+
+TEST(Misdeeds, OfAnNcclRankGiveEveryRankAStatusInBoundedTime) {
+    (void)new_id(); // loads the library: to the thread sanitizer loading it is no barrier
+    std::vector<std::unique_ptr<test::Fabric>> fabrics;
+    for (int i = 0; i < kDevices / kMostRanks; ++i) fabrics.push_back(std::make_unique<NcclFabric>(i * kMostRanks));
+    test::commit_all_misdeeds(fabrics, 1, kMostRanks, test::kSanitized);
+}
+
+} // namespace
+} // namespace nccl_test
