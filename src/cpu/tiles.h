@@ -37,7 +37,8 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline void put(float &to, float value) { to = value; }
 inline void put(const float &, float) {}
 /// The rule for one element of each array. It works on copies: everything is read before anything is written, so no
-/// array is read again because another one could lie over it.
+/// array is read again because another one could lie over it. Arrays that are not const are written, whether or not
+/// the rule changed the copy.
 template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
     [&](auto... value) {
         rule(value...);
