@@ -137,6 +137,7 @@ template <class Body> __device__ __forceinline__ void for_part_leaves(const Devi
 
 /// Kept sums that are there already.
 __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel(true);
     __shared__ float tile[kLeaf];
     if (x.skipped()) return;
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
@@ -149,6 +150,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Devi
 /// A list, a tensor a part, to kept sums and rows.
 __global__ void __launch_bounds__(kThreads)
     feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    begin_kernel(true);
     __shared__ float tile[kLeaf];
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin;
@@ -180,6 +182,7 @@ __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin
 
 /// Scales of all parts, to where they are kept and to the rows of the chunks in which the part has elements.
 __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel();
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     const int lane = int(threadIdx.x % 32);
@@ -204,9 +207,12 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     }
 }
 
+constexpr int kRanksAtOnce = 8; // whose bits a thread of serve_kernel asks for before it waits for any
+
 /// The own chunk: the mean of what all ranks sent, in rank order, and what is owed, to the kept sums and the bits of
 /// the result.
 __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel(true);
     __shared__ float tile[kLeaf];
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
@@ -223,14 +229,25 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
             constexpr int V = decltype(width)::value;
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
-            for (int rank = 0; rank < layout.ranks; ++rank) {
-                char *row = x.row(x.recv, rank);
-                const unsigned bits = unsigned(x.bits(row)[(server + i) / 8]) << (i % 8);
-                const float value = DeviceExchange::scales(row)[slot] * share;
+            for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
+                unsigned bits[kRanksAtOnce];
+                float values[kRanksAtOnce];
 #pragma unroll
-                for (int k = 0; k < V; ++k) {
-                    const float signed_value = (bits >> (7 - k)) & 1u ? value : -value;
-                    sum.at[k] = rank == 0 ? signed_value : sum.at[k] + signed_value;
+                for (int k = 0; k < kRanksAtOnce; ++k) {
+                    // Past the last rank the last one once more, so that no load waits for a branch.
+                    char *row = x.row(x.recv, first + k < layout.ranks ? first + k : layout.ranks - 1);
+                    bits[k] = x.bits(row)[(server + i) / 8];
+                    values[k] = DeviceExchange::scales(row)[slot];
+                }
+#pragma unroll
+                for (int r = 0; r < kRanksAtOnce; ++r) {
+                    if (first + r >= layout.ranks) break;
+                    const float value = values[r] * share;
+#pragma unroll
+                    for (int k = 0; k < V; ++k) {
+                        const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
+                        sum.at[k] = first + r == 0 ? signed_value : sum.at[k] + signed_value;
+                    }
                 }
             }
             const uint32_t active = active_from(x.own_active, segment.begin + begin + i);
@@ -251,6 +268,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
 }
 
 __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel();
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);
@@ -290,6 +308,7 @@ __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, 
 
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    begin_kernel();
     for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
         const int64_t worker = x.all.parts[part].begin + begin, left = list[part].numel - begin;
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
@@ -311,6 +330,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Two levels: zeros between tensors of the message, and behind the last one.
 __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel();
     const DeviceLayout &layout = x.all;
     const int64_t threads = int64_t(gridDim.x) * kThreads, own = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     for (int64_t i = own; i + 1 < layout.part_count; i += threads)
@@ -323,6 +343,7 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT cons
 /// A list to the message.
 __global__ void __launch_bounds__(kThreads)
     fill_message_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+    begin_kernel();
     for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
         const float *values = static_cast<const float *>(list[part].data) + begin;
         float *to = x.message + x.all.parts[part].begin + begin;
@@ -346,6 +367,7 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
 
 /// That mean and what is owed to the kept sums, and their bits to the rows.
 __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel(true);
     __shared__ float tile[kLeaf];
     if (x.skipped()) return;
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
@@ -369,6 +391,7 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
 
 /// One node: the mean is all, and goes to the first of the slices.
 __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
+    begin_kernel();
     for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < x.slice;
          i += int64_t(gridDim.x) * kThreads * 4)
         store(mean_of_slices<4>(x, i), x.slices, i);

@@ -108,6 +108,8 @@ int count_devices(std::string &reason) {
     if (error == cudaSuccess && count > 0) return count;
     (void)cudaGetLastError();
     reason = error == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(error);
+    if (error == cudaErrorInitializationError)
+        reason += " (a child of fork() cannot use CUDA where the parent has, be it for dsopt_build_info)";
     return 0;
 }
 

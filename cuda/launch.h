@@ -25,24 +25,41 @@
 namespace gpu {
 
 /// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
-/// is for tests, which list what was launched.
+/// is for tests, which list what was launched. `early`, for devices of capability 9.0 or more: its blocks may come while
+/// the kernel before it still runs, and must begin with wait_for_previous().
 template <class... P, class... A>
-cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                   A &&...arguments) {
+cudaError_t launch(const char *name, bool early, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t stream, A &&...arguments) {
     static_assert(sizeof...(P) == sizeof...(A), "the kernel takes another number of arguments");
     static_assert((std::is_convertible_v<A, P> && ...), "the kernel takes other types");
 #if defined(CUDA_EMU)
-    return fakert::launch(name, kernel, grid, block, shared, stream, std::forward<A>(arguments)...);
+    return fakert::launch(name, kernel, grid, block, shared, stream, early, std::forward<A>(arguments)...);
 #else
     static_cast<void>(name);
     std::tuple<P...> values(std::forward<A>(arguments)...);
     return std::apply(
         [&](P &...value) {
             void *addresses[sizeof...(P) + 1] = {const_cast<void *>(static_cast<const void *>(&value))...};
-            return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, block, addresses, shared, stream);
+            cudaLaunchAttribute attribute{};
+            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute.val.programmaticStreamSerializationAllowed = 1;
+            cudaLaunchConfig_t config{};
+            config.gridDim = grid;
+            config.blockDim = block;
+            config.dynamicSmemBytes = shared;
+            config.stream = stream;
+            config.attrs = &attribute;
+            config.numAttrs = early ? 1 : 0;
+            return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), addresses);
         },
         values);
 #endif
+}
+
+template <class... P, class... A>
+cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   A &&...arguments) {
+    return launch(name, false, kernel, grid, block, shared, stream, std::forward<A>(arguments)...);
 }
 
 } // namespace gpu

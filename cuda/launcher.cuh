@@ -28,7 +28,13 @@ public:
         check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu.ordinal()),
               "cudaDeviceGetAttribute");
         multiprocessors_ = unsigned(processors);
+        int capability = 0;
+        check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, gpu.ordinal()),
+              "cudaDeviceGetAttribute");
+        early_ = capability >= 9;
     }
+    /// Blocks of a kernel can come before the kernel before it has ended.
+    bool early() const { return early_; }
     /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.
     template <class... P> unsigned resident_blocks(void (*kernel)(P...), size_t shared) {
         const std::lock_guard lock(mutex_);
@@ -45,6 +51,7 @@ public:
 
 private:
     unsigned multiprocessors_;
+    bool early_;
     std::mutex mutex_;
     std::map<std::pair<const void *, size_t>, unsigned> resident_;
 };
@@ -54,6 +61,7 @@ struct Bytes {
     uint64_t words[kPutWords];
 };
 __global__ void __launch_bounds__(kThreads) put_kernel(uint64_t *to, GRID_CONSTANT const Bytes bytes, const int count) {
+    begin_kernel();
     for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
 }
 
@@ -66,10 +74,11 @@ struct Work {
     Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
 };
 
-/// One stream. The names of kernels are for messages and tests.
+/// One stream, in one call of the engine. The names of kernels are for messages and tests.
 struct Launcher {
     Shared &device;
     cudaStream_t stream;
+    mutable bool started = false; // a kernel of this call is before the next one
 
     /// As many blocks as are resident, or fewer where there are fewer pieces.
     template <class... P, class... A>
@@ -108,7 +117,9 @@ private:
     template <class... P, class... A>
     void run(const char *name, void (*kernel)(P...), unsigned blocks, int threads, size_t shared,
              A &&...arguments) const {
-        check(::gpu::launch(name, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
+        const bool early = started && device.early(); // never beside a caller's kernel
+        check(::gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
+        started = true;
     }
 };
 

@@ -49,6 +49,7 @@ template <class Body> __device__ __forceinline__ void for_list_packs(const Devic
 }
 
 __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument argument) {
+    begin_kernel();
     const DeviceList list = argument.view();
     for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
                              INLINED { store(Pack<decltype(width)::value>{}, x.data, Dtype(x.dtype), i); });
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const List
 /// The factor of x is at `factor`, or else `value`.
 __global__ void __launch_bounds__(kThreads)
     axpby_kernel(GRID_CONSTANT const ListArgument argument, const float *factor, const float value, const float b) {
+    begin_kernel();
     const DeviceList list = argument.view();
     const float a = factor != nullptr ? *factor : value;
     for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 /// y may be the first of the rows.
 __global__ void __launch_bounds__(kThreads)
     add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
+    begin_kernel();
     for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
         float sum = rows[i];
         for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
@@ -86,6 +89,7 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     return x < -limit ? -limit : x;
 }
 __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument argument, const float limit) {
+    begin_kernel();
     const DeviceList list = argument.view();
     for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
         constexpr int V = decltype(width)::value;
@@ -98,6 +102,7 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
 
 /// The norm of nothing, until there is more.
 __global__ void no_norm_kernel(dsopt_norm_result *result) {
+    begin_kernel();
     result->norm = 0;
     result->coefficient = 1;
     result->reserved = 0;
@@ -117,6 +122,7 @@ struct NormParts {
 __global__ void __launch_bounds__(kThreads, 3)
     norm_kernel(GRID_CONSTANT const ListArgument argument, const NormParts parts, const int32_t kind, const bool raw,
                 const double max_norm, dsopt_norm_result *result) {
+    begin_kernel();
     const DeviceList list = argument.view();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
@@ -148,7 +154,8 @@ __global__ void __launch_bounds__(kThreads, 3)
             const double sum = by.sum(parts.squares + list.first_leaf[i], leaves);
             if (by.lead) parts.sums[i] = sum;
             const int64_t *bad = parts.bad + list.first_leaf[i];
-            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
+            const int64_t here =
+                is_finite(sum) ? 0 : by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
             if (here != 0 && i < first) first = i;
             if (by.lead) nonfinite += here;
         });

@@ -7,14 +7,17 @@ namespace dsopt::gpu {
 
 __global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state, float *scale,
                                      const int32_t *overflow) {
+    begin_kernel();
     scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
     *scale = scale_in_use(*state);
 }
 __global__ void write_scaler_kernel(const ScalerState value, ScalerState *state, float *scale) {
+    begin_kernel();
     *state = value;
     *scale = scale_in_use(value);
 }
 __global__ void write_reduction_kernel(const ScheduleRules rules, const ScheduleState *schedule, int32_t *reduction) {
+    begin_kernel();
     *reduction = next_reduction_of(rules, schedule);
 }
 

@@ -86,6 +86,7 @@ __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const Shar
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(b.one.exchanges && b.x.message == nullptr);
     DYNAMIC_SHARED(float, tile); // a leaf, where bits are made here
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 
 /// What is behind the tensors of a part.
 __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     if (skipped(b.d)) return;
     for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
         const CompressLayout::Part part = b.x.layout.parts[i];
@@ -137,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT
     }
 }
 __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     if (skipped(b.d)) return;
     const CompressLayout::Part part = b.x.layout.parts[0];
     const int64_t used = part.used;
@@ -149,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTA
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
@@ -186,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 
 /// 0/1 Adam between exchanges.
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
@@ -206,6 +211,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
 
 /// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
 __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
@@ -253,6 +259,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
 __global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
@@ -266,12 +273,14 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT
 }
 /// Those of sharded tensors, as shared_trust_kernel().
 __global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) take_shared_frozen_trust(plan, b.one, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const Leaf &where, uint32_t) INLINED {
@@ -295,6 +304,7 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
 
 /// Before anything else of a step that is taken. One block.
 __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.one, i);
@@ -304,6 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT
 /// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: sums of
 /// squares a leaf, and then, in one block, the factors.
 __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     __shared__ __align__(16) float tiles[kWarps][kTile];
     if (skipped(b.d) || b.one.trust_scaling[0] != 0) return;
     for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
@@ -315,6 +326,7 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTAN
     });
 }
 __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel(true);
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
     const bool known = b.one.trust_scaling[0] != 0;
@@ -338,6 +350,7 @@ __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONS
 
 /// What every step ends with, also one that is skipped. One block.
 __global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
     for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.one, i);
@@ -347,6 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT c
 
 /// Rows of results to where the momentum is kept.
 __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     if (skipped(b.d)) return;
     const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
@@ -357,6 +371,7 @@ __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT c
 
 /// Standard mode, after the variance has moved: which elements have one.
 __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const DeviceOneBit b) {
+    begin_kernel();
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const int64_t worker = b.one.jobs[tensor].worker;
@@ -374,6 +389,7 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
 /// The step that froze the variance: copies are taken, and errors belong to another quantity from here on.
 __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
+    begin_kernel();
     if (b.one.compat && skipped(b.d)) return;
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];

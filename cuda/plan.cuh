@@ -70,7 +70,15 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_warp(const D
 /// Sum of squares of one leaf in shared memory by one warp, in the order of rules/lane_sum.h: add_squares() by each
 /// lane, from the sum that it has, then fold_lanes().
 __device__ __forceinline__ double add_squares(const float *x, int n, double sum = 0) {
-    for (int i = threadIdx.x % 32; i < n; i += 32) sum += double(x[i]) * double(x[i]);
+    for (int i = threadIdx.x % 32; i < n; i += 32) {
+        const double wide = x[i];
+#if defined(__CUDA_ARCH__)
+        sum = __fma_rn(wide, wide,
+                       sum); // the same bits: the square of a float is exact in double, so one rounding is left
+#else
+        sum += wide * wide;
+#endif
+    }
     return sum;
 }
 /// Five folds add the upper half of the lanes to the lower one; the sum is in all of them.

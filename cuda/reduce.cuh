@@ -75,7 +75,9 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
         if (read) {
             squares = by.sum(plan.sums_a + job.first_leaf, leaves);
             const int64_t *bad = plan.bad + job.first_leaf;
-            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
+            // What is not finite shows in the squares, unless these are of something else.
+            const bool may = !is_finite(squares) || (plan.wrapper == Wrapper::fused && job.expert != 0);
+            const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
             if (here != 0) { // all lanes of a warp agree
                 const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
                 const int64_t found = int64_t(i) * 2 + (nans != 0);
@@ -108,15 +110,17 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     note_reasons(plan);
 }
 
-/// By one thread, between the passes.
-__device__ inline void decide_on_thread(const DevicePlan &d) {
-    if (!decide_step(d.plan) || !d.together) return;
-    for_stretches(d.plan, [&](int64_t begin, int64_t end, int32_t group)
-                              INLINED { make_all_scalars(d.plan, begin, end, group); });
+/// By a block, between the passes.
+__device__ inline void decide_on_block(const DevicePlan &d) {
+    if (threadIdx.x == 0) (void)decide_step(d.plan);
+    if (!d.together) return;
+    __syncthreads();
+    if (d.plan.control->skip == 0) make_scalars_on_block(d.plan);
 }
 
 /// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
 __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
+    begin_kernel(decides);
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
@@ -136,17 +140,21 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     });
     if (!last_block(&d.plan.control->ticket[0])) return;
     fold_on_block(d);
-    if (threadIdx.x == 0 && decides && d.decided) decide_on_thread(d);
+    if (decides && d.decided) decide_on_block(d);
 }
 
 /// The table alone, before ranks add theirs.
-__global__ void __launch_bounds__(kThreads, 1) fold_kernel(GRID_CONSTANT const DevicePlan d) { fold_on_block(d); }
+__global__ void __launch_bounds__(kThreads, 1) fold_kernel(GRID_CONSTANT const DevicePlan d) {
+    begin_kernel();
+    fold_on_block(d);
+}
 
 /// The decision alone: gradients are not read, or ranks had to add up their norms in between.
 __global__ void __launch_bounds__(kThreads, 1) decide_kernel(GRID_CONSTANT const DevicePlan d, const bool fold) {
+    begin_kernel(true);
     if (fold) fold_on_block(d);
     __syncthreads();
-    if (threadIdx.x == 0) decide_on_thread(d);
+    decide_on_block(d);
 }
 
 } // namespace dsopt::gpu

@@ -9,7 +9,10 @@
 
 namespace dsopt::gpu {
 
-__global__ void move_norms_kernel(const NormMove move) { move(); }
+__global__ void move_norms_kernel(const NormMove move) {
+    begin_kernel();
+    move();
+}
 
 class Step final : public StepLoops {
 public:

@@ -56,6 +56,7 @@ struct Patch {
     int32_t count;
 };
 __global__ void __launch_bounds__(kThreads) patch_kernel(uint64_t *table, GRID_CONSTANT const Patch patch) {
+    begin_kernel();
     for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.at[i]] = patch.words[i];
 }
 
@@ -119,6 +120,7 @@ private:
 
 __global__ void __launch_bounds__(kThreads)
     map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
+    begin_kernel();
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
         for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].numel); leaf += kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);

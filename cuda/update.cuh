@@ -258,11 +258,9 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
             if (threadIdx.x == 0) d.tensor_updates[0] = updates;
         }
     }
+    if (!skip && d.together) count_on_block(plan);
     __syncthreads();
     if (threadIdx.x != 0) return;
-    if (!skip && d.together)
-        for_stretches(plan, [&](int64_t begin, int64_t end, int32_t group)
-                                INLINED { count_together(plan, begin, end, group); });
     if (!d.decided) {
         fold_nothing(plan);
         decide(plan);
@@ -282,6 +280,7 @@ constexpr int kUpdateBlocks = 3;
 constexpr int kUpdateBlocks = 4;
 #endif
 __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
+    begin_kernel(d.plan.has_lamb);
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
@@ -325,11 +324,13 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
 __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT const DevicePlan d) {
+    begin_kernel(true);
     for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < d.plan.count; i += int64_t(gridDim.x) * kThreads)
         take_shared_trust(d.plan, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT const DevicePlan d) {
+    begin_kernel();
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);

@@ -10,6 +10,18 @@ namespace dsopt::gpu {
 constexpr int kThreads = 256; // a block
 constexpr int kWarps = kThreads / 32;
 
+/// First in every kernel. What the kernel before it wrote is in sight now: the launcher lets blocks come while that one
+/// still runs (programmatic dependent launch). `next_may_come`: another kernel of the same call follows, and its blocks
+/// may come as soon as those of this one leave room; none of a caller's may, who need not know of it.
+__device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
+#if defined(CUDA_EMU) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+    cudaGridDependencySynchronize();
+    if (next_may_come) cudaTriggerProgrammaticLaunchCompletion();
+#else
+    static_cast<void>(next_may_come);
+#endif
+}
+
 /// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
 

@@ -9,7 +9,8 @@ Of the machine code and the PTX that ship, or of those that nvcc makes of the so
 - the PTX has no arithmetic but the kinds whose result IEEE 754 defines, one rounding each;
 - registers within budget, nothing spilled to memory, and as many blocks on a multiprocessor as each kernel is meant to
   have: the grid is made of those;
-- loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes.
+- loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
+- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop.
 Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
 without them the test is skipped.
 """
@@ -51,6 +52,11 @@ BUDGET = [
 ]
 # Where a device has its own registers and resident blocks.
 OTHERS = {("update_kernel", 120): (80, 3), ("update_kernel", 121): (80, 3)}
+# Kernels that add up values of a leaf, or what leaves left: of the latter so many are under way to each lane, at least.
+SUMS = {"inspect_kernel": 16, "fold_kernel": 16, "update_kernel": 16, "lamb_weights_kernel": 16, "norm_kernel": 16,
+        "row_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
+        "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
+        "onebit_lamb_moments_kernel": 0}
 REGISTERS = 65536
 # Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
 MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
@@ -59,6 +65,7 @@ THREADS = 256
 # Arithmetic of floating-point numbers: exact, or rounded once, to nearest, with denormals.
 ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|64)|(neg|abs|min|max)\.f(32|64)|"
                         r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
+                        r"fma\.rn\.f64|"  # of squares only, see judge_ptx()
                         r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
@@ -115,6 +122,60 @@ def loads_under_way(code):
     return most
 
 
+def addition_chains(code):
+    """Of the loops without another one inside that add what they load in double: how many there are, the most dependent
+    additions of an iteration for each value that it loads, and whether other lanes are in such a chain; and the most loads of global memory before an
+    addition in one of them."""
+    lines = [(int(at, 16), line.strip()) for at, line in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
+    loops = set()
+    for at, line in lines:
+        jump = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", line)
+        if jump and int(jump.group(1), 16) < at:
+            loops.add((int(jump.group(1), 16), at))
+
+    def follow(body):
+        """Values loaded, chain of additions of loaded values, whether lanes are in it, loads before the first one."""
+        source, depth = {}, {}  # by register
+        values, chain, crosses, ahead = 0, 0, False, 0
+        for line in body:
+            words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
+            opcode, names = words[0], re.findall(r"(?<![\w.])R\d+", words[1] if len(words) > 1 else "")
+            if not names or opcode.startswith("ST"):
+                continue
+            to, of = names[0], names[1:]
+            came = set().union(*[source.get(name, set()) for name in of])
+            before = max([depth.get(name, 0) for name in of], default=0)
+            if re.match(r"LD[GS]?\b", opcode):
+                values += 4 if ".128" in opcode else 1
+                came, before = {"memory"}, 0
+            elif opcode.startswith("SHFL"):
+                came = came | {"lanes"}
+            elif re.match(r"D(ADD|FMA)\b", opcode):
+                before += "memory" in came
+                if "memory" in came and chain == 0:
+                    ahead = sum("LDG" in earlier for earlier in body[:body.index(line)])
+                chain = max(chain, before)
+                crosses = crosses or {"memory", "lanes"} <= came
+                came = set()
+            wide = 4 if ".128" in opcode else 2 if opcode.startswith("D") or ".64" in opcode or "F64" in opcode else 1
+            for name in ["R%d" % (int(to[1:]) + k) for k in range(wide)]:
+                source[name], depth[name] = came, before
+        return values, chain, crosses, ahead
+
+    found, worst, through_lanes, most_ahead = 0, 0, False, 0
+    for begin, end in loops:
+        if any(other != (begin, end) and begin <= other[0] and other[1] <= end for other in loops):
+            continue
+        body = [line for at, line in lines if begin <= at <= end]
+        if any("MUFU" in line for line in body):
+            continue  # it divides
+        values, chain, crosses, ahead = follow(body)
+        if chain:
+            found, worst, through_lanes = found + 1, max(worst, chain / values), through_lanes or crosses
+            most_ahead = max(most_ahead, ahead)
+    return found, worst, through_lanes, most_ahead
+
+
 def resident_blocks(arch, registers, shared):
     threads, kilobytes = MULTIPROCESSOR[arch]
     return min(REGISTERS // (THREADS * -(-registers // 8) * 8), threads // THREADS, kilobytes * 1024 // (shared + 1024))
@@ -132,9 +193,16 @@ def judge_ptx(judge, text):
     opcodes = set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s", text, re.M))
     floats = {opcode for opcode in opcodes if re.search(r"\.(f16|bf16|f32|f64|ftz|approx)", opcode)}
     bad = {opcode for opcode in floats if not ARITHMETIC.fullmatch(opcode)}
-    bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode) or opcode.startswith("fma")}
+    bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode)}
     judge.say(len(floats) > 20 and not bad, "%d kinds of PTX instructions on floating-point numbers, not allowed: %s" %
               (len(floats), " ".join(sorted(bad)) or "none"))
+    # The square of a float is exact in double: that multiplication and the addition round once together, as apart.
+    squares = others = 0
+    for function in re.split(r"^\s*\.(?:visible|weak)?\s*\.?entry", text, flags=re.M):
+        wide = set(re.findall(r"cvt\.f64\.f32\s+(%fd\d+)", function))
+        for a, b in re.findall(r"fma\.rn\.f64\s+%fd\d+, (%fd\d+), (%fd\d+), %fd\d+", function):
+            squares, others = squares + (a == b and a in wide), others + (a != b or a not in wide)
+    judge.say(squares > 0 and others == 0, "%d fused multiply-adds of the square of a float in double, %d others" % (squares, others))
 
 
 def judge_machine_code(judge, arch, usage, code):
@@ -157,6 +225,12 @@ def judge_machine_code(judge, arch, usage, code):
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
+    for kernel, least_ahead in SUMS.items():
+        for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
+            loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))
+            judge.say(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead, "%s %-31s %2d loops that add, %.2f "
+                      "additions in a chain for a value%s, %2d loads ahead" % (
+                          arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
 
 def main():

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What only the emulated device can tell: what a step costs in launches, waits, copies and memory, and that it survives
 // every call of the runtime that can fail.
+#include "idle.h"
 #include "side.h"
 #include <algorithm>
 #include <barrier>
@@ -167,32 +168,6 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
         EXPECT_LE(seen[0].size(), 2 * 13u);
     }
 }
-
-/// A table of two ranks in device memory whose functions enqueue nothing, which is in stream order.
-struct Idle {
-    dsopt_context *context = nullptr;
-    dsopt_comm *comm = nullptr;
-    explicit Idle(uint32_t flags) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        Side::good(dsopt_context_create(&where, &context));
-        DSOPT_NEW(dsopt_comm_table, table);
-        table.ranks = 2;
-        table.memory = DSOPT_MEMORY_BACKEND;
-        table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_TABLE;
-        desc.table = &table;
-        desc.flags = flags;
-        Side::good(dsopt_comm_create(context, &desc, &comm));
-    }
-    ~Idle() {
-        dsopt_comm_destroy(comm);
-        dsopt_context_destroy(context);
-    }
-    Idle(const Idle &) = delete;
-    Idle &operator=(const Idle &) = delete;
-};
 
 TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) {
     allow_many_blocks();

@@ -2,6 +2,7 @@
 // What the CUDA device asks of the runtime besides work: primary contexts, captures of other threads, images, memory.
 // Only on the emulated device, which counts.
 #include "side.h"
+#include "support/fork.h"
 #include <algorithm>
 #include <barrier>
 #include <memory>
@@ -104,6 +105,45 @@ TEST_F(Cuda, SaysAtItsCreationThatThereIsNoCodeForTheDevice) {
     EXPECT_NE(std::string(dsopt_last_error()).find("no code for CUDA device 0"), std::string::npos)
         << dsopt_last_error();
     EXPECT_EQ(context, nullptr);
+}
+
+TEST_F(Cuda, LaunchesTheKernelsBehindTheFirstOneOfACallEarlyWhereTheDeviceHasThat) {
+    std::vector<std::vector<char>> results[2];
+    for (const int capability : {80, 90}) {
+        fakert::Config config = fakert::config_from_environment();
+        config.capability = capability;
+        fakert::reset(config);
+        Setting s;
+        s.algorithm = DSOPT_ALGORITHM_LAMB;
+        s.desc.max_norm = 1;
+        Side side(true, s);
+        for (int t = 0; t < 2; ++t) {
+            side.fill_gradients(t);
+            ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+            fakert::mark();
+            ASSERT_OK(side.step());
+        }
+        EXPECT_EQ(fakert::counters().kernel_launches, 3);
+        EXPECT_EQ(fakert::counters().early_launches, capability < 90 ? 0 : 2);
+        results[capability == 90] = side.everything();
+    }
+    EXPECT_TRUE(same(results[0], results[1]));
+}
+
+// dsopt_build_info asks the driver, which so begins.
+TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
+    ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
+    EXPECT_TRUE(test::holds_in_child([](const auto &expect) {
+        DSOPT_NEW(dsopt_context_desc, where);
+        dsopt_context *context = nullptr;
+        where.backend = DSOPT_BACKEND_CUDA;
+        expect(dsopt_context_create(&where, &context) == DSOPT_ERR_MISSING);
+        expect(context == nullptr);
+        expect(std::strstr(dsopt_last_error(), "fork()") != nullptr);
+        where.backend = DSOPT_BACKEND_CPU;
+        expect(dsopt_context_create(&where, &context) == DSOPT_OK);
+        dsopt_context_destroy(context);
+    }));
 }
 
 TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {

@@ -36,6 +36,7 @@ struct Thread {
     uint3 index;
     unsigned number;
     State state;
+    bool waited; // for the kernel before
     Fiber *fiber;
     // The collective it waits in, or the barrier round.
     Op op;
@@ -77,6 +78,7 @@ struct Grid {
     uint64_t stride = 1;
     std::atomic<uint64_t> next{0};
     std::atomic<bool> failed{false};
+    std::once_flag waited{};
     std::unique_ptr<GridPlaces> places{}; // only for the thread sanitizer, here and there
 };
 
@@ -252,6 +254,8 @@ bool complete(Worker &w, unsigned number, uint32_t mask, const Thread *self) {
 }
 
 void returned(Worker &w, Thread &self) {
+    if (w.grid->launch.early && !self.waited && !w.aborted)
+        fail(w, "returned without having waited for the kernel before, though its own may begin early");
     self.state = State::done;
     ++w.done;
     if (w.places) sanitizer::release(&w.grid->places->end);
@@ -358,7 +362,10 @@ void report_deadlock(Worker &w) {
 
 void run_block(Worker &w, uint64_t block) {
     const uint64_t seed = options().seed;
-    for (unsigned i = 0; i < w.count; ++i) w.threads[i].state = State::fresh;
+    for (unsigned i = 0; i < w.count; ++i) {
+        w.threads[i].state = State::fresh;
+        w.threads[i].waited = false;
+    }
     for (Warp &warp : w.warps) warp.exited = warp.waiting = 0;
     w.ready.clear();
     w.order.clear();
@@ -499,6 +506,18 @@ void fence() {
 
 void note_atomic(const void *address) {
     if (t_worker->places) t_worker->grid->places->fences.atomic(t_worker->current->number, address);
+}
+
+void note_store(const void *address, size_t bytes) {
+    if (options().stores == nullptr || t_worker == nullptr) return;
+    options().stores->push_back({t_worker->grid->launch.name, blockIdx.x, t_worker->current->number,
+                                 reinterpret_cast<uintptr_t>(address), unsigned(bytes)});
+}
+
+void wait_for_previous() {
+    t_worker->current->waited = true;
+    const Launch &launch = t_worker->grid->launch;
+    if (launch.waited != nullptr) std::call_once(t_worker->grid->waited, launch.waited, launch.argument);
 }
 
 int block_barrier(bool predicate, Vote vote) {

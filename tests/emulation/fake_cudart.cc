@@ -23,10 +23,11 @@ struct Allowance { // of dynamic shared memory
 };
 std::vector<CallCount> g_calls;
 std::vector<LaunchedKernel> g_launched, g_late;
-std::set<const void *> g_loaded;
+std::set<const void *> g_loaded, g_early;
 std::vector<Allowance> g_allowances;
 std::vector<bool> g_contexts; // of devices
 long g_all_calls = 0;
+bool g_begun = false, g_forked = false; // a call was made; and then this process was forked off
 thread_local cudaError_t t_last = cudaSuccess;
 thread_local std::vector<int> t_before; // devices that were current before those that were pushed
 
@@ -44,22 +45,32 @@ uint64_t from_environment(const char *name, uint64_t otherwise) {
 
 class Kernel { // owns the arguments
 public:
-    explicit Kernel(const KernelCall &call) : call_(call) {}
-    Kernel(Kernel &&other) noexcept : call_(other.call_) { other.call_.data = nullptr; }
+    Kernel(const KernelCall &call, int device) : call_(call), device_(device) {}
+    Kernel(Kernel &&other) noexcept : call_(other.call_), device_(other.device_) { other.call_.data = nullptr; }
     Kernel &operator=(Kernel &&) = delete;
     ~Kernel() {
         if (call_.data) call_.drop(call_.data);
     }
-    cudaError_t operator()() const {
+    cudaError_t operator()() {
         {
             const Lock lock;
             if (g_kernels_run++ == g_config.fail_kernel) return g_config.fail_kernel_with;
+            // Until it has waited for the kernel before, an early one finds no device memory. Once for each kernel: to
+            // change the access takes long.
+            if (call_.launch.early && g_early.insert(call_.function).second && hide(device_)) {
+                call_.launch.waited = [](void *self) {
+                    const Lock inner;
+                    show(static_cast<Kernel *>(self)->device_);
+                };
+                call_.launch.argument = this;
+            }
         }
         return cuemu::run_grid(call_.launch, call_.body, call_.data) ? cudaSuccess : cudaErrorLaunchFailure;
     }
 
 private:
     KernelCall call_;
+    int device_;
 };
 
 bool launchable(const cuemu::Launch &launch, const void *function) {
@@ -142,6 +153,9 @@ bool works() { return t_locks != 0; }
 
 cudaError_t begin_call(const char *function) {
     static const AtExit at_exit;
+    static const int watches = pthread_atfork(nullptr, nullptr, [] { g_forked = g_begun; });
+    g_begun = watches == 0;
+    if (g_forked) return cudaErrorInitializationError; // a driver that was begun is of no use to a child
     if (t_in_host_function) return cudaErrorNotPermitted;
     const bool counted = !g_config.fail_function || !std::strcmp(g_config.fail_function, function);
     const long of_function = count_call(function), of_all = g_all_calls++;
@@ -184,6 +198,7 @@ void reset(const Config &config) {
     g_launched.clear();
     g_late.clear();
     g_loaded.clear();
+    g_early.clear();
     g_allowances.clear();
     g_contexts.clear();
     t_device = 0;
@@ -230,15 +245,24 @@ std::vector<std::string> late_loads() {
     return names_of(g_late);
 }
 
+void *take_memory(size_t bytes) { return std::malloc(bytes); }
+void give_memory(void *memory) { std::free(memory); }
+bool launches() { return g_config.launches; }
 cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
-    Kernel kernel(kernel_call);
+    Kernel kernel(kernel_call, t_device);
     return call("cudaLaunchKernel", [&] {
         FakeStream *stream = nullptr;
         if (!launchable(kernel_call.launch, kernel_call.function)) return cudaErrorInvalidConfiguration;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (stream->device != t_device) return cudaErrorInvalidResourceHandle;
         ++g_counters.kernel_launches;
-        if (g_loaded.insert(kernel_call.function).second) g_late.push_back({kernel_call.launch.name});
+        if (kernel_call.launch.early && g_config.capability < 90) return cudaErrorInvalidValue;
+        g_counters.early_launches += kernel_call.launch.early;
+        if (g_loaded.insert(kernel_call.function).second) {
+            g_late.push_back({kernel_call.launch.name});
+            if (g_config.first_launch_waits)
+                if (const cudaError_t error = wait_for_device(t_device)) return error;
+        }
         g_launched.push_back({kernel_call.launch.name});
         return put(stream, make_task(std::string("kernel ") + kernel_call.launch.name, std::move(kernel)));
     });
@@ -330,8 +354,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
         case cudaDevAttrMaxThreadsPerBlock: *value = 1024; return cudaSuccess;
         case cudaDevAttrMultiProcessorCount: *value = g_config.multiprocessors; return cudaSuccess;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMajor: *value = g_config.capability / 10; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMinor: *value = g_config.capability % 10; return cudaSuccess;
         case cudaDevAttrCooperativeLaunch: *value = 0; return cudaSuccess; // there are no grid-wide barriers
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(kSharedOptin); return cudaSuccess;
         case cudaDevAttrMemoryPoolsSupported: *value = 1; return cudaSuccess;
@@ -362,6 +386,7 @@ cudaError_t cudaPeekAtLastError(void) {
     X(cudaSuccess, "no error")                                                                                         \
     X(cudaErrorInvalidValue, "invalid argument")                                                                       \
     X(cudaErrorMemoryAllocation, "out of memory")                                                                      \
+    X(cudaErrorInitializationError, "initialization error")                                                            \
     X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                 \
     X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                \
     X(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")                     \

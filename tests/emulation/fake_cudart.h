@@ -213,6 +213,9 @@ const Block *find_device(const void *p);
 /// While work of a device runs, its memory can be reached. It stays so until close_idle(), at the end of every call, or
 /// until work of another device begins: the pages are switched once for all that a call runs.
 void expose(int device, bool on);
+/// Takes that back while one work alone runs on the device; false where another one does, or nothing is protected.
+bool hide(int device);
+void show(int device);
 void close_idle();
 void copy_bytes(void *to, const void *from, size_t bytes);
 long live_memory();

@@ -139,6 +139,13 @@ void expose(int number, bool on) {
     open(number, true);
 }
 
+bool hide(int number) {
+    if (!g_config.protect || device(number).working != 1) return false;
+    open(number, false);
+    return true;
+}
+void show(int number) { open(number, true); }
+
 void close_idle() {
     for (size_t i = 0; i < g_devices.size(); ++i)
         if (g_devices[i].open && !g_devices[i].working) open(int(i), false);

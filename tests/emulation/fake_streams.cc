@@ -285,6 +285,38 @@ void reset_streams() {
 
 } // namespace fakert
 
+namespace fakert {
+namespace {
+/// The argument of a host function, as long as a queue or a graph has that.
+struct Argument {
+    void *value;
+    cudaHostFn_t drop;
+    Argument(void *v, cudaHostFn_t d) : value(v), drop(d) {}
+    Argument(Argument &&other) noexcept : value(other.value), drop(std::exchange(other.drop, nullptr)) {}
+    Argument &operator=(Argument &&) = delete;
+    ~Argument() {
+        if (drop) drop(value);
+    }
+};
+} // namespace
+
+cudaError_t launch_host_function(cudaStream_t handle, cudaHostFn_t function, void *argument, cudaHostFn_t drop) {
+    Argument kept(argument, drop);
+    return call("cudaLaunchHostFunc", [&] {
+        FakeStream *stream = nullptr;
+        if (!function) return cudaErrorInvalidValue;
+        if (const cudaError_t error = find_stream(handle, stream)) return error;
+        ++g_counters.host_functions;
+        return put(stream, make_task("host function", [function, mine = std::move(kept)] {
+                       t_in_host_function = true;
+                       function(mine.value);
+                       t_in_host_function = false;
+                       return cudaSuccess;
+                   }));
+    });
+}
+} // namespace fakert
+
 using namespace fakert;
 
 extern "C" {
@@ -339,19 +371,8 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
         return put(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->at}});
     });
 }
-cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void *argument) {
-    return call("cudaLaunchHostFunc", [&] {
-        FakeStream *stream = nullptr;
-        if (!function) return cudaErrorInvalidValue;
-        if (const cudaError_t error = find_stream(handle, stream)) return error;
-        ++g_counters.host_functions;
-        return put(stream, make_task("host function", [=] {
-                       t_in_host_function = true;
-                       function(argument);
-                       t_in_host_function = false;
-                       return cudaSuccess;
-                   }));
-    });
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
+    return fakert::launch_host_function(stream, function, argument, nullptr);
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }

@@ -128,6 +128,19 @@ __global__ void dropped_tail(float *x, int n) { // what does not fill a vector i
     if (i < n / 4) reinterpret_cast<float4 *>(x)[i] = make_float4(1, 1, 1, 1);
 }
 
+__global__ void early_without_wait(float *x) { // its argument is there before the kernel before has ended
+    if (x == nullptr) cudaGridDependencySynchronize();
+}
+__global__ void early_reads_first(const float *x, float *y) {
+    const float v = x[global_index()];
+    cudaGridDependencySynchronize();
+    y[global_index()] = v + 1;
+}
+__global__ void early_waits(const float *x, float *y) {
+    cudaGridDependencySynchronize();
+    y[global_index()] = x[global_index()] + 1;
+}
+
 int found(const char *how) {
     std::printf("found: %s\n", how);
     return 1;
@@ -174,6 +187,15 @@ int run(const char *name) {
         launch(fill, 4, 64, s, x, 1.f, kCount);
         launch(reverse, 4, 64, s, x, kCount);
         return expect(x, kCount, 32, s);
+    }
+    if (is("early-kernel") || is("early-kernel-reads-before-it-waits")) {
+        launch(fill, 4, 64, s, x, 1.f, kCount);
+        check(gpu::launch("planted", true, is("early-kernel") ? early_waits : early_reads_first, 4, 64, 0, s, x, y));
+        return expect(y, kCount, 2, s);
+    }
+    if (is("early-kernel-never-waits")) {
+        launch(fill, 4, 64, s, x, 1.f, kCount);
+        check(gpu::launch("planted", true, early_without_wait, 4, 64, 0, s, x));
     }
     if (is("write-past-block")) {
         float *const z = device(100);

@@ -33,7 +33,7 @@ expect() { # KINDS NAME PATTERN
     judge "$2" $good "status $status, no '$3' in: $(echo "$output" | head -n 12)"
 }
 
-for name in clean both-fences fences-and-barriers; do
+for name in clean both-fences fences-and-barriers early-kernel; do
     run $name
     [ "$status" = 0 ] && good=yes || good=no
     judge $name $good "false alarm: $output"
@@ -66,6 +66,8 @@ expect thread missing-event-in-graph-by-luck 'data race'
 expect all page-locked-memory-refilled 'wrong value\|data race'
 expect thread result-read-by-luck 'data race'
 expect all unwritten-memory 'wrong value'
+expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV'
+expect all early-kernel-never-waits 'without having waited'
 
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]

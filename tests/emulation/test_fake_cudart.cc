@@ -276,6 +276,7 @@ TEST_F(LazyRuntime, RefusesWhatIsNotThere) {
 }
 
 __global__ void nothing_kernel() {}
+__global__ void waiting_kernel() { cudaGridDependencySynchronize(); }
 TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     const auto launch = [](dim3 grid, dim3 block, size_t shared) {
         return gpu::launch("nothing", nothing_kernel, grid, block, shared, nullptr);
@@ -291,6 +292,31 @@ TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     EXPECT_EQ(launch(1, 1, 100 << 10), cudaSuccess);
     EXPECT_EQ(cudaFuncSetAttribute(nothing_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 300 << 10),
               cudaErrorInvalidValue);
+}
+TEST_F(LazyRuntime, RefusesEarlyLaunchesOnADeviceThatHasNone) {
+    const auto launch = [] { return gpu::launch("nothing", true, waiting_kernel, 1, 32, 0, nullptr); };
+    EXPECT_EQ(launch(), cudaSuccess);
+    EXPECT_EQ(counters().early_launches, 1);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    Config config;
+    config.capability = 89;
+    reset(config);
+    EXPECT_EQ(launch(), cudaErrorInvalidValue);
+}
+TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbout) {
+    Config config;
+    config.first_launch_waits = true;
+    reset(config);
+    cudaFuncAttributes attributes;
+    ASSERT_EQ(cudaFuncGetAttributes(&attributes, waiting_kernel), cudaSuccess);
+    ASSERT_EQ(gpu::launch("waiting", waiting_kernel, 1, 32, 0, nullptr), cudaSuccess);
+    EXPECT_EQ(kernels_run(), 0);
+    for (int round = 0; round < 2; ++round) {
+        ASSERT_EQ(gpu::launch("nothing", nothing_kernel, 1, 32, 0, nullptr), cudaSuccess);
+        EXPECT_EQ(kernels_run(), 1);
+    }
+    EXPECT_EQ(late_loads(), std::vector<std::string>{"nothing"});
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 TEST_F(LazyRuntime, DescribesItsDevice) {
     Config config;

@@ -22,6 +22,7 @@ struct Setting {
     int64_t freeze_step = 4, calls = 16;
     bool averages = true;        // the engine does, in full steps
     double max_norm = 0;         // in compat mode there is none without a wrapper
+    int32_t flags = 0;           // of the optimizer, beside that
     dsopt_comm *model = nullptr; // with one, all parameters are sharded over its ranks
     std::function<void(int64_t call, dsopt_step &step)> change = {};
 };
@@ -56,7 +57,7 @@ public:
         memory_(std::move(memory)) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.compat = setting.compat;
-        desc.flags = setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0;
+        desc.flags = setting.flags | (setting.averages ? DSOPT_OPTIMIZER_AVERAGES : 0);
         desc.max_norm = setting.max_norm;
         desc.data = comm;
         desc.model = setting.model;
@@ -145,6 +146,15 @@ public:
         must(dsopt_optimizer_save(opt_, nullptr, &io));
         return file;
     }
+    /// This rank's own file.
+    void load(std::string &file) {
+        DSOPT_NEW(dsopt_io, io);
+        io.flags = DSOPT_IO_PARAMS;
+        io.read = read;
+        io.user = &file;
+        io.total = file.size();
+        must(dsopt_optimizer_load(opt_, nullptr, &io));
+    }
     /// The files of all ranks that saved.
     void load(std::vector<std::string> &files) {
         std::vector<void *> users;
@@ -155,10 +165,7 @@ public:
         }
         DSOPT_NEW(dsopt_io, io);
         io.flags = DSOPT_IO_PARAMS;
-        io.read = [](void *user, uint64_t offset, void *data, size_t size) {
-            std::memcpy(data, static_cast<std::string *>(user)->data() + offset, size);
-            return 0;
-        };
+        io.read = read;
         io.files = int32_t(files.size());
         io.users = users.data();
         io.totals = totals.data();
@@ -175,6 +182,10 @@ public:
     }
 
 private:
+    static int read(void *user, uint64_t offset, void *data, size_t size) {
+        std::memcpy(data, static_cast<std::string *>(user)->data() + offset, size);
+        return 0;
+    }
     /// A multiple of 1/64 in [-4, 4.2].
     static float number(size_t tensor, size_t i, int64_t of) {
         uint64_t x = (uint64_t(of) * 1000003u + tensor) * 0x9e3779b97f4a7c15u + i * 0xbf58476d1ce4e5b9u;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fake_nccl.h"
 #include "cuda_runtime.h"
+#include "fakert.h"
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -20,6 +21,7 @@
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -90,6 +92,27 @@ private:
     std::vector<std::string> names_;
 } g_names;
 
+/// The call of the library that fails, fake_nccl_fail_at().
+struct Plan {
+    std::mutex mutex;
+    std::string id;
+    int rank = 0;
+    long at = 0, calls = 0;
+    bool told = false; // a rank that waits for others to come is told of it
+} g_plan;
+
+/// Whether this call of a rank fails.
+bool planted(const std::string &id, int rank) {
+    const std::lock_guard lock(g_plan.mutex);
+    if (g_plan.id != id || g_plan.rank != rank || ++g_plan.calls != g_plan.at) return false;
+    g_plan.told = true;
+    return true;
+}
+bool told(const std::string &id) {
+    const std::lock_guard lock(g_plan.mutex);
+    return g_plan.told && g_plan.id == id;
+}
+
 } // namespace
 
 struct FakeComm {
@@ -98,11 +121,18 @@ struct FakeComm {
     std::string name, message;
     std::mutex mutex; // of the message
     std::atomic<int> state{in_progress}, users{0}, pending{0};
+    std::atomic<int> graphs{0}; // groups that graphs have
     std::atomic<bool> aborted{false}, stuck{false}, ending{false};
     uint64_t meetings = 0;
     int calls = 0;
+    std::atomic<bool> looked_at{false}; // since the last other call: looking again does not count as a call
     std::thread joiner;
 
+    /// Whether this call of the library fails.
+    bool fails() {
+        looked_at = false;
+        return planted(name, rank);
+    }
     bool fault(const char *kind, int call) const {
         const char *const all = std::getenv("DSOPT_FAKE_NCCL_FAULT");
         if (all == nullptr) return false;
@@ -295,11 +325,15 @@ void run_captured(void *argument) {
     ++group[0].comm->pending;
     run_group(group);
 }
-std::mutex g_captured_mutex;
-std::vector<std::unique_ptr<std::vector<Posted>>> g_captured; // graphs do not say when they are gone
+/// No graph has it any more.
+void drop_captured(void *argument) {
+    const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
+    --(*group)[0].comm->graphs;
+}
 
 thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
+thread_local FakeComm *t_asked = nullptr; // for its ranks, before a group: the functions of groups have no communicator
 
 Result flush() {
     if (t_group.empty()) return success;
@@ -311,10 +345,10 @@ Result flush() {
         if (comm->fault("busy", posted.number)) comm->stuck = true;
     cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(stream, &state) == cudaSuccess && state != cudaStreamCaptureStatusNone) {
-        if (cudaLaunchHostFunc(stream, run_captured, group.get()) != cudaSuccess)
+        ++comm->graphs;
+        // Where it fails, too, the argument is dropped.
+        if (fakert::launch_host_function(stream, run_captured, group.release(), drop_captured) != cudaSuccess)
             return fail(comm, cuda_error, "the stream takes no work");
-        const std::lock_guard lock(g_captured_mutex);
-        g_captured.push_back(std::move(group));
         return comm->stuck ? in_progress : success;
     }
     ++comm->pending;
@@ -336,7 +370,7 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
     if (element(call.type) == 0 || call.root < 0 || call.root >= comm->ranks || peer < 0 || peer >= comm->ranks)
         return fail(nullptr, bad_argument, "type %d, root %d, peer %d", call.type, call.root, peer);
     const int number = comm->calls++;
-    if (comm->fault("error", number)) return fail(comm, system_error, "a planted error");
+    if (comm->fails() || comm->fault("error", number)) return fail(comm, system_error, "a planted error");
     t_group.push_back({comm, call, from, to, peer, stream, number});
     if (t_depth != 0) return comm->fault("slow", number) ? in_progress : success;
     return flush();
@@ -344,10 +378,11 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
 
 void join(FakeComm *comm) {
     ++comm->shared->joined;
-    for (int looks = 0; comm->shared->joined < comm->ranks && !comm->aborted;) nap(looks);
+    for (int looks = 0; comm->shared->joined < comm->ranks && !comm->aborted && !told(comm->name);) nap(looks);
     shm_unlink(comm->name.c_str()); // everybody has it, or nobody will come: nothing stays behind
     int before = in_progress;
-    if (!comm->aborted) comm->state.compare_exchange_strong(before, success);
+    const bool came = comm->shared->joined >= comm->ranks;
+    if (!comm->aborted) comm->state.compare_exchange_strong(before, came ? success : remote_error);
 }
 
 Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocking) {
@@ -358,7 +393,7 @@ Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocki
     comm->rank = rank;
     comm->ranks = ranks;
     comm->name = id.name;
-    if (comm->fault("init", 0)) return fail(nullptr, system_error, "a planted error");
+    if (comm->fails() || comm->fault("init", 0)) return fail(nullptr, system_error, "a planted error");
     if (cudaGetDevice(&comm->device) != cudaSuccess) return fail(nullptr, cuda_error, "no device");
     const int file = shm_open(id.name, O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) return fail(nullptr, system_error, "no shared memory");
@@ -389,7 +424,21 @@ void leave(FakeComm *comm) {
 
 API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside}; }
 
+API void fake_nccl_fail_at(const char *id, int rank, long n) {
+    const std::lock_guard lock(g_plan.mutex);
+    g_plan.id = id;
+    g_plan.rank = rank;
+    g_plan.at = n;
+    g_plan.calls = 0;
+    g_plan.told = false;
+}
+API long fake_nccl_calls() {
+    const std::lock_guard lock(g_plan.mutex);
+    return g_plan.calls;
+}
+
 API Result ncclGetUniqueId(UniqueId *id) {
+    if (planted("", 0)) return fail(nullptr, system_error, "a planted error");
     // Random: a process id comes back, and with it what a killed process left under its name.
     uint64_t random = 0;
     if (getrandom(&random, sizeof random, 0) != sizeof random) return fail(nullptr, system_error, "no random number");
@@ -402,36 +451,43 @@ API Result ncclCommInitRank(FakeComm **comm, int ranks, UniqueId id, int rank) {
     return make(comm, ranks, id, rank, true);
 }
 API Result ncclCommAbort(FakeComm *comm) {
+    const Result said = comm->fails() ? system_error : success; // and is done all the same
     if (comm->users != 0) ++g_inside;
     comm->aborted = true;
     if (set_to("DSOPT_FAKE_NCCL_ABORT", "hang")) sleep(20);
     ++g_aborted;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0;) nap(looks); // what is on the stream sees the flag
+    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks); // what is on the stream sees the flag
     leave(comm);
-    return success;
+    return said;
 }
 API Result ncclCommDestroy(FakeComm *comm) {
+    const Result said = comm->fails() ? system_error : success;
     ++g_destroyed;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0;) nap(looks);
+    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks);
     leave(comm);
-    return success;
+    return said;
 }
 API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
     const Inside inside(comm);
+    if (!comm->looked_at.exchange(true) && planted(comm->name, comm->rank)) return system_error;
     *error = (comm->stuck || comm->ending) && comm->state == success ? in_progress : Result(comm->state.load());
     return success;
 }
 API Result ncclCommCount(FakeComm *comm, int *ranks) {
+    if (comm->fails()) return system_error;
     *ranks = comm->ranks;
+    t_asked = comm;
     return success;
 }
 API Result ncclCommUserRank(FakeComm *comm, int *rank) {
+    if (comm->fails()) return system_error;
     *rank = comm->rank;
     return success;
 }
 API Result ncclCommCuDevice(FakeComm *comm, int *device) {
+    if (comm->fails()) return system_error;
     *device = comm->device;
     return success;
 }
@@ -447,12 +503,17 @@ API Result ncclAllGather(const void *from, void *to, size_t count, int type, Fak
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
+    if (t_asked != nullptr && t_asked->fails()) return system_error;
     ++t_depth;
     return success;
 }
 API Result ncclGroupEnd() {
     if (t_depth == 0) return fail(nullptr, bad_usage, "no group");
-    return --t_depth != 0 ? success : flush();
+    if (--t_depth != 0) return success;
+    FakeComm *const asked = std::exchange(t_asked, nullptr);
+    if (asked == nullptr || !asked->fails()) return flush();
+    t_group.clear();
+    return fail(asked, system_error, "a planted error");
 }
 
 #if !defined(FAKE_NCCL_OLD) // what 2.4 does not have
@@ -469,10 +530,12 @@ API Result ncclCommInitRankConfig(FakeComm **comm, int ranks, UniqueId id, int r
 API Result ncclCommFinalize(FakeComm *comm) {
     const Inside inside(comm);
     if (comm->state != success) return bad_usage;
+    if (comm->fails()) return system_error;
     comm->ending = true;
     ++comm->pending;
     std::thread([comm] { // until what was enqueued is over, and the others are here too
         for (int looks = 0; comm->pending > 1 && !comm->aborted;) nap(looks);
+        for (int looks = 0; comm->graphs != 0;) nap(looks); // an abort does not end this, it waits for it
         comm->shared->slots[comm->rank].leaves = true;
         for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
             if (comm->shared->slots[other].leaves || comm->shared->slots[other].pid == -1)

@@ -18,3 +18,10 @@ struct FakeNcclCounts {
     int inside_while_aborted; // calls of other threads during an abort: the library allows none
 };
 extern "C" FakeNcclCounts fake_nccl_counts();
+
+/// The n-th call of the library by a rank of the communicator with an id fails, counted from 1: in any function that
+/// returns a result, once. Looking for an error again does not count, nor does a text. 0: none. The id "" is for ids
+/// themselves. Ranks that wait for this one to come are told.
+extern "C" void fake_nccl_fail_at(const char *id, int rank, long n);
+/// By that rank, since then.
+extern "C" long fake_nccl_calls();

@@ -24,6 +24,8 @@ using dsopt::Place;
 using Bytes = std::vector<char>;
 using Clock = std::chrono::steady_clock;
 
+constexpr int kDevices = 12; // for three ranks of some comms at once
+
 inline int milliseconds_since(Clock::time_point begin) {
     return int(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count());
 }

@@ -597,8 +597,9 @@ TEST(NoNccl, LibraryThatLacksFunctionsIsRefused) {
 
 int main(int argc, char **argv) {
     fakert::Config config = fakert::config_from_environment();
-    config.devices = 3;
+    config.devices = nccl_test::kDevices;
     config.mode = fakert::Mode::threads; // collectives wait inside a stream
+    config.first_launch_waits = true;    // and a driver that loads a kernel would wait for them
     fakert::reset(config);
     if (argc == 5 && std::strcmp(argv[1], "--rank") == 0) return nccl_test::run_process(argv + 2);
     testing::InitGoogleTest(&argc, argv);

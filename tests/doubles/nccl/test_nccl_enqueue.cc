@@ -254,6 +254,81 @@ TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
     EXPECT_TRUE(got == wanted);
 }
 
+/// What a graph of an all-reduce keeps, as a program has it.
+struct GraphOfSum {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    GraphOfSum(const Device &device, void *value) {
+        dsopt_tensor list{value, 1, DSOPT_DTYPE_F32, 0};
+        must(dsopt_comm_all_reduce(device.comm, &list, 1, DSOPT_OP_SUM, device.stream)); // the first one makes memory
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+        EXPECT_EQ(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        must(dsopt_comm_all_reduce(device.comm, &list, 1, DSOPT_OP_SUM, device.stream));
+        EXPECT_EQ(cudaStreamEndCapture(device.stream, &graph), cudaSuccess);
+        EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    }
+    void destroy() const {
+        (void)cudaGraphExecDestroy(exec);
+        (void)cudaGraphDestroy(graph);
+    }
+};
+
+// The library does not end a communicator while a graph refers to it (docs/graphs.md): whoever destroys the comm first
+// gets it back in bounded time, and the thread that ends the communicator goes on once the graph is gone.
+TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWithTheGraph) {
+    for (const bool graph_first : {true, false}) {
+        const std::string id = new_id();
+        const bool has_finalize = std::getenv("DSOPT_NCCL_LIBRARY") == nullptr;
+        const FakeNcclCounts before = counts();
+        run_ranks(kRanks, [&](int rank) {
+            Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
+            void *value = nullptr;
+            EXPECT_EQ(cudaMalloc(&value, sizeof(float)), cudaSuccess);
+            const GraphOfSum graph(device, value);
+            if (graph_first) graph.destroy();
+            const auto begin = Clock::now();
+            dsopt_comm_destroy(device.comm);
+            device.comm = nullptr;
+            EXPECT_LT(milliseconds_since(begin), 20000);
+            if (!graph_first) graph.destroy();
+            (void)cudaFree(value);
+        });
+        const auto ended = [&] {
+            const FakeNcclCounts now = counts();
+            return now.destroyed + now.aborted - before.destroyed - before.aborted;
+        };
+        for (int waits = 0; ended() < kRanks && waits < 600; ++waits) give_time();
+        EXPECT_EQ(ended(), kRanks);
+        // An old library has no polite end for a comm in stream order.
+        const int aborted = graph_first && has_finalize ? 0 : kRanks;
+        EXPECT_EQ(counts().aborted - before.aborted, aborted);
+    }
+}
+
+// The driver may wait for the whole device when a kernel is launched for the first time. Behind an exchange that waits
+// for the other rank, which has not begun, that would be for ever.
+TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
+    std::barrier together(kRanks);
+    const std::string id = new_id();
+    run_ranks(kRanks, [&](int rank) {
+        const Leaving leaving(together);
+        const Device device(id, rank, kRanks, 20000, DSOPT_COMM_FLAG_ENQUEUE);
+        onebit_run::Setting setting;
+        setting.freeze_step = 1;
+        onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+        must(trainer.step(1)); // ranks compare their lists
+        for (int64_t call = 2; call <= 3; ++call) {
+            EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+            together.arrive_and_wait();
+            if (rank == 0) must(trainer.step(call));
+            together.arrive_and_wait(); // rank 1 begins when rank 0 has enqueued everything
+            if (rank == 1) must(trainer.step(call));
+        }
+        EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
+    });
+    EXPECT_EQ(fakert::late_loads(), std::vector<std::string>());
+}
+
 TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};

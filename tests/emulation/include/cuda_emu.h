@@ -21,6 +21,7 @@
 #include <cstring>
 #include <math.h>
 #include <type_traits>
+#include <vector>
 
 #define CUDA_EMU 1
 
@@ -65,9 +66,17 @@ constexpr int warpSize = 32;
 
 namespace cuemu {
 
+/// A store of a thread of a block, numbered in the order of each thread.
+struct Store {
+    const char *kernel;
+    unsigned block, thread;
+    uintptr_t address;
+    unsigned bytes;
+};
 struct Options {
     unsigned workers = 1; // OS threads that run the blocks of a grid; 1 under the address sanitizer
     uint64_t seed = 0;    // 0: natural order; else blocks, threads and wake-ups are permuted, the same way for one seed
+    std::vector<Store> *stores = nullptr; // where cached stores (__stwb) are noted; with one worker only
 };
 /// From CUEMU_WORKERS and CUEMU_SEED at first use. Change it while no kernel runs.
 Options &options();
@@ -80,6 +89,9 @@ struct Launch {
     const char *name;
     dim3 grid, block;
     size_t shared;
+    bool early = false;               // may begin before the kernel before it in the stream has ended
+    void (*waited)(void *) = nullptr; // called once, when a thread has waited for that
+    void *argument = nullptr;
 };
 /// Runs every block of a grid; `body` is called once per CUDA thread. False if the execution model was broken.
 bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument);
@@ -104,6 +116,8 @@ int block_barrier(bool predicate, Vote vote);
 void *dynamic_shared();
 void fence();
 void note_atomic(const void *address);
+void note_store(const void *address, size_t bytes);
+void wait_for_previous();
 [[noreturn]] void trap(const char *why);
 
 template <class T> inline uint64_t to_bits(T value) {
@@ -177,6 +191,11 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned v) {
 inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
     return unsigned(cuemu::warp_op(cuemu::Op::xor_u32, mask, v, 0, 32));
 }
+
+/// Every thread of a kernel that may begin early has to call this before it touches memory; elsewhere it does nothing.
+inline void cudaGridDependencySynchronize() { cuemu::wait_for_previous(); }
+/// The next kernel may begin, which is what the emulator does with it in any case.
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
 inline void __trap() { cuemu::trap("__trap()"); }
 

@@ -54,12 +54,19 @@ template <class T> inline T __ldca(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcs(const T *p) { return *cuemu::aligned(p); }
 /// Arithmetic of a GPU knows one NaN. Here it is the host's, so the one that comes of it is put in where it is stored.
-inline void __stwb(float *p, float value) { *cuemu::aligned(p) = cuemu::as_of_device(value); }
+inline void __stwb(float *p, float value) {
+    cuemu::note_store(p, sizeof *p);
+    *cuemu::aligned(p) = cuemu::as_of_device(value);
+}
 inline void __stwb(float4 *p, float4 value) {
+    cuemu::note_store(p, sizeof *p);
     *cuemu::aligned(p) = {cuemu::as_of_device(value.x), cuemu::as_of_device(value.y), cuemu::as_of_device(value.z),
                           cuemu::as_of_device(value.w)};
 }
-template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
+template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) {
+    cuemu::note_store(p, sizeof *p);
+    *cuemu::aligned(p) = value;
+}
 template <class T> inline void __stcg(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 template <class T> inline void __stcs(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 

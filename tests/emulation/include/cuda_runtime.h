@@ -10,6 +10,7 @@ enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInvalidDevice = 101,
     cudaErrorNoKernelImageForDevice = 209,
@@ -144,7 +145,8 @@ const char *cudaGetErrorString(cudaError_t error);
 
 namespace fakert {
 
-/// A kernel and its arguments, by value. `function` is the kernel's address.
+/// A kernel and its arguments, by value. `function` is the kernel's address. With launch.early it may begin before the
+/// kernel before it has ended, as with cudaLaunchAttributeProgrammaticStreamSerialization.
 struct KernelCall {
     cuemu::Launch launch;
     const void *function;
@@ -154,6 +156,9 @@ struct KernelCall {
 };
 /// Takes over call.data, also when it fails.
 cudaError_t launch_kernel(const KernelCall &call, cudaStream_t stream);
+bool launches(); // Config::launches
+void *take_memory(size_t bytes);
+void give_memory(void *memory);
 cudaError_t resident_blocks(int *blocks, int threads, size_t shared);
 cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int value);
 
@@ -165,13 +170,17 @@ template <class... P> struct Arguments {
         std::apply(self.kernel, self.values);
     }
     static void drop(void *data) { delete static_cast<Arguments *>(data); }
+    // The driver's memory, not the program's: tests count that, and take it away while kernels run.
+    static void *operator new(size_t bytes) { return take_memory(bytes); }
+    static void operator delete(void *memory) { give_memory(memory); }
 };
 
 template <class... P, class... A>
 cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                   A &&...arguments) {
+                   bool early, A &&...arguments) {
+    if (!launches()) return cudaSuccess;
     auto *const data = new Arguments<P...>{kernel, {std::forward<A>(arguments)...}};
-    return launch_kernel({{name, grid, block, shared},
+    return launch_kernel({{name, grid, block, shared, early},
                           reinterpret_cast<const void *>(kernel),
                           &Arguments<P...>::call,
                           &Arguments<P...>::drop,

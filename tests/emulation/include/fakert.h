@@ -24,6 +24,10 @@ struct Config {
     size_t memory = size_t(1) << 40; // of each device, bytes
     bool protect = true;             // device memory can be reached only while work of its device runs
     bool images = true;              // there is code of the kernels for the devices
+    bool launches = true;            // else kernels are accepted and forgotten, for what times the host
+    bool first_launch_waits =
+        false;           // lazy loading: the first launch of a kernel nobody asked about waits for the device
+    int capability = 90; // of the devices, major and minor number
 
     // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are
     // "cudaLaunchKernel".
@@ -49,6 +53,7 @@ long live_objects();
 /// What was asked of the runtime since mark(). In a captured stream too: what a graph runs later counts as one launch.
 struct Counters {
     long kernel_launches, graph_launches;
+    long early_launches; // of those kernels that may begin before the one before has ended
     long host_waits; // synchronisations, and what synchronises on the side: cudaFree, pageable and synchronous copies
     long host_queries;
     long copies_to_device, copies_to_host, copies_on_device, fills;
@@ -64,6 +69,9 @@ Counters counters();
 bool has_context(int device);
 /// Kernels launched since reset() without cudaFuncGetAttributes() before: with lazy loading the driver may wait then.
 std::vector<std::string> late_loads();
+/// cudaLaunchHostFunc, which also calls drop(argument) once no queue and no graph has it any more: what a library learns
+/// by cudaUserObjectCreate and cudaGraphRetainUserObject. `drop` must not call the runtime.
+cudaError_t launch_host_function(cudaStream_t stream, cudaHostFn_t function, void *argument, cudaHostFn_t drop);
 /// Names of the kernels launched since mark(), in order.
 std::vector<std::string> launched_kernels();
 /// Nodes of a graph in the order of their capture: "kernel norm", "copy to device", "fill", "host function", "wait".

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where lanes of a warp write: neighbours write neighbouring words, so that every sector of 32 bytes is written whole.
+// Only the emulated device tells.
+#include "idle.h"
+#include "side.h"
+#include <map>
+#include <set>
+#include <tuple>
+
+using namespace cuda_test;
+
+namespace {
+
+/// Notes the stores of all kernels while it lives.
+class Stores {
+public:
+    Stores() { cuemu::options().stores = &all_; }
+    ~Stores() { cuemu::options().stores = nullptr; }
+    Stores(const Stores &) = delete;
+    Stores &operator=(const Stores &) = delete;
+
+    /// The n-th stores of the lanes of a warp are one behind the other, of the same size. Returns the kernels that
+    /// stored anything.
+    std::set<std::string> check() const {
+        std::map<std::tuple<std::string, unsigned, unsigned>, std::vector<cuemu::Store>> by_thread;
+        for (const cuemu::Store &store : all_) by_thread[{store.kernel, store.block, store.thread}].push_back(store);
+        std::set<std::string> kernels;
+        int wrong = 0;
+        for (const auto &[key, own] : by_thread) {
+            const auto &[kernel, block, thread] = key;
+            kernels.insert(kernel);
+            if (thread % 32 == 0) continue;
+            const auto before = by_thread.find({kernel, block, thread - 1});
+            if (before == by_thread.end() || before->second.size() != own.size()) {
+                ADD_FAILURE() << kernel << ": lanes store another number of times than their neighbours";
+                return kernels;
+            }
+            for (size_t n = 0; n < own.size() && wrong < 5; ++n) {
+                const cuemu::Store &left = before->second[n];
+                if (own[n].bytes == left.bytes && own[n].address == left.address + left.bytes) continue;
+                ADD_FAILURE() << kernel << ": store " << n << " of thread " << thread << " has " << own[n].bytes
+                              << " bytes, " << long(own[n].address - left.address) << " bytes behind that of the lane "
+                              << "before with " << left.bytes;
+                ++wrong;
+            }
+        }
+        return kernels;
+    }
+
+private:
+    std::vector<cuemu::Store> all_;
+};
+
+/// Tensors that whole blocks take without a rest.
+Setting whole(int32_t algorithm) {
+    Setting s;
+    s.algorithm = algorithm;
+    s.sizes = {4096, 1024, 8192};
+    return s;
+}
+using Names = std::set<std::string>;
+
+TEST_F(Cuda, LanesOfStepsStoreNeighbouringWords) {
+    for (const bool shifted : {false, true})
+        for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})
+            for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
+                Setting s = whole(algorithm);
+                s.param = s.grad = dtype;
+                s.scaler = dtype == DSOPT_DTYPE_F16;
+                s.shifted = shifted;
+                s.step_flags = DSOPT_STEP_ZERO_GRADS;
+                Side side(true, s);
+                side.fill_gradients(0);
+                ASSERT_OK(side.step());
+                ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+                const Stores stores;
+                ASSERT_OK(side.step());
+                ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+                EXPECT_EQ(stores.check(),
+                          algorithm == DSOPT_ALGORITHM_ADAMW ? Names({"update"}) : Names({"lamb_weights", "update"}));
+            }
+}
+
+TEST_F(Cuda, LanesOfListsStoreNeighbouringWords) {
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
+        Setting s = whole(DSOPT_ALGORITHM_ADAMW);
+        s.param = s.grad = dtype;
+        Side side(true, s);
+        side.fill_gradients(0);
+        std::vector<dsopt_tensor> weights = side.gradients;
+        for (size_t i = 0; i < weights.size(); ++i) weights[i].data = side.params[i].data();
+        const auto count = int64_t(weights.size());
+        const Stores stores;
+        ASSERT_OK(
+            dsopt_tensors_axpby(side.context, nullptr, side.gradients.data(), 0.5f, weights.data(), count, nullptr));
+        ASSERT_OK(dsopt_tensors_clamp(side.context, weights.data(), count, 0.25, nullptr));
+        ASSERT_OK(dsopt_zero_grad(side.context, side.gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        EXPECT_EQ(stores.check(), Names({"axpby", "clamp", "zero"}));
+    }
+}
+
+TEST_F(Cuda, LanesOfExchangesStoreNeighbouringWords) {
+    const Idle idle(DSOPT_COMM_FLAG_ENQUEUE);
+    for (const int32_t algorithm :
+         {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
+        Setting s = whole(algorithm);
+        s.sizes = {8192, 16384};
+        s.context = idle.context;
+        s.desc.data = idle.comm;
+        s.change = [](dsopt_group &group, int) {
+            group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+            group.freeze_step = 1;
+            if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                group.local_interval_steps = group.max_local_interval = 2;
+        };
+        Side side(true, s);
+        side.fill_gradients(0);
+        for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const Stores stores;
+        for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        const Names adam{"feed", "finish", "serve"}, zero_one{"feed", "finish", "local", "serve"},
+            lamb{"feed", "onebit_lamb_moments", "onebit_lamb_weights", "serve"};
+        EXPECT_EQ(stores.check(), algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM   ? adam
+                                  : algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? lamb
+                                                                             : zero_one);
+    }
+}
+
+} // namespace

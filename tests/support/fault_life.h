@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// The life of two ranks in which the n-th call of a comm's library fails: from the comm over the first step, a step, an
+// exchange, a save and a load to the end. Each call gives a status and changes nothing, or what dsopt.h says. With a new
+// comm and the last checkpoint the same call succeeds, and then there are the bits of a life without failure.
+#pragma once
+#include "fabric.h"
+#include "onebit_run.h"
+#include <barrier>
+#include <chrono>
+#include <gtest/gtest.h>
+
+namespace test {
+
+class FaultLife {
+public:
+    static constexpr int kRanks = 2;
+    /// What it comes to if nothing fails.
+    struct Record {
+        std::vector<int64_t> calls;                         // of rank 0, up to the end of each attempt
+        std::vector<std::array<std::string, kRanks>> bytes; // behind each attempt
+        int64_t all_calls = 0;
+    };
+
+    /// `healthy` NULL: nothing fails.
+    FaultLife(FailingFabric &fabric, int32_t algorithm, int64_t fail_at = 0, const Record *healthy = nullptr) :
+        fabric_(fabric),
+        algorithm_(algorithm),
+        fail_at_(fail_at),
+        healthy_(healthy) {}
+    /// Throws what went wrong.
+    Record run() {
+        fabric_.renew(kRanks);
+        run_ranks(kRanks, [&](int rank) {
+            try {
+                live(rank);
+            } catch (...) {
+                together_.arrive_and_drop();
+                throw;
+            }
+        });
+        return record_;
+    }
+    bool has_failed() const { return has_failed_; }
+
+private:
+    struct Member {
+        Memory memory;
+        Context context;
+        Comm comm;
+        std::unique_ptr<onebit_run::Rank> trainer;
+    };
+
+    onebit_run::Setting setting() const {
+        onebit_run::Setting setting;
+        setting.algorithm = algorithm_;
+        setting.sizes = {70, 1, 33};
+        setting.max_norm = 20;
+        const bool family = algorithm_ >= DSOPT_ALGORITHM_ONEBIT_ADAM;
+        setting.freeze_step = family ? 1 : 0;
+        setting.averages = family;
+        return setting;
+    }
+
+    void live(int rank) {
+        if (rank == 0) fabric_.fail_at(fail_at_);
+        Member own{fabric_.memory(rank), fabric_.context(rank), nullptr, nullptr};
+        together_.arrive_and_wait();
+        size_t count = 0;
+        const auto attempt = [&](const char *what, const std::function<dsopt_status()> &body) {
+            return this->attempt(own, rank, count++, what, body);
+        };
+        if (attempt("create", [&] { return make(own, rank); })) return;
+        own.trainer = new_trainer(own, rank);
+        int64_t call = 0;
+        const auto step = [&] { return own.trainer->step(call); };
+        for (const char *const what : {"first step", "step 2", "step 3"}) {
+            ++call;
+            if (attempt(what, step)) return;
+        }
+        if (attempt("all-reduce", [&] { return all_reduce(own, rank); })) return;
+        if (attempt("exchange", [&] { return exchange(own, rank); })) return;
+        const int64_t before = rank == 0 ? fabric_.calls() : 0;
+        std::string saved = own.trainer->save();
+        own.trainer->load(saved);
+        if (rank == 0 && fabric_.calls() != before) throw std::runtime_error("a save or a load calls the comm");
+        ++call;
+        if (attempt("step 4", step)) return;
+        let_go(own);
+        if (rank == 0) record_.all_calls = fabric_.calls();
+        begin_anew(own, rank); // a failure in letting go is nobody's to see
+        must(all_reduce(own, rank), "with another comm");
+    }
+
+    /// On all ranks. In a life that fails here: once more, and true, because that is its end.
+    bool attempt(Member &own, int rank, size_t count, const char *what, const std::function<dsopt_status()> &body) {
+        const int64_t begin_calls = healthy_ == nullptr || count == 0 ? 0 : healthy_->calls.at(count - 1);
+        if (healthy_ == nullptr || fail_at_ <= begin_calls || fail_at_ > healthy_->calls.at(count)) {
+            must(body(), what);
+            if (healthy_ != nullptr) return false;
+            together_.arrive_and_wait();
+            if (rank == 0) {
+                record_.calls.push_back(fabric_.calls());
+                record_.bytes.emplace_back();
+            }
+            together_.arrive_and_wait();
+            record_.bytes.back()[size_t(rank)] = own.trainer ? own.trainer->bytes() : "";
+            return false;
+        }
+        const auto bytes = [&](bool whole) { return own.trainer ? own.trainer->bytes(whole) : ""; };
+        const std::string before = bytes(true), part = bytes(false);
+        std::string saved = own.trainer ? own.trainer->save() : "";
+        together_.arrive_and_wait();
+        const auto begin = std::chrono::steady_clock::now();
+        const dsopt_status status = body();
+        const auto took = std::chrono::steady_clock::now() - begin;
+        failed_[size_t(rank)] = status != DSOPT_OK;
+        const std::string text = std::string(what) + ", rank " + std::to_string(rank) + ": " +
+                                 dsopt_status_name(status) + ": " + dsopt_last_error();
+        const auto check = [&](bool holds, const char *reason) {
+            if (!holds) throw std::runtime_error(text + ": " + reason);
+        };
+        check(took < std::chrono::milliseconds(kTimeout / 2), "it came late");
+        if (status != DSOPT_OK) {
+            check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !own.comm), "another status");
+            // 0/1 Adam moves by itself before a synchronisation.
+            if (algorithm_ != DSOPT_ALGORITHM_ZERO_ONE_ADAM) check(bytes(false) == part, "something has changed");
+            if (own.comm) check(body() == status, "the comm is not lost");
+        }
+        together_.arrive_and_wait();
+        if (failed_ != std::array<bool, kRanks>{}) {
+            if (rank == 0) has_failed_ = true;
+            let_go(own);
+            begin_anew(own, rank);
+            if (!before.empty()) {
+                own.trainer = new_trainer(own, rank);
+                own.trainer->load(saved);
+                check(bytes(true) == before, "the checkpoint has other bytes");
+                must(body(), "the same call");
+            }
+        }
+        check(bytes(true) == healthy_->bytes.at(count)[size_t(rank)], "other bits than without a failure");
+        return true;
+    }
+    void begin_anew(Member &own, int rank) {
+        together_.arrive_and_wait();
+        if (rank == 0) fabric_.renew(kRanks);
+        together_.arrive_and_wait();
+        must(make(own, rank), "another comm");
+    }
+
+    dsopt_status make(Member &own, int rank) {
+        dsopt_comm *comm = nullptr;
+        const dsopt_status status = fabric_.join(rank, kTimeout, own.context.get(), &comm);
+        if (status != DSOPT_OK && comm != nullptr) throw std::runtime_error("a comm, though it failed");
+        own.comm.reset(comm);
+        return status;
+    }
+    std::unique_ptr<onebit_run::Rank> new_trainer(const Member &own, int rank) const {
+        return std::make_unique<onebit_run::Rank>(own.context.get(), own.comm.get(), rank, setting(), own.memory);
+    }
+    static void let_go(Member &own) {
+        own.trainer.reset();
+        own.comm.reset();
+    }
+
+    static Block filled(const Memory &memory, size_t floats, float value) {
+        const std::vector<float> values(floats, value);
+        Block block(memory, floats * sizeof(float));
+        block.set(values.data());
+        return block;
+    }
+    static dsopt_status wanted(const Block &block, dsopt_status status, float value, size_t floats) {
+        const std::vector<float> values(floats, value);
+        if (status == DSOPT_OK &&
+            block.text() != std::string(reinterpret_cast<const char *>(values.data()), floats * sizeof(float)))
+            throw std::runtime_error("a wrong result");
+        return status;
+    }
+    static dsopt_status all_reduce(const Member &own, int rank) {
+        const Block block = filled(own.memory, 40, float(rank + 1));
+        const dsopt_tensor tensor = {block.data(), 40, DSOPT_DTYPE_F32, 0};
+        return wanted(block, dsopt_comm_all_reduce(own.comm.get(), &tensor, 1, DSOPT_OP_SUM, own.memory.stream), 3, 40);
+    }
+    static dsopt_status exchange(const Member &own, int rank) {
+        const Block block = filled(own.memory, 64, float(rank + 1));
+        const dsopt_tensor tensor = {block.data(), 64, DSOPT_DTYPE_F32, 0};
+        DSOPT_NEW(dsopt_compressed, args);
+        args.tensors = &tensor;
+        args.count = 1;
+        args.stream = own.memory.stream;
+        int64_t worker = 0, server = 0;
+        must(dsopt_compressed_sizes(own.comm.get(), &args, &worker, &server, &args.workspace_bytes));
+        const Block workers = filled(own.memory, size_t(worker), 0), servers = filled(own.memory, size_t(server), 0),
+                    workspace(own.memory, args.workspace_bytes);
+        args.worker_error = reinterpret_cast<float *>(workers.data());
+        args.server_error = reinterpret_cast<float *>(servers.data());
+        args.workspace = workspace.data();
+        return wanted(block, dsopt_compressed_allreduce(own.comm.get(), &args), 1.5f, 64); // equal numbers: exact
+    }
+
+    static constexpr int kTimeout = 60000; // nobody waits for it: what fails tells the others
+    FailingFabric &fabric_;
+    const int32_t algorithm_;
+    const int64_t fail_at_;
+    const Record *const healthy_;
+    std::barrier<> together_{kRanks};
+    std::array<bool, kRanks> failed_{};
+    bool has_failed_ = false;
+    Record record_;
+};
+
+/// With every call of the library in turn. `all` false: of those that steps make, because the others are the same with
+/// every algorithm.
+inline void fail_each_call(FailingFabric &fabric, int32_t algorithm, bool all) {
+    const FaultLife::Record healthy = FaultLife(fabric, algorithm).run();
+    const int64_t first = all ? 1 : healthy.calls[0] + 1, last = all ? healthy.all_calls : healthy.calls[3];
+    int failures = 0;
+    for (int64_t call = first; call <= last; ++call) {
+        FaultLife life(fabric, algorithm, call, &healthy);
+        EXPECT_NO_THROW(life.run()) << name_of(algorithm) << ", call " << call;
+        failures += life.has_failed();
+    }
+    EXPECT_GT(failures, (last - first) / 2) << "most calls are made for their result";
+    testing::Test::RecordProperty("calls", std::to_string(last - first + 1));
+    testing::Test::RecordProperty("failures", std::to_string(failures));
+}
+
+} // namespace test
