@@ -529,7 +529,7 @@ TEST(HugeParameters, AreRefusedWhereTheirSumIsTooLarge) {
 // ------------------------------------------------------------------------------------------------------ 1-bit family
 TEST(GroupsOfTheFamily, MustFollowOneScheduleAndOneRuleOfTrust) {
     const Context context = make_context();
-    const Array first(DSOPT_DTYPE_F32, 5), second(DSOPT_DTYPE_F32, 5);
+    const Array first(DSOPT_DTYPE_F32, 5, 1), second(DSOPT_DTYPE_F32, 5, 1);
     const Trainer trainer(context, optimizer_desc(), make_group(DSOPT_ALGORITHM_ONEBIT_LAMB),
                           std::vector<Array>{first});
     const dsopt_param param = param_of(second.tensor());
@@ -550,7 +550,7 @@ TEST(GroupsOfTheFamily, MustFollowOneScheduleAndOneRuleOfTrust) {
 // ------------------------------------------------------------------------------------------------------ results
 TEST(RefusedNorm, AResultThatIsNotAligned) {
     const Context context = make_context();
-    const Array values(DSOPT_DTYPE_F32, 5);
+    const Array values(DSOPT_DTYPE_F32, 5, 1);
     const dsopt_tensor list[] = {values.tensor()};
     alignas(8) char room[sizeof(dsopt_norm_result) + 8] = {};
     EXPECT_TRUE(refused(dsopt_tensors_norm(context.get(), list, 1, DSOPT_NORM_L2, 0, nullptr,
