@@ -21,12 +21,14 @@ struct Case {
     int32_t algorithm, dtype; // of parameters and gradients; 16 bits: with masters, loss scale and clipping
     double momentum = 0;
     bool exchanges = false; // compressed steps of one rank of 8
+    bool delta = false;     // writes the change and leaves the parameters alone
 };
 
 constexpr Case kCases[] = {
     {"adamw/f32", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_F32},
     {"adamw/f16", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_F16},
     {"adamw/bf16", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_BF16},
+    {"adamw_delta/f32", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_F32, 0, false, true},
     {"lamb/f32", DSOPT_ALGORITHM_LAMB, DSOPT_DTYPE_F32},
     {"lamb/f16", DSOPT_ALGORITHM_LAMB, DSOPT_DTYPE_F16},
     {"sgd/f32", DSOPT_ALGORITHM_SGD, DSOPT_DTYPE_F32, 0.9},
@@ -39,13 +41,15 @@ constexpr Case kCases[] = {
 /// What both libraries work on.
 struct Shared {
     std::vector<int64_t> sizes;
-    List params, grads;
+    List params, grads, outs;
     std::map<std::string, std::unique_ptr<List>> state; // by the name of a state tensor of each parameter
 
-    Shared(const std::string &list, int32_t dtype) :
+    Shared(const std::string &list, const Case &what) :
         sizes(bench::shapes(list)),
-        params(sizes, dtype),
-        grads(sizes, dtype) {
+        params(sizes, what.dtype),
+        grads(sizes, what.dtype),
+        outs(what.delta ? sizes : std::vector<int64_t>(), what.dtype) {
+        const int32_t dtype = what.dtype;
         for (const dsopt_tensor &grad : grads.tensors) // about 1e-3, so that nothing is a denormal
             for (int64_t i = 0; i < grad.numel; ++i) {
                 const int low = int(i & 0x7f);
@@ -114,6 +118,10 @@ public:
         step_.size = sizeof step_;
         step_.grads = shared.grads.tensors.data();
         step_.count = int64_t(shared.grads.tensors.size());
+        if (what.delta) {
+            step_.out = shared.outs.tensors.data();
+            step_.flags = DSOPT_STEP_DELTA;
+        }
         for (int i = 0; i < 3; ++i) step(); // into the compressed stage
         return true;
     }
@@ -164,7 +172,7 @@ double quantile(std::vector<double> values, double share) {
 }
 
 void run(const Case &what, const std::string &list, const dsopt_dl libraries[2], int rounds) {
-    Shared shared(list, what.dtype);
+    Shared shared(list, what);
     Engine before(libraries[0]), now(libraries[1]);
     if (!before.open(what, shared) || !now.open(what, shared)) return;
     // Blocks of about 5 ms, so that the clock and the first step of a block count for nothing.

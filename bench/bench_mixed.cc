@@ -4,7 +4,6 @@
 //   BM_Mixed       fp16 or bf16 gradients and weights, fp32 masters: overflow check, norm, clip, AdamW, 16-bit copy
 //   BM_MixedUpdate the second pass alone: no scaling, no clipping
 //   BM_Fp32        AdamW on fp32 weights, 28 bytes an element
-//   BM_Sgd, ...    other rules on fp32 weights: 12 bytes an element, 20 with a moment
 //   BM_SevenPass   the original's order of passes, each one vectorised and on all threads: 70 bytes an element
 #include "bench_util.h"
 #include <benchmark/benchmark.h>
@@ -149,30 +148,6 @@ void BM_MixedUpdate(benchmark::State &state, const std::string &list, int32_t dt
 }
 void BM_Fp32(benchmark::State &state, const std::string &list) {
     run_step(state, Fixture::of(list), false, DSOPT_DTYPE_F32);
-}
-
-/// Another rule on fp32 weights, with state of the engine: so many bytes an element.
-void BM_Rule(benchmark::State &state, const std::string &list, int32_t algorithm, double momentum, int bytes) {
-    Fixture &f = Fixture::of(list);
-    dsopt_context *context = nullptr;
-    dsopt_optimizer *optimizer = nullptr;
-    check(dsopt_context_create(nullptr, &context));
-    check(dsopt_optimizer_create(context, nullptr, &optimizer));
-    std::vector<dsopt_param> params(f.sizes.size());
-    for (size_t i = 0; i < params.size(); ++i) params[i].tensor = f.masters.tensors[i];
-    dsopt_group group;
-    check(dsopt_group_init(&group, sizeof group, algorithm));
-    group.momentum = momentum;
-    group.weight_decay = 0.01;
-    check(dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(params.size())));
-    DSOPT_NEW(dsopt_step, step);
-    step.grads = f.grads32.tensors.data();
-    step.count = int64_t(f.sizes.size());
-    check(dsopt_optimizer_step(optimizer, &step));
-    for (auto _ : state) check(dsopt_optimizer_step(optimizer, &step));
-    done(state, f, bytes);
-    dsopt_optimizer_destroy(optimizer);
-    dsopt_context_destroy(context);
 }
 
 /// The whole list as one stretch a thread: fewer borders than the engine has, the same bytes.
@@ -328,10 +303,6 @@ int main(int argc, char **argv) {
         add("BM_MixedUpdate/f16", BM_MixedUpdate, DSOPT_DTYPE_F16);
         add("BM_MixedUpdate/bf16", BM_MixedUpdate, DSOPT_DTYPE_BF16);
         add("BM_Fp32", BM_Fp32);
-        add("BM_Sgd", BM_Rule, int32_t(DSOPT_ALGORITHM_SGD), 0.0, 12);
-        add("BM_SgdMomentum", BM_Rule, int32_t(DSOPT_ALGORITHM_SGD), 0.9, 20);
-        add("BM_Adagrad", BM_Rule, int32_t(DSOPT_ALGORITHM_ADAGRAD), 0.0, 20);
-        add("BM_Lion", BM_Rule, int32_t(DSOPT_ALGORITHM_LION), 0.0, 20);
         add("BM_SevenPass", BM_SevenPass);
     }
     benchmark::RunSpecifiedBenchmarks();

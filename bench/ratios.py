@@ -1,25 +1,32 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""ratios.py BENCH [LIST...]: run bench_mixed in rounds and print medians and ratios as a Markdown table.
+"""ratios.py FOLDER [LIST...]: run the benches in FOLDER (build/bench) in rounds and print medians and ratios as Markdown.
+
+First bench_steps: each rule in each precision beside a probe that moves the same memory without the arithmetic; then
+bench_mixed: the mixed-precision step beside fp32 and the original's passes.
 
 Absolute times of a shared machine are worth little, and its bandwidth drifts by half within a minute. So a round is
-short, its rows are taken in turns, and ratios are formed within it; the table has the median of the rounds.
-Environment: ROUNDS (default 11), REPETITIONS of one step in a round (default 9), OMP_NUM_THREADS.
+short, its rows are taken in turns, and ratios are formed within it; the tables have the medians of the rounds.
+Environment: ROUNDS (default 5 and 11), REPETITIONS of one step in a round (default 9), ONLY (a regular expression, of
+rows like adamw/f32), OMP_NUM_THREADS.
 """
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 
-LISTS = ["gpt2-124m", "bert-large", "resnet50", "10000x1000", "1x1048576"]
-RATIOS = [("BM_Probe30", "BM_Mixed/f16"), ("BM_Probe30", "BM_Mixed/bf16"), ("BM_Mixed/f16", "BM_Fp32"),
+LISTS = ["1x67108864", "gpt2-124m", "bert-large", "resnet50", "10000x1000", "1x1048576", "1x65536"]
+FORMS = ["f32", "f16", "bf16", "delta"]
+PASSES = [("BM_Probe30", "BM_Mixed/f16"), ("BM_Probe30", "BM_Mixed/bf16"), ("BM_Mixed/f16", "BM_Fp32"),
           ("BM_Mixed/bf16", "BM_Fp32"), ("BM_SevenPass", "BM_Mixed/f16"), ("BM_SevenPass", "BM_Mixed/bf16")]
+ONLY = os.environ.get("ONLY", "")
 
 
-def one_round(bench, name):
-    command = [bench, name, "--benchmark_filter=Probe|Mixed/|Fp32|Seven",
-               "--benchmark_enable_random_interleaving=true",
+def one_round(bench, name, rows):
+    """Median milliseconds of each row that the expression matches, in turns in one process."""
+    command = [bench, name, "--benchmark_filter=" + rows, "--benchmark_enable_random_interleaving=true",
                "--benchmark_repetitions=" + os.environ.get("REPETITIONS", "9"), "--benchmark_min_time=0.001",
                "--benchmark_format=json"]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -30,20 +37,55 @@ def one_round(bench, name):
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def short(name):
-    return name.replace("BM_", "").replace("Mixed/", "").lower()
+def rounds(bench, name, rows, default):
+    return [one_round(bench, name, rows) for _ in range(int(os.environ.get("ROUNDS", default)))]
+
+
+def known(bench):
+    """Rule and precision of the rows of a bench."""
+    listed = subprocess.run([bench, "1x16", "--benchmark_list_tests"], check=True, stdout=subprocess.PIPE,
+                            universal_newlines=True).stdout
+    return [case for case in re.findall(r"^Step/(\w+/\w+)/", listed, re.M) if re.search(ONLY, case)]
+
+
+def steps(bench, lists):
+    print("| list | step | ms | probe / step | quartiles |\n| --- | --- | --- | --- | --- |")
+    cases = known(bench)
+    for name in lists:
+        for form in FORMS:
+            mine = [case for case in cases if case.endswith("/" + form)]
+            if not mine:
+                continue
+            results = rounds(bench, name, "/(%s)/" % "|".join(mine), 5)
+            for case in mine:
+                ratios = sorted(times["Probe/" + case] / times["Step/" + case] for times in results)
+                low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+                print("| %s | %s | %.4g | %.2f | %.2f to %.2f |" % (
+                    name, case, statistics.median(times["Step/" + case] for times in results), statistics.median(ratios), low, high),
+                    flush=True)
+
+
+def mixed(bench, lists):
+    def short(row):
+        return row.replace("BM_", "").replace("Mixed/", "").lower()
+
+    print("| list | fp32 ms | f16 ms | " + " | ".join(short(a) + " / " + short(b) for a, b in PASSES) + " |")
+    print("|" + " --- |" * (3 + len(PASSES)))
+    for name in lists:
+        results = rounds(bench, name, "Probe|Mixed/|Fp32|Seven", 11)
+        cells = ["%.3f" % statistics.median(r[key] for r in results) for key in ("BM_Fp32", "BM_Mixed/f16")]
+        cells += ["%.2f" % statistics.median(r[a] / r[b] for r in results) for a, b in PASSES]
+        print("| " + name + " | " + " | ".join(cells) + " |", flush=True)
 
 
 def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    print("| list | fp32 ms | f16 ms | " + " | ".join(short(a) + " / " + short(b) for a, b in RATIOS) + " |")
-    print("|" + " --- |" * (3 + len(RATIOS)))
-    for name in sys.argv[2:] or LISTS:
-        rounds = [one_round(sys.argv[1], name) for _ in range(int(os.environ.get("ROUNDS", "11")))]
-        cells = ["%.3f" % statistics.median(r[key] for r in rounds) for key in ("BM_Fp32", "BM_Mixed/f16")]
-        cells += ["%.2f" % statistics.median(r[a] / r[b] for r in rounds) for a, b in RATIOS]
-        print("| " + name + " | " + " | ".join(cells) + " |", flush=True)
+    lists = sys.argv[2:] or LISTS
+    steps(os.path.join(sys.argv[1], "bench_steps"), lists)
+    if not ONLY:
+        print()
+        mixed(os.path.join(sys.argv[1], "bench_mixed"), lists)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ void unchanged(const Span &span) {
         const float *weights = job.out != nullptr ? view(job.weight, job.weight_type, i, n, buffer) : nullptr;
         write_outputs(span, weights, no_change.at, i, n);
     }
+    if (span.streaming) fence_streaming();
 }
 
 void axpby(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end) {

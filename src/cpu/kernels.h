@@ -29,7 +29,7 @@ struct Span {
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
-    bool streaming;          // 16-bit copies go past the caches
+    bool streaming;          // copies and outputs go past the caches
     Ahead *ahead;            // NULL: no memory is asked for ahead
 };
 

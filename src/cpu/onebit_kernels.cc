@@ -347,10 +347,13 @@ void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restr
         out.update.at[i] = u.update;
         out.factor.at[i] = u.factor;
     };
-    if (mask == nullptr)
+    if (mask == nullptr) {
+        DSOPT_ARRAYS_APART
         for (int64_t i = 0; i < n; ++i) take(i, 1.0f);
-    else
+    } else {
+        DSOPT_ARRAYS_APART
         for (int64_t i = 0; i < n; ++i) take(i, mask[i]);
+    }
 }
 
 void lamb_mean(const OneBitSpan &span, double *factors) {

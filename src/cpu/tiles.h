@@ -24,6 +24,14 @@ struct alignas(64) Buffer {
     float at[kTile];
 };
 
+/// Before a loop over arrays that do not overlap. What gcc inlines loses __restrict, and then compares the addresses of
+/// the arrays before each tile, which costs LAMB a tenth of its time in cache.
+#if defined(__GNUC__) && !defined(__clang__)
+#define DSOPT_ARRAYS_APART _Pragma("GCC ivdep")
+#else
+#define DSOPT_ARRAYS_APART
+#endif
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /// As many elements as a small register has. Not inlined, which would make one loop of several.
@@ -34,10 +42,12 @@ template <int N, class R, class... T> __attribute__((noinline)) void apply_to(co
 /// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
 template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
     const int64_t whole = n & -16;
+    DSOPT_ARRAYS_APART
     for (int64_t i = 0; i < whole; ++i) rule(x[i]...);
     if (whole == n) return;
     if (n & 8) apply_to<8>(rule, x + whole...);
     if (n & 4) apply_to<4>(rule, x + (n & -8)...);
+    DSOPT_ARRAYS_APART
     for (int64_t i = 0, rest = n & 3; i < rest; ++i) rule(x[n - rest + i]...);
 }
 
@@ -267,9 +277,11 @@ struct LeafSum {
             l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
         }
         lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
-        for (int64_t k = 0; i < n; ++i, ++k) {
+        int k = 0;
+        for (; i + 8 <= n; i += 8, ++k) lane[k] = plus_square(lane[k], doubles8(floats8(x + i, tag)));
+        for (int j = 0; i < n; ++i, ++j) {
             const double element = double(Tag::load(x[i]));
-            lane[k / 8][k % 8] += element * element;
+            lane[k][j] += element * element;
         }
     }
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
@@ -302,7 +314,9 @@ inline float largest_magnitude(const float *x, int64_t n, float so_far) {
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
 inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n);
+    // Over the gradients its lines are in the caches already.
+    const bool streaming = span.streaming && job.out != job.grad;
+    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n, streaming);
     if (job.zeroes) {
         const size_t size = dtype_size(job.grad_type);
         __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);

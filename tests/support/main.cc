@@ -22,7 +22,8 @@ int main(int argc, char **argv) {
         std::fprintf(stderr, "no test is in %s\n", argv[1]);
         return 1;
     }
-    // What the caller filtered stays filtered.
-    testing::GTEST_FLAG(filter) = testing::GTEST_FLAG(filter) == "*" ? filter : testing::GTEST_FLAG(filter);
+    // What the caller filtered stays filtered; of a folder, too, tests may be left out: --gtest_filter=-A.B:C.D
+    const std::string wanted = testing::GTEST_FLAG(filter);
+    testing::GTEST_FLAG(filter) = wanted == "*" ? filter : wanted[0] == '-' ? filter + wanted : wanted;
     return RUN_ALL_TESTS();
 }

@@ -11,17 +11,24 @@
 
 namespace test {
 
+/// A second group beside that of an algorithm of the 1-bit family, with the second parameter.
+enum class Beside { nothing, adamw, lamb, not_frozen };
+
 struct Unbound {
     int32_t algorithm, compat;
-    int32_t ranks;        // 1: without a comm
-    bool apply;           // dsopt_optimizer_apply in place of dsopt_optimizer_step
-    bool other_algorithm; // the second parameter is in a group of AdamW, beside the family
+    int32_t ranks; // 1: without a comm
+    bool apply;    // dsopt_optimizer_apply in place of dsopt_optimizer_step
+    Beside beside;
     bool bound, gradient; // of the second parameter
     bool averages = false;
 
     std::string text() const {
         return name_of(algorithm) + (compat != DSOPT_COMPAT_NONE ? ", compat" : "") + ", ranks " +
-               std::to_string(ranks) + (apply ? ", apply" : ", step") + (other_algorithm ? ", beside AdamW" : "") +
+               std::to_string(ranks) + (apply ? ", apply" : ", step") +
+               (beside == Beside::adamw        ? ", beside AdamW"
+                : beside == Beside::lamb       ? ", beside LAMB"
+                : beside == Beside::not_frozen ? ", beside NON_FREEZE"
+                                               : "") +
                (bound ? "" : ", no memory") + (gradient ? "" : ", no gradient") + (averages ? ", averages" : "");
     }
 };
@@ -40,13 +47,15 @@ inline std::vector<Unbound> unbound_cases() {
             if (compat != DSOPT_COMPAT_NONE && !has_compat) continue;
             for (const int32_t ranks : {1, 2})
                 for (const bool apply : {false, true})
-                    for (const bool other : {false, true})
+                    for (const Beside beside : {Beside::nothing, Beside::adamw, Beside::lamb, Beside::not_frozen})
                         for (const bool averages : {false, true})
                             for (const int memory : {0, 1, 2}) { // none and no gradient, none, no gradient
+                                const bool other = beside != Beside::nothing;
                                 if ((other || averages) && !is_family(algorithm)) continue;
                                 if (other && compat != DSOPT_COMPAT_NONE) continue;
+                                if (beside == Beside::not_frozen && algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM) continue;
                                 cases.push_back(
-                                    {algorithm, compat, ranks, apply, other, memory == 2, memory == 1, averages});
+                                    {algorithm, compat, ranks, apply, beside, memory == 2, memory == 1, averages});
                             }
         }
     return cases;
@@ -79,9 +88,12 @@ public:
             grads_.push_back({graded ? blocks_.back().data() : nullptr, kNumel, DSOPT_DTYPE_F32, 0});
         }
         const dsopt_param list[] = {param_of(params_[0], "first"), param_of(params_[1], "second")};
-        must(dsopt_optimizer_add_group(opt_.get(), &group, list, how.other_algorithm ? 1 : 2));
-        const dsopt_group adamw = group_of(DSOPT_ALGORITHM_ADAMW);
-        if (how.other_algorithm) must(dsopt_optimizer_add_group(opt_.get(), &adamw, list + 1, 1));
+        must(dsopt_optimizer_add_group(opt_.get(), &group, list, how.beside != Beside::nothing ? 1 : 2));
+        if (how.beside == Beside::not_frozen)
+            group.flags |= DSOPT_GROUP_NON_FREEZE;
+        else
+            group = group_of(how.beside == Beside::lamb ? DSOPT_ALGORITHM_LAMB : DSOPT_ALGORITHM_ADAMW);
+        if (how.beside != Beside::nothing) must(dsopt_optimizer_add_group(opt_.get(), &group, list + 1, 1));
         if (!how.apply) return;
         for (const dsopt_state_info &info : state_of(opt_.get())) {
             const size_t bytes = size_t(info.tensor.numel) * size_of(info.tensor.dtype);

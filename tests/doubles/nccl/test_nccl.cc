@@ -477,11 +477,10 @@ TEST(NcclHeader, StepAgreesOnTheNormOverTheRanks) {
 }
 
 TEST(NcclHeader, StepThatTimesOutChangesNothing) {
-    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:hang,1:1:hang");
+    const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:hang,1:0:hang");
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
         const Trainer trainer(id, rank, 2, 3000);
-        ASSERT_EQ(trainer.step(), DSOPT_OK) << dsopt_last_error();
         const Bytes before = trainer.param();
         EXPECT_EQ(trainer.step(), DSOPT_ERR_TIMEOUT);
         EXPECT_EQ(trainer.param(), before);
