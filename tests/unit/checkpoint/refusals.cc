@@ -318,6 +318,102 @@ TEST_F(Load, RefusesWrongGroupSizes) {
     }
 }
 
+TEST_F(Load, RefusesADamagedListOfGroups) {
+    const auto with = [&](const char *value) {
+        return [=](Content &c) { c.metadata.emplace_back("param_groups", value); };
+    };
+    for (const char *value :
+         {"0,0,2,", "0,0,0,", "0,1,1,", "0,0,1", "x,0,1,", "-1,0,1,", "0,,1,", ",", "0,0,18446744073709551616,"})
+        expect_spoiled_refused(with(value), DSOPT_ERR_FORMAT, "param_groups|damaged");
+    for (const char *value : {"", "0,0,", "0,"}) expect_spoiled_refused(with(value), DSOPT_ERR_FORMAT, "parameters");
+    // A list that fits the names, and a group that says to have more.
+    expect_spoiled_refused(
+        [&](Content &c) {
+            with("0,0,1,")(c);
+            c.field("group.0.params") = "3";
+        },
+        DSOPT_ERR_MISMATCH, "group 0|3 parameters|2");
+}
+
+TEST_F(Load, RefusesRanksThatCannotBe) {
+    for (const auto &[rank, ranks] : {std::pair{"1", "1"}, {"-1", "1"}, {"0", "0"}, {"0", "-2"}, {"0", "2147483647"}})
+        expect_spoiled_refused(
+            [&, r = rank, n = ranks](Content &c) {
+                c.field("rank") = r;
+                c.field("ranks") = n;
+            },
+            DSOPT_ERR_FORMAT, "is of rank");
+    for (const char *nodes : {"0", "-1", "2"})
+        expect_spoiled_refused([&](Content &c) { c.metadata.emplace_back("node_ranks", nodes); }, DSOPT_ERR_FORMAT,
+                               "in nodes of");
+}
+
+TEST_F(Load, RefusesFilesOfRanksThatDoNotFitTogether) {
+    const auto expect_pair_refused = [&](const char *words, const std::function<void(Content &)> &spoil) {
+        std::array<Content, 2> both = {Content(data_), Content(data_)};
+        for (int rank = 0; rank < 2; ++rank) {
+            both[size_t(rank)].field("rank") = std::to_string(rank);
+            both[size_t(rank)].field("ranks") = "2";
+        }
+        spoil(both[1]);
+        const Tape first{both[0].text()}, second{both[1].text()};
+        EXPECT_TRUE(refused(load_all(trainer_.opt(), {&first, &second}), DSOPT_ERR_MISMATCH, words)) << words;
+        EXPECT_TRUE(same(fingerprint(), before_)) << words;
+    };
+    expect_pair_refused("file 1|nodes of 2", [](Content &c) { c.metadata.emplace_back("node_ranks", "2"); });
+    expect_pair_refused("not of one moment|calls", [](Content &c) { c.field("calls") = "7"; });
+    expect_pair_refused("no tensor 'p0.exp_avg'", [](Content &c) { c.drop_tensor("p0.exp_avg"); });
+    expect_pair_refused("not the same|p0.exp_avg", [](Content &c) { c.bytes[0][0] ^= 1; });
+}
+
+TEST(LoadFields, OfScalersAndAccumulatorsAreChecked) {
+    const Context context = make_context();
+    const Scaler scaler = make_scaler(context, 64);
+    dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_ACCUMULATE);
+    desc.scaler = scaler.get();
+    const Array weight(DSOPT_DTYPE_F32, 8, 1);
+    const Trainer trainer(context, desc, make_group(DSOPT_ALGORITHM_ADAMW), std::vector<Array>{weight});
+    const std::string data = saved(trainer.opt()), before = state_text(trainer.opt());
+    for (const auto &[key, value] : {std::pair{"scaler.flags", "1073741824"},
+                                     {"scaler.window", "0"},
+                                     {"scaler.factor", "1"},
+                                     {"scaler.factor", "nan"},
+                                     {"scaler.min", "-1"},
+                                     {"accumulated", ""},
+                                     {"accumulated", "00"}}) {
+        Content content(data);
+        content.field(key) = value;
+        EXPECT_TRUE(refused(load(trainer.opt(), content.text()), DSOPT_ERR_FORMAT)) << key << " " << value;
+        EXPECT_TRUE(same(state_text(trainer.opt()), before));
+    }
+    EXPECT_OK(load(trainer.opt(), data));
+}
+
+TEST(LoadFields, OfTheFamilySayWhatIsCompressedAndInWhichOrder) {
+    const std::vector<Shape> shapes = {{20}, {20}};
+    const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ONEBIT_ADAM));
+    const std::string data = saved(trainer.opt());
+    Content flags(data), order(data);
+    flags.field("group.0.flags") = std::to_string(DSOPT_GROUP_NON_FREEZE);
+    order.field("params") = "2:p12:p0";
+    EXPECT_TRUE(refused(load(trainer.opt(), flags.text()), DSOPT_ERR_MISMATCH, "group 0|NON_FREEZE"));
+    EXPECT_TRUE(refused(load(trainer.opt(), order.text()), DSOPT_ERR_MISMATCH, "another order"));
+    EXPECT_OK(load(trainer.opt(), data));
+}
+
+TEST(LoadFirst, WithoutMemoryOfAParameterRefusesToMakeItsMaster) {
+    const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+    const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, optimizer_desc());
+    auto list = trainer.model.registered();
+    list[0].tensor.data = nullptr;
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+    must(dsopt_optimizer_add_group(trainer.opt(), &group, list.data(), 1));
+    const std::string data = saved(source.opt(), DSOPT_IO_PARAMS);
+    EXPECT_TRUE(refused(load(trainer.opt(), data, DSOPT_IO_NO_MASTERS), DSOPT_ERR_STATE, "'p0'|master"));
+    EXPECT_TRUE(refused(load(trainer.opt(), data, DSOPT_IO_PARAMS), DSOPT_ERR_STATE, "'p0'|load into"));
+    EXPECT_OK(load(trainer.opt(), data));
+}
+
 // -------------------------------------------------------------------------------------------------------------- damage
 TEST_F(Load, RefusesEveryBitFlip) {
     ASSERT_LT(data_.size(), 6000u);

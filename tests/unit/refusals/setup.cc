@@ -516,4 +516,46 @@ TEST(HugeParametersDeathTest, WhoseStateOverflowsAreRefusedSomewhere) {
     EXPECT_EXIT(attempt(), testing::ExitedWithCode(0), "");
 }
 
+TEST(HugeParameters, AreRefusedWhereTheirSumIsTooLarge) {
+    const Context context = make_context();
+    const Optimizer opt = make_optimizer(context);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
+    const dsopt_param large = param_of({nullptr, int64_t(1) << 55, DSOPT_DTYPE_F32, 0});
+    const dsopt_param list[] = {large, large, param_of({nullptr, 1, DSOPT_DTYPE_F32, 0}, "last")};
+    EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &group, list, 3), DSOPT_ERR_SHAPE, "'last'|2^56"));
+    EXPECT_OK(dsopt_optimizer_add_group(opt.get(), &group, list, 2));
+}
+
+// ------------------------------------------------------------------------------------------------------ 1-bit family
+TEST(GroupsOfTheFamily, MustFollowOneScheduleAndOneRuleOfTrust) {
+    const Context context = make_context();
+    const Array first(DSOPT_DTYPE_F32, 5, 1), second(DSOPT_DTYPE_F32, 5, 1);
+    const Trainer trainer(context, optimizer_desc(), make_group(DSOPT_ALGORITHM_ONEBIT_LAMB),
+                          std::vector<Array>{first});
+    const dsopt_param param = param_of(second.tensor());
+    const auto expect_refused = [&](dsopt_status status, const char *words, const auto &change) {
+        dsopt_group group = make_group(DSOPT_ALGORITHM_ONEBIT_LAMB);
+        change(group);
+        EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), status, words)) << words;
+    };
+    expect_refused(DSOPT_ERR_ARGUMENT, "freeze_step", [](dsopt_group &group) { group.freeze_step += 1; });
+    expect_refused(DSOPT_ERR_ARGUMENT, "trust_beta", [](dsopt_group &group) { group.trust_beta = 0.5; });
+    expect_refused(DSOPT_ERR_ARGUMENT, "_max_change", [](dsopt_group &group) { group.trust_max_change *= 2; });
+    expect_refused(DSOPT_ERR_UNSUPPORTED, "one algorithm of the 1-bit family",
+                   [](dsopt_group &group) { group = make_group(DSOPT_ALGORITHM_ONEBIT_ADAM); });
+    const dsopt_group good = make_group(DSOPT_ALGORITHM_ONEBIT_LAMB);
+    EXPECT_OK(dsopt_optimizer_add_group(trainer.opt(), &good, &param, 1));
+}
+
+// ------------------------------------------------------------------------------------------------------ results
+TEST(RefusedNorm, AResultThatIsNotAligned) {
+    const Context context = make_context();
+    const Array values(DSOPT_DTYPE_F32, 5, 1);
+    const dsopt_tensor list[] = {values.tensor()};
+    alignas(8) char room[sizeof(dsopt_norm_result) + 8] = {};
+    EXPECT_TRUE(refused(dsopt_tensors_norm(context.get(), list, 1, DSOPT_NORM_L2, 0, nullptr,
+                                           reinterpret_cast<dsopt_norm_result *>(room + 4), nullptr),
+                        DSOPT_ERR_ALIGNMENT, "result|8 bytes"));
+}
+
 } // namespace
