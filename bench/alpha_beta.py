@@ -45,7 +45,7 @@ class Layout:
                     first.setdefault(c, i)
                     last[c] = i
         self.scales = max((last[c] - first[c] + 1 for c in first), default=0)
-        self.row = 4 * self.scales + self.chunk // 8
+        self.row = (4 * self.scales + self.chunk // 8 + 15) // 16 * 16
 
 
 def all_reduce_bytes(payload, ranks):

@@ -240,6 +240,9 @@ private:
     WeightTile weights_;
 };
 
+/// For arrays that a rule leaves as they are.
+const float *only_read(const float *x) { return x; }
+
 template <Feed F> struct FeedTag { static constexpr Feed value = F; };
 /// Calls `f` with the tag of what goes into an exchange. No default: -Werror=switch finds what a new one must touch.
 template <class F> void visit(Feed feed, const F &f) {
@@ -258,7 +261,7 @@ void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *to) {
                                                                float &x) {
             x = feed_value(feed, s, o, g, p, m, v, track);
         };
-        apply(rule, n, t.g, t.p, t.m, t.v, t.track, to);
+        apply(rule, n, t.g, only_read(t.p), only_read(t.m), t.v, only_read(t.track), to);
     });
 }
 
@@ -268,7 +271,10 @@ void mean_tile(const OneBitSpan &span, const float *mean, const Tile &t, int64_t
         const auto rule = [s = *span.scalars, o = span.onebit](float y, float &p, float &m, float v, float &track) {
             take_mean(feed, s, o, y, p, m, v, track);
         };
-        apply(rule, n, mean, t.p, t.m, t.v, t.track);
+        if constexpr (feed == Feed::distance)
+            apply(rule, n, mean, t.p, t.m, t.v, t.track);
+        else
+            apply(rule, n, mean, t.p, t.m, t.v, only_read(t.track));
     });
 }
 
@@ -276,7 +282,10 @@ void local_tile(const OneBitSpan &span, const Tile &t, int64_t n) {
     const auto rule = [s = *span.scalars, o = span.onebit](float g, float &p, float &m, float v, float &track) {
         local_step(s, o, g, p, m, v, track);
     };
-    apply(rule, n, t.g, t.p, t.m, t.v, t.track);
+    if (span.onebit.anchored)
+        apply(rule, n, t.g, t.p, t.m, t.v, only_read(t.track));
+    else
+        apply(rule, n, t.g, t.p, t.m, t.v, t.track);
 }
 
 void feed(const OneBitSpan &span) {
@@ -391,7 +400,7 @@ void lamb_weights(const OneBitSpan &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
-        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, t.m, t.v);
+        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, only_read(t.m), t.v);
         t.close_weights(i, n);
     }
     if (span.streaming) fence_streaming();

@@ -34,21 +34,32 @@ struct alignas(64) Buffer {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+inline void put(float &to, float value) { to = value; }
+inline void put(const float &, float) {}
+/// The rule for one element of each array. It works on copies: everything is read before anything is written, so no
+/// array is read again because another one could lie over it. Arrays that are not const are written, whether or not
+/// the rule changed the copy.
+template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
+    [&](auto... value) {
+        rule(value...);
+        (put(x, value), ...);
+    }(x...);
+}
 /// As many elements as a small register has. Not inlined, which would make one loop of several.
 template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R rule, T *__restrict... x) {
-    for (int i = 0; i < N; ++i) rule(x[i]...);
+    for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
 }
 /// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only loops to vectorise. What is left
 /// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
 template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
     const int64_t whole = n & -16;
     DSOPT_ARRAYS_APART
-    for (int64_t i = 0; i < whole; ++i) rule(x[i]...);
+    for (int64_t i = 0; i < whole; ++i) apply_once(rule, x[i]...);
     if (whole == n) return;
     if (n & 8) apply_to<8>(rule, x + whole...);
     if (n & 4) apply_to<4>(rule, x + (n & -8)...);
     DSOPT_ARRAYS_APART
-    for (int64_t i = 0, rest = n & 3; i < rest; ++i) rule(x[n - rest + i]...);
+    for (int64_t i = 0, rest = n & 3; i < rest; ++i) apply_once(rule, x[n - rest + i]...);
 }
 
 // ------------------------------------------------------------------------------------------------------- conversions

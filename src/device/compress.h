@@ -77,7 +77,8 @@ struct CompressLayout {
         return list.empty() ? 0 : (list.back().begin + list.back().numel + 31) / 32;
     }
     int64_t rows_bytes() const { return row_bytes() * ranks; }
-    int64_t row_bytes() const { return row_scales * 4 + (server_numel / 8 + 3) / 4 * 4; }
+    /// Whole vectors of 16 bytes: rows follow one another, and NCCL copies what does not begin at one byte by byte.
+    int64_t row_bytes() const { return (row_scales * 4 + server_numel / 8 + 15) / 16 * 16; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.
     int64_t worker_floats() const { return worker_numel + int64_t(parts.size()); }
     int64_t server_floats() const { return server_numel + row_scales; }

@@ -49,7 +49,7 @@ struct Places {
         }
     }
     int64_t slice() const { return chunk * nodes; }
-    int64_t row_bytes() const { return 4 * scales + chunk / 8; }
+    int64_t row_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
     /// The part of tensor t at or behind, and before, a place.
     int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
     int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }

@@ -51,7 +51,7 @@ TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
             args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
             const int64_t chunk = (24000 / 32 + ranks - 1) / ranks * 32; // up to whole words
             const int64_t scales = 24000 % ranks == 0 && 9600 % chunk == 0 ? 1 : 2;
-            const int64_t row = chunk / 8 + 4 * scales, bytes = (ranks - 1) * row;
+            const int64_t row = (chunk / 8 + 4 * scales + 15) / 16 * 16, bytes = (ranks - 1) * row;
             for (int64_t call = 1; call <= 3; ++call) {
                 ASSERT_OK(dsopt_compressed_allreduce(comm.get(), &args));
                 const dsopt_comm_info info = info_of(comm);
@@ -72,7 +72,7 @@ TEST(CommCounts, OfStepsOfOneBitAdamFollowItsSchedule) {
                                      DSOPT_OPTIMIZER_AVERAGES);
         // Whether to skip is a double; where gradients are local the squares of the group and of all go with it.
         const int64_t agree = 8 * 2 * 3 / 4, norms = 3 * agree;
-        const int64_t mean = numel * 4 * 2 * 3 / 4, bits = 3 * (numel / 4 / 8 + 4);
+        const int64_t mean = numel * 4 * 2 * 3 / 4, bits = 3 * ((numel / 4 / 8 + 4 + 15) / 16 * 16);
         for (int64_t call = 1; call <= 5; ++call) {
             const dsopt_comm_info before = info_of(comm);
             ASSERT_OK(trainer.step(problem.own(rank, call)));
@@ -162,7 +162,7 @@ dsopt_status compress(const Comm &comm, size_t numel) {
 
 TEST(CommCounts, OfWhatIsMadeFromOtherFunctionsAreThoseOfTheOthers) {
     const Context ctx = make_context(1);
-    constexpr int64_t row = 4096 / 4 / 8 + 4; // 132
+    constexpr int64_t row = 144; // 128 of bits, 4 of scales, up to whole 16 bytes
     struct Case {
         unsigned functions;
         Numbers reduce, to_all, gather;

@@ -40,7 +40,7 @@ struct Places {
             if (first >= 0) scales = std::max(scales, last - first + 1);
         }
     }
-    int64_t row_bytes() const { return 4 * scales + chunk / 8; }
+    int64_t row_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
 };
 
 struct Expected {
@@ -420,7 +420,7 @@ TEST(Compressed, SignsOfGpt2TakeOneBitAnElementEachWay) {
         const int64_t chunk = (worker - args.count) / ranks, scales = server - chunk;
         EXPECT_EQ(chunk % 32, 0);
         EXPECT_GE(chunk * ranks, total);
-        const double bits = 8.0 * double(ranks) * double(4 * scales + chunk / 8) / double(total);
+        const double bits = 8.0 * double(ranks) * double((4 * scales + chunk / 8 + 15) / 16 * 16) / double(total);
         EXPECT_GE(bits, 1);
         EXPECT_LE(bits, 1.001);
     });
