@@ -122,7 +122,8 @@ public:
             step_.out = shared.outs.tensors.data();
             step_.flags = DSOPT_STEP_DELTA;
         }
-        for (int i = 0; i < 3; ++i) step(); // into the compressed stage
+        for (int i = 0; i < 16; ++i)
+            step(); // into the compressed stage, and past the trial of asking ahead (cpu/step.h)
         return true;
     }
     void step() { check(dl_.dsopt_optimizer_step(optimizer_, &step_)); }

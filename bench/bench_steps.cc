@@ -214,7 +214,8 @@ public:
             step_.out = arrays.f32.back()->tensors.data();
             step_.flags = DSOPT_STEP_DELTA;
         }
-        for (int i = 0; i < 3; ++i) run(); // into the compressed stage
+        for (int i = 0; i < 16; ++i)
+            run(); // into the compressed stage, and past the trial of asking ahead (cpu/step.h)
     }
     ~Engine() {
         dsopt_optimizer_destroy(optimizer_);
