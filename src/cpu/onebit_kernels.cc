@@ -351,7 +351,10 @@ void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restr
                     LambTile &out, int64_t n) {
     const auto take = [&](int64_t i, float factor) {
         const float value = o.anchored && v[i] == 0 ? 0.0f : y[i];
-        const LambUpdate u = lamb_take_mean(s, o, value, factor, p[i], m[i], v[i], fresh[i]);
+        float momentum = m[i], variance = fresh[i]; // copies, as in apply_once()
+        const LambUpdate u = lamb_take_mean(s, o, value, factor, p[i], momentum, v[i], variance);
+        m[i] = momentum;
+        fresh[i] = variance;
         out.without_decay.at[i] = u.without_decay;
         out.update.at[i] = u.update;
         out.factor.at[i] = u.factor;
