@@ -70,15 +70,28 @@ struct InChunk {
     }
 };
 
-/// The sum of squares of the leaf in `tile`, whose first element is the `begin`-th of the own ones, and the number of
+/// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be split
+/// without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take turns at
+/// adding. Whoever passes a barrier behind filling a tile knows that the adder of the other one is done: it filled, too.
+struct TileTurns {
+    float *at;
+    int turn = 0;
+    __device__ __forceinline__ float *tile() const { return at + turn % 2 * kLeaf; }
+    __device__ __forceinline__ bool has_turn(int offset) const {
+        return int(threadIdx.x / 32) == (turn + offset) % kWarps;
+    }
+};
+constexpr int kTurns = 2; // tiles
+
+/// The sum of squares of the leaf in the tile, whose first element is the `begin`-th of the own ones, and the number of
 /// those that take part, by two warps.
-__device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const float *tile, int64_t begin, int n,
+__device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const TileTurns &turns, int64_t begin, int n,
                                          int64_t leaf) {
     const bool lead = threadIdx.x % 32 == 0;
-    if (threadIdx.x / 32 == 0) {
-        const double sum = fold_lanes(add_squares(tile, n));
+    if (turns.has_turn(0)) {
+        const double sum = fold_lanes(add_squares(turns.tile(), n));
         if (lead) x.sums[leaf] = sum;
-    } else if (threadIdx.x / 32 == 1) {
+    } else if (turns.has_turn(kWarps / 2)) {
         const int32_t count = count_active(x.own_active, begin, n);
         if (lead) x.counts[leaf] = count;
     }
@@ -106,13 +119,13 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// The leaf of kept sums in `tile`, which begins at `worker`: its signs to the rows, its sums to where those of `leaf`
-/// are. For a whole block; the tile may be written again when it returns.
-__device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t worker, int n, const float *tile,
+/// The leaf of kept sums in the tile, which begins at `worker`: its signs to the rows, its sums to where those of `leaf`
+/// are. For a whole block; the other tile is next.
+__device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t worker, int n, TileTurns &turns,
                                  int64_t leaf) {
     __syncthreads();
     const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
-    pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
+    pack_signs(turns.tile(), n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
@@ -121,8 +134,8 @@ __device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t 
             write_signs(to, bits >> k, 8);
         }
     });
-    sum_leaf(x, tile, worker, n, leaf);
-    __syncthreads();
+    sum_leaf(x, turns, worker, n, leaf);
+    ++turns.turn;
 }
 
 /// body(part, begin, n, leaf) for every leaf of the block's share of the parts.
@@ -138,12 +151,14 @@ template <class Body> __device__ __forceinline__ void for_part_leaves(const Devi
 /// Kept sums that are there already.
 __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tile[kLeaf];
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
     if (x.skipped()) return;
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin;
+        float *const tile = turns.tile();
         for (int k = int(threadIdx.x); k < n; k += kThreads) tile[k] = x.worker[worker + k];
-        pack_leaf(x, part, worker, n, tile, leaf);
+        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 
@@ -151,10 +166,12 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Devi
 __global__ void __launch_bounds__(kThreads)
     feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel(true);
-    __shared__ float tile[kLeaf];
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin;
         const float scale = x.worker_scales()[part];
+        float *const tile = turns.tile();
         const float *values = static_cast<const float *>(list[part].data);
         const int64_t left = list[part].numel - begin; // the rest is padding
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
@@ -168,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
         });
         for (int i = real + int(threadIdx.x); i < n; i += kThreads)
             tile[i] = x.worker[worker + i] = error_of(x.worker[worker + i], scale);
-        pack_leaf(x, part, worker, n, tile, leaf);
+        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 
@@ -213,7 +230,8 @@ constexpr int kRanksAtOnce = 8; // whose bits a thread of serve_kernel asks for 
 /// the result.
 __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tile[kLeaf];
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
     const DeviceLayout &layout = x.layout;
     if (x.skipped()) return;
     const int64_t leaves = layout.segment_leaves();
@@ -225,6 +243,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
         const int n = int(rest < kLeaf ? rest : kLeaf);
         const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + begin;
         const float scale = x.server_scales()[slot];
+        float *const tile = turns.tile();
         for_packs(n, all_aligned(x.server), [&](auto width, int i) INLINED {
             constexpr int V = decltype(width)::value;
             const Pack<V> old = load<V>(x.server, server + i);
@@ -262,8 +281,8 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
         pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
             write_signs(x.bits(x.result) + (server + i) / 8, bits, n - i);
         });
-        sum_leaf(x, tile, segment.begin + begin, n, leaf);
-        __syncthreads();
+        sum_leaf(x, turns, segment.begin + begin, n, leaf);
+        ++turns.turn;
     }
 }
 
@@ -368,11 +387,13 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
 /// That mean and what is owed to the kept sums, and their bits to the rows.
 __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tile[kLeaf];
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
     if (x.skipped()) return;
     for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
         const int64_t worker = x.layout.parts[part].begin + begin; // a multiple of 32
         const float scale = x.worker_scales()[part];
+        float *const tile = turns.tile();
         for_packs(n, all_aligned(x.slices, x.worker), [&](auto width, int i) INLINED {
             constexpr int V = decltype(width)::value;
             const Pack<V> mean = mean_of_slices<V>(x, worker + i);
@@ -385,7 +406,7 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
             }
             store(sum, x.worker, worker + i);
         });
-        pack_leaf(x, part, worker, n, tile, leaf);
+        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 

@@ -87,7 +87,8 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(b.one.exchanges && b.x.message == nullptr);
-    DYNAMIC_SHARED(float, tile); // a leaf, where bits are made here
+    DYNAMIC_SHARED(float, tiles); // where bits are made here
+    TileTurns turns{tiles};
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
@@ -114,12 +115,12 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(sum.at[k], o.scale) : 0.0f;
-                if (b.packs) tile[at + k] = sum.at[k];
+                if (b.packs) turns.tile()[at + k] = sum.at[k];
             }
             store(sum, kept, i);
         });
         if (b.packs)
-            pack_leaf(b.x, one.part, one.worker + where.begin, where.n, tile,
+            pack_leaf(b.x, one.part, one.worker + where.begin, where.n, turns,
                       b.x.layout.part_leaf[one.part] + where.begin / kLeaf);
     });
 }

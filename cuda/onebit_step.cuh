@@ -80,7 +80,7 @@ private:
             return over_leaves("feed", kernel);
         }
         clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
-        over_leaves("feed", kernel, b_.packs ? kTileBytes : 0);
+        over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
         if (!b_.packs) {
             launcher_.over(b_.x.layout.part_count, "feed_padding", feed_padding_kernel, b_);
             launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
