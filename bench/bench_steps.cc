@@ -103,6 +103,9 @@ template <class T> void write_past_caches(T *to, T x) {
 void fence() {}
 #endif
 
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
 /// One pass over elements [begin, end) of a tensor; begin and all arrays are on 64-byte lines.
 template <int Reads, int Changes, int Writes, int Reads16, int Writes16>
 void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
@@ -117,16 +120,13 @@ void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
                                     : arrays.floats(at++, tensor);
     const auto *const grad = static_cast<const uint16_t *>(arrays.grads->tensors[tensor].data);
     auto *const copy = Writes16 ? static_cast<uint16_t *>(arrays.half->tensors[tensor].data) : nullptr;
-    float sum[16] = {};
-    uint16_t any[16] = {};
+    Floats sum = {};
+    Halves any = {};
     const int64_t whole = begin + (end - begin) / 16 * 16;
     for (int64_t k = begin; k < whole; k += 16) {
-        for (int i = 0; i < Reads; ++i)
-            for (int64_t j = 0; j < 16; ++j) sum[j] += read[i][k + j];
-        for (int i = 0; i < Changes; ++i)
-            for (int64_t j = 0; j < 16; ++j) change[i][k + j] += 1e-9f;
-        if constexpr (Reads16 > 0)
-            for (int64_t j = 0; j < 16; ++j) any[j] |= grad[k + j];
+        for (int i = 0; i < Reads; ++i) sum += *reinterpret_cast<const Floats *>(read[i] + k);
+        for (int i = 0; i < Changes; ++i) *reinterpret_cast<Floats *>(change[i] + k) += 1e-9f;
+        if constexpr (Reads16 > 0) any |= *reinterpret_cast<const Halves *>(grad + k);
         for (int i = 0; i < Writes; ++i) write_past_caches(write[i] + k, 1e-3f);
         if constexpr (Writes16 > 0) write_past_caches(copy + k, uint16_t(0x3800));
     }
