@@ -70,19 +70,18 @@ struct InChunk {
     }
 };
 
+constexpr int kTurns = 2;
 /// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be split
 /// without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take turns at
 /// adding. Whoever passes a barrier behind filling a tile knows that the adder of the other one is done: it filled, too.
 struct TileTurns {
     float *at;
     int turn = 0;
-    __device__ __forceinline__ float *tile() const { return at + turn % 2 * kLeaf; }
+    __device__ __forceinline__ float *tile() const { return at + turn % kTurns * kLeaf; }
     __device__ __forceinline__ bool has_turn(int offset) const {
         return int(threadIdx.x / 32) == (turn + offset) % kWarps;
     }
 };
-constexpr int kTurns = 2; // tiles
-
 /// The sum of squares of the leaf in the tile, whose first element is the `begin`-th of the own ones, and the number of
 /// those that take part, by two warps.
 __device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const TileTurns &turns, int64_t begin, int n,
