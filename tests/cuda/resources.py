@@ -194,7 +194,7 @@ class Judge:
 
 
 def judge_ptx(judge, text):
-    opcodes = set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s", text, re.M))
+    opcodes = set(re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s", text, re.M))
     floats = {opcode for opcode in opcodes if re.search(r"\.(f16|bf16|f32|f64|ftz|approx)", opcode)}
     bad = {opcode for opcode in floats if not ARITHMETIC.fullmatch(opcode)}
     bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode)}
