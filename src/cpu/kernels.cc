@@ -57,46 +57,134 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 }
 
 // ------------------------------------------------------------------------------------------------------------- rules
-/// How much is worked on at a time: a leaf where nothing goes through buffers and no memory is asked for.
-int64_t tile_of(const Span &span, const WeightTile &weights) {
+#if DSOPT_HAS_REGISTERS
+/// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
+/// fp32, nothing that is made of whole tiles.
+bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
-    bool in_place = weights.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
-    for (const Moment &moment : job.moment)
-        in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
-    return in_place && span.ahead == nullptr ? kLeaf : kTile;
+    const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
+    bool fits = job.grad != nullptr && !job.stochastic && !span.sums &&
+                (job.weight_type == Dtype::f32 || job.weight_type == job.grad_type) &&
+                (!span.streaming || (on_line(job.copy) && on_line(job.out)));
+    for (const Moment &moment : job.moment) fits = fits && (moment.data == nullptr || moment.type == Dtype::f32);
+    return fits;
 }
 
-template <class R> void update_with(const R &rule, const Span &span) {
+/// The whole registers of elements [begin, end): everything is read once, converted, changed, rounded and written once.
+/// `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
+template <bool CopiesOnly, class R, class Grad, class Weight>
+int64_t update_in_registers(const R rule, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     constexpr int count = R::moments.count;
-    static_assert(count >= 0 && count <= kMoments);
     const TensorJob &job = *span.job;
-    WeightTile weights(span, span.sums);
-    Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
-    float *moment[kMoments] = {};
-    const int64_t tile = tile_of(span, weights);
+    [[maybe_unused]] const bool keeps = keeps_weights(span), delta = (span.flags & kDelta) != 0, streaming = span.streaming;
+    [[maybe_unused]] const bool out_streams = streaming && job.out != job.grad;
+    const auto put = [](Floats x, void *to, auto tag, int64_t i, bool past_caches) __attribute__((always_inline)) {
+        auto *const at = element<typename decltype(tag)::storage>(to, i);
+        past_caches ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
+    };
+    const auto *const g = element<typename Grad::storage>(job.grad, 0);
+    auto *const w = element<typename Weight::storage>(job.weight, 0);
+    float *const moment[] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
+    int64_t i = begin;
+    for (; i + kWide <= end; i += kWide) {
+        const Floats old = load(w + i, weight);
+        Floats p = old, m[2];
+        for (int k = 0; k < count; ++k) m[k] = load(moment[k] + i, F32{});
+        if constexpr (count == 0)
+            rule(load(g + i, grad), p);
+        else if constexpr (count == 1)
+            rule(load(g + i, grad), p, m[0]);
+        else
+            rule(load(g + i, grad), p, m[0], m[1]);
+        for (int k = 0; k < count; ++k) write(m[k], moment[k] + i);
+        if (!keeps) write(rounded(p, weight), w + i);
+        if constexpr (CopiesOnly) {
+            put(p, job.copy, grad, i, streaming);
+        } else {
+            if (job.copy != nullptr) visit(job.copy_type, [&](auto tag) __attribute__((always_inline)) { put(p, job.copy, tag, i, streaming); });
+            if (job.out != nullptr)
+                visit(job.out_type, [&](auto tag) __attribute__((always_inline)) { put(delta ? p - old : p, job.out, tag, i, out_streams); });
+        }
+    }
+    if (job.zeroes) zero_gradients(job, begin, i - begin);
+    return i;
+}
+/// Returns the first element that is left.
+template <class R> int64_t update_in_registers(const R &rule, const Span &span, int64_t begin, int64_t end) {
+    const TensorJob &job = *span.job;
+    const bool copies_only = job.copy != nullptr && job.out == nullptr && job.copy_type == job.grad_type;
+    visit(job.grad_type, [&](auto grad) {
+        if (job.weight_type != Dtype::f32)
+            begin = update_in_registers<false>(rule, span, begin, end, grad, grad);
+        else if (copies_only)
+            begin = update_in_registers<true>(rule, span, begin, end, grad, F32{});
+        else
+            begin = update_in_registers<false>(rule, span, begin, end, grad, F32{});
+    });
+    return begin;
+}
+#endif
+
+/// The same for any types, and for what is left behind whole registers.
+template <class R> class TileUpdate {
+public:
+    TileUpdate(const R &rule, const Span &span) : rule_(rule), span_(span), weights_(span, span.sums) {}
+    /// Nothing goes through buffers.
+    bool is_in_place() const {
+        const TensorJob &job = *span_.job;
+        bool in_place = weights_.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
+        for (const Moment &moment : job.moment)
+            in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
+        return in_place;
+    }
+    void run(int64_t i, int64_t n, LeafSum &weight_sum, LeafSum &change_sum) {
+        const TensorJob &job = *span_.job;
+        const float *g = open_gradient(job, i, n, g_buffer_);
+        float *p = weights_.open(i, n), *moment[kMoments] = {};
+        for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
+        if (span_.sums) weight_sum.add(p, n);
+        if constexpr (count == 0)
+            apply(rule_, n, g, p);
+        else if constexpr (count == 1)
+            apply(rule_, n, g, p, moment[0]);
+        else
+            apply(rule_, n, g, p, moment[0], moment[1]);
+        for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
+        weights_.close(i, n);
+        if (span_.sums) change_sum.add(weights_.change(), n);
+    }
+
+private:
+    static constexpr int count = R::moments.count;
+    static_assert(count >= 0 && count <= kMoments);
+    const R &rule_;
+    const Span &span_;
+    WeightTile weights_;
+    Buffer g_buffer_, moment_buffer_[count > 0 ? count : 1];
+};
+
+template <class R> void update_with(const R &rule, const Span &span) {
+    TileUpdate<R> tiles(rule, span);
+    const bool in_place = tiles.is_in_place();
+    const int64_t tile = in_place && span.ahead == nullptr ? kLeaf : kTile;
+#if DSOPT_HAS_REGISTERS
+    const bool in_registers = fits_registers(span) && !(in_place && span.job->out == nullptr && span.job->copy == nullptr);
+#endif
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;
         for (int64_t i = leaf; i < stop; i += tile) {
-            const int64_t n = least(tile, stop - i);
-            ask_ahead(span, n);
-            const float *g = open_gradient(job, i, n, g_buffer);
-            float *p = weights.open(i, n);
-            for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer[k]);
-            if (span.sums) weight_sum.add(p, n);
-            if constexpr (count == 0)
-                apply(rule, n, g, p);
-            else if constexpr (count == 1)
-                apply(rule, n, g, p, moment[0]);
-            else
-                apply(rule, n, g, p, moment[0], moment[1]);
-            for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
-            weights.close(i, n);
-            if (span.sums) change_sum.add(weights.change(), n);
+            const int64_t end = least(i + tile, stop);
+            ask_ahead(span, end - i);
+            int64_t rest = i;
+#if DSOPT_HAS_REGISTERS
+            if (in_registers) rest = update_in_registers(rule, span, i, end);
+#endif
+            if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
         }
         if (span.sums) {
-            span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
-            span.sums_b[job.first_leaf + leaf / kLeaf] = change_sum.fold();
+            span.sums_a[span.job->first_leaf + leaf / kLeaf] = weight_sum.fold();
+            span.sums_b[span.job->first_leaf + leaf / kLeaf] = change_sum.fold();
         }
     }
 }
