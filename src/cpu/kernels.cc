@@ -76,7 +76,8 @@ template <bool CopiesOnly, class R, class Grad, class Weight>
 int64_t update_in_registers(const R rule, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     constexpr int count = R::moments.count;
     const TensorJob &job = *span.job;
-    [[maybe_unused]] const bool keeps = keeps_weights(span), delta = (span.flags & kDelta) != 0, streaming = span.streaming;
+    [[maybe_unused]] const bool keeps = keeps_weights(span), delta = (span.flags & kDelta) != 0,
+                                streaming = span.streaming;
     [[maybe_unused]] const bool out_streams = streaming && job.out != job.grad;
     const auto put = [](Floats x, void *to, auto tag, int64_t i, bool past_caches) __attribute__((always_inline)) {
         auto *const at = element<typename decltype(tag)::storage>(to, i);
@@ -101,9 +102,15 @@ int64_t update_in_registers(const R rule, const Span &span, int64_t begin, int64
         if constexpr (CopiesOnly) {
             put(p, job.copy, grad, i, streaming);
         } else {
-            if (job.copy != nullptr) visit(job.copy_type, [&](auto tag) __attribute__((always_inline)) { put(p, job.copy, tag, i, streaming); });
+            if (job.copy != nullptr)
+                visit(
+                    job.copy_type, [&](auto tag)
+                                       __attribute__((always_inline)) { put(p, job.copy, tag, i, streaming); });
             if (job.out != nullptr)
-                visit(job.out_type, [&](auto tag) __attribute__((always_inline)) { put(delta ? p - old : p, job.out, tag, i, out_streams); });
+                visit(
+                    job.out_type, [&](auto tag) __attribute__((always_inline)) {
+                        put(delta ? p - old : p, job.out, tag, i, out_streams);
+                    });
         }
     }
     if (job.zeroes) zero_gradients(job, begin, i - begin);
@@ -168,7 +175,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
     const bool in_place = tiles.is_in_place();
     const int64_t tile = in_place && span.ahead == nullptr ? kLeaf : kTile;
 #if DSOPT_HAS_REGISTERS
-    const bool in_registers = fits_registers(span) && !(in_place && span.job->out == nullptr && span.job->copy == nullptr);
+    const bool in_registers =
+        fits_registers(span) && !(in_place && span.job->out == nullptr && span.job->copy == nullptr);
 #endif
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
