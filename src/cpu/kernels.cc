@@ -70,63 +70,82 @@ bool fits_registers(const Span &span) {
     return fits;
 }
 
+/// A change of weights as registers take it: change(g, p, m) with the moments in an array.
+template <int Count, bool WritesMoments, class F> struct Change {
+    static constexpr int count = Count;
+    static constexpr bool writes_moments = WritesMoments;
+    const F change;
+};
+template <class R> auto change_by(const R &rule) {
+    constexpr int count = R::moments.count;
+    const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
+        if constexpr (count == 0)
+            rule(g, p);
+        else if constexpr (count == 1)
+            rule(g, p, m[0]);
+        else
+            rule(g, p, m[0], m[1]);
+    };
+    return Change<count, true, decltype(change)>{change};
+}
+/// The second sweep of LAMB, which only reads the moments.
+template <class R> auto change_by_moments(const R &rule) {
+    const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) { rule(p, m[0], m[1]); };
+    return Change<kMoments, false, decltype(change)>{change};
+}
+
+template <class Tag> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming) {
+    auto *const at = element<typename Tag::storage>(to, i);
+    streaming ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
+}
+DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming) {
+    if (type == Dtype::f32)
+        put(x, to, F32{}, i, streaming);
+    else if (type == Dtype::f16)
+        put(x, to, F16{}, i, streaming);
+    else
+        put(x, to, BF16{}, i, streaming);
+}
+
 /// The whole registers of elements [begin, end): everything is read once, converted, changed, rounded and written once.
 /// `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
-template <bool CopiesOnly, class R, class Grad, class Weight>
-int64_t update_in_registers(const R rule, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
-    constexpr int count = R::moments.count;
+template <bool CopiesOnly, class C, class Grad, class Weight>
+int64_t update_in_registers(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     const TensorJob &job = *span.job;
-    [[maybe_unused]] const bool keeps = keeps_weights(span), delta = (span.flags & kDelta) != 0,
-                                streaming = span.streaming;
-    [[maybe_unused]] const bool out_streams = streaming && job.out != job.grad;
-    const auto put = [](Floats x, void *to, auto tag, int64_t i, bool past_caches) __attribute__((always_inline)) {
-        auto *const at = element<typename decltype(tag)::storage>(to, i);
-        past_caches ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
-    };
+    const bool keeps = keeps_weights(span), streaming = span.streaming;
     const auto *const g = element<typename Grad::storage>(job.grad, 0);
     auto *const w = element<typename Weight::storage>(job.weight, 0);
-    float *const moment[] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
+    float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
     int64_t i = begin;
     for (; i + kWide <= end; i += kWide) {
         const Floats old = load(w + i, weight);
-        Floats p = old, m[2];
-        for (int k = 0; k < count; ++k) m[k] = load(moment[k] + i, F32{});
-        if constexpr (count == 0)
-            rule(load(g + i, grad), p);
-        else if constexpr (count == 1)
-            rule(load(g + i, grad), p, m[0]);
-        else
-            rule(load(g + i, grad), p, m[0], m[1]);
-        for (int k = 0; k < count; ++k) write(m[k], moment[k] + i);
+        Floats p = old, m[kMoments];
+        for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{});
+        by.change(load(g + i, grad), p, m);
+        for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i);
         if (!keeps) write(rounded(p, weight), w + i);
         if constexpr (CopiesOnly) {
             put(p, job.copy, grad, i, streaming);
         } else {
-            if (job.copy != nullptr)
-                visit(
-                    job.copy_type, [&](auto tag)
-                                       __attribute__((always_inline)) { put(p, job.copy, tag, i, streaming); });
-            if (job.out != nullptr)
-                visit(
-                    job.out_type, [&](auto tag) __attribute__((always_inline)) {
-                        put(delta ? p - old : p, job.out, tag, i, out_streams);
-                    });
+            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, streaming);
+            if (job.out != nullptr) // over the gradients its lines are in the caches already
+                put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, streaming && job.out != job.grad);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, i - begin);
     return i;
 }
 /// Returns the first element that is left.
-template <class R> int64_t update_in_registers(const R &rule, const Span &span, int64_t begin, int64_t end) {
+template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
     const TensorJob &job = *span.job;
     const bool copies_only = job.copy != nullptr && job.out == nullptr && job.copy_type == job.grad_type;
     visit(job.grad_type, [&](auto grad) {
         if (job.weight_type != Dtype::f32)
-            begin = update_in_registers<false>(rule, span, begin, end, grad, grad);
+            begin = update_in_registers<false>(by, span, begin, end, grad, grad);
         else if (copies_only)
-            begin = update_in_registers<true>(rule, span, begin, end, grad, F32{});
+            begin = update_in_registers<true>(by, span, begin, end, grad, F32{});
         else
-            begin = update_in_registers<false>(rule, span, begin, end, grad, F32{});
+            begin = update_in_registers<false>(by, span, begin, end, grad, F32{});
     });
     return begin;
 }
@@ -186,7 +205,7 @@ template <class R> void update_with(const R &rule, const Span &span) {
             ask_ahead(span, end - i);
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
-            if (in_registers) rest = update_in_registers(rule, span, i, end);
+            if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
 #endif
             if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
         }
@@ -241,7 +260,11 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
     WeightTile weights(span);
     Buffer m_buffer, v_buffer;
-    for (int64_t i = span.begin; i < span.end; i += kTile) {
+    int64_t begin = span.begin;
+#if DSOPT_HAS_REGISTERS
+    if (fits_registers(span)) begin = update_in_registers(change_by_moments(rule), span, begin, span.end);
+#endif
+    for (int64_t i = begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         float *p = weights.open(i, n);
         const float *m = open(job.moment[0], i, n, m_buffer);
