@@ -224,21 +224,44 @@ void update(const Span &span) {
     if (span.streaming) fence_streaming();
 }
 
+/// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
+template <class R>
+void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *m, float *v,
+               float *update) {
+    int64_t done = 0;
+#if DSOPT_HAS_REGISTERS
+    if (job.grad != nullptr && job.grad_type != Dtype::f32) // without a buffer for the gradient
+        visit(job.grad_type, [&](auto tag) {
+            const auto *const g = element<typename decltype(tag)::storage>(job.grad, i);
+            DSOPT_ARRAYS_APART
+            for (; done + kWide <= n; done += kWide) {
+                Floats new_m = load(m + done, F32{}), new_v = load(v + done, F32{});
+                write(rule(load(g + done, tag), load(p + done, F32{}), new_m, new_v), update + done);
+                write(new_m, m + done);
+                write(new_v, v + done);
+            }
+        });
+    if (done == n) return;
+#endif
+    Buffer buffer;
+    const float *const g = open_gradient(job, i + done, n - done, buffer);
+    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
+    apply(moments, n - done, g, p + done, m + done, v + done, update + done);
+}
+
 template <class R> void lamb_moments_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
-    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, u;
+    Buffer p_buffer, m_buffer, v_buffer, u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, update_sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             ask_ahead(span, n);
-            const float *g = open_gradient(job, i, n, g_buffer);
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
             float *m = open(job.moment[0], i, n, m_buffer);
             float *v = open(job.moment[1], i, n, v_buffer);
-            apply(moments, n, g, p, m, v, u.at);
+            lamb_tile(rule, job, i, n, p, m, v, u.at);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
             close(m, job.moment[0], i, n);
