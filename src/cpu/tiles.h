@@ -12,7 +12,8 @@ namespace {
 
 // Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
 // back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
-// short so that the loops of one run while the next one's memory is on its way.
+// short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
+// in kernels.cc: the forms of a step that most programs have.
 constexpr int64_t kTile = 256;
 static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
 
