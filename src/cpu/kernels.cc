@@ -65,7 +65,8 @@ bool fits_registers(const Span &span) {
     const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
     bool fits = job.grad != nullptr && !job.stochastic && !span.sums &&
                 (job.weight_type == Dtype::f32 || job.weight_type == job.grad_type) &&
-                (!span.streaming || (on_line(job.copy) && on_line(job.out)));
+                (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
+                !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
     for (const Moment &moment : job.moment) fits = fits && (moment.data == nullptr || moment.type == Dtype::f32);
     return fits;
 }
@@ -230,7 +231,7 @@ void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const 
                float *update) {
     int64_t done = 0;
 #if DSOPT_HAS_REGISTERS
-    if (job.grad != nullptr && job.grad_type != Dtype::f32) // without a buffer for the gradient
+    if (!kFewRegisters && job.grad != nullptr && job.grad_type != Dtype::f32) // without a buffer for the gradient
         visit(job.grad_type, [&](auto tag) {
             const auto *const g = element<typename decltype(tag)::storage>(job.grad, i);
             DSOPT_ARRAYS_APART

@@ -24,6 +24,8 @@ constexpr int kWide = 8;
 #else
 constexpr int kWide = 4;
 #endif
+/// Sixteen registers do not hold the constants of a rule beside those of rounding to bf16.
+constexpr bool kFewRegisters = kWide == 8;
 typedef float Floats __attribute__((vector_size(kWide * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWide * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kWide * 2)));
