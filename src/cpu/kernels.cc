@@ -4,6 +4,7 @@
 // be this one.
 #include "cpu/tiles.h"
 #include "rules/all.h"
+#include <type_traits>
 
 namespace dsopt::cpu {
 namespace {
@@ -64,7 +65,7 @@ bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
     const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
     bool fits = job.grad != nullptr && !job.stochastic && !span.sums &&
-                (job.weight_type == Dtype::f32 || job.weight_type == job.grad_type) &&
+                (job.weight_type == Dtype::f32 || job.grad_type == Dtype::f32 || job.weight_type == job.grad_type) &&
                 (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
                 !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
     for (const Moment &moment : job.moment) fits = fits && (moment.data == nullptr || moment.type == Dtype::f32);
@@ -141,12 +142,16 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
     const TensorJob &job = *span.job;
     const bool copies_only = job.copy != nullptr && job.out == nullptr && job.copy_type == job.grad_type;
     visit(job.grad_type, [&](auto grad) {
-        if (job.weight_type != Dtype::f32)
-            begin = update_in_registers<false>(by, span, begin, end, grad, grad);
-        else if (copies_only)
+        const auto run = [&](auto weight) { begin = update_in_registers<false>(by, span, begin, end, grad, weight); };
+        if constexpr (std::is_same_v<decltype(grad), F32>) {
+            visit(job.weight_type, run);
+        } else if (job.weight_type != Dtype::f32) {
+            run(grad);
+        } else if (copies_only) {
             begin = update_in_registers<true>(by, span, begin, end, grad, F32{});
-        else
-            begin = update_in_registers<false>(by, span, begin, end, grad, F32{});
+        } else {
+            run(F32{});
+        }
     });
     return begin;
 }
