@@ -75,7 +75,7 @@ std::vector<int> Subject::rank_counts(int kind) {
     return kAll[kind].node ? std::vector<int>{4} : std::vector<int>{1, 2, 3};
 }
 
-Subject::Subject(int index, int rank, int ranks) {
+Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     const Kind &kind = kAll[index];
     if (ranks == 0) ranks = kind.ranks;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -171,12 +171,16 @@ void Subject::ask_reduction(int64_t call) {
     (void)counted("next_reduction", dsopt_optimizer_next_reduction(optimizer_.get(), call, &reduction));
 }
 
-void Subject::find_keys() {
+const Subject::Keys &Subject::keys() const {
+    static Keys all[kKinds];
+    Keys &keys = all[kind_];
+    if (!keys.empty()) return keys;
     for (int32_t group = DSOPT_ALL_GROUPS; group < 2; ++group)
         for (int32_t key = 1; key <= DSOPT_KEY_SKIP_BUDGET; ++key) {
             double value = 0;
-            if (dsopt_optimizer_get(optimizer_.get(), group, key, &value) == DSOPT_OK) keys_.push_back({group, key});
+            if (dsopt_optimizer_get(optimizer_.get(), group, key, &value) == DSOPT_OK) keys.push_back({group, key});
         }
+    return keys;
 }
 Bytes Subject::text(bool state) {
     Bytes all;
@@ -190,8 +194,7 @@ Bytes Subject::text(bool state) {
         all.resize(at + bytes);
         must("export", dsopt_optimizer_export(optimizer_.get(), i, &all[at], bytes));
     }
-    if (keys_.empty()) find_keys();
-    for (const auto &[group, key] : keys_) {
+    for (const auto &[group, key] : keys()) {
         double value = 0;
         must("get", dsopt_optimizer_get(optimizer_.get(), group, key, &value));
         add(&value, sizeof value);
