@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // In place of libFuzzer, for any compiler: runs inputs that are there, and changed or random ones.
 //
-//     PROGRAM [--seconds N] [--seed S] [FILE|FOLDER...]
+//     PROGRAM [--seconds N] [--seed S] [--bytes B] [FILE|FOLDER...]
 //
-// With --seconds inputs from the seeds S, S + 1, ... for so long, after the files: random bytes, or, if the target knows
-// how to change an input, the files with changes. The input of a finding is kept in finding-SEED.
+// With --seconds inputs from the seeds S, S + 1, ... for so long, after the files: up to B random bytes, 600 if it is not
+// given, or, if the target knows how to change an input, the files with changes. The input of a finding is kept in
+// finding-SEED.
 #include "harness.h"
 #include "support/numbers.h"
 #include <chrono>
@@ -24,7 +25,6 @@ namespace {
 namespace fs = std::filesystem;
 using Input = std::vector<uint8_t>;
 
-constexpr int kMostBytes = 600; // of a random input
 constexpr size_t kMostChanged = 65536;
 
 test::Random random_bytes(1); // of the seed that runs
@@ -54,9 +54,8 @@ Input read(const fs::path &path) {
     return Input(std::istreambuf_iterator<char>(file), {});
 }
 
-/// Most inputs are short, so that there are many of them.
-Input random_input() {
-    Input input(size_t(random_bytes.below(random_bytes.below(8) == 0 ? kMostBytes : kMostBytes / 8)));
+Input random_input(int most) {
+    Input input(size_t(random_bytes.below(most)));
     for (uint8_t &byte : input) byte = uint8_t(random_bytes.next() >> 32);
     return input;
 }
@@ -93,12 +92,16 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most) {
 }
 
 int main(int argc, char **argv) {
-    long seconds = 0, seed = 1, inputs = 0;
+    long seconds = 0, seed = 1, most = 600, inputs = 0;
     std::vector<fs::path> paths;
     for (int i = 1; i < argc; ++i) {
         const std::string word = argv[i];
-        if ((word == "--seconds" || word == "--seed") && i + 1 < argc) {
-            (word == "--seconds" ? seconds : seed) = std::atol(argv[++i]);
+        long *const number = word == "--seconds" ? &seconds
+                             : word == "--seed"  ? &seed
+                             : word == "--bytes" ? &most
+                                                 : nullptr;
+        if (number != nullptr && i + 1 < argc) {
+            *number = std::atol(argv[++i]);
         } else if (fs::is_directory(word)) {
             const size_t first = paths.size();
             for (const fs::directory_entry &entry : fs::directory_iterator(word)) paths.push_back(entry.path());
@@ -117,7 +120,8 @@ int main(int argc, char **argv) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
     for (; std::chrono::steady_clock::now() < end; ++inputs) {
         random_bytes = test::Random(uint64_t(seed + inputs));
-        run(changes ? changed(files[size_t(random_bytes.below(int(files.size())))]) : random_input(), seed + inputs);
+        run(changes ? changed(files[size_t(random_bytes.below(int(files.size())))]) : random_input(int(most)),
+            seed + inputs);
     }
     std::printf("%zu files and %ld %s inputs without a finding\n", files.size(), inputs,
                 changes ? "changed" : "random");

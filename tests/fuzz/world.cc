@@ -31,7 +31,7 @@ void Hook::release(void *self, void *memory, size_t, void *) {
 
 World::World(Choices choices) :
     choose(choices),
-    backend(choose.below(4) == 3 ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU),
+    backend(choose.below(8) == 7 ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU),
     memory(backend == DSOPT_BACKEND_CUDA ? test::cuda_memory(nullptr) : test::host_memory()) {}
 World::~World() {
     std::error_code ignored;
