@@ -16,6 +16,8 @@ public:
     virtual dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) = 0;
     virtual Context context(int) const { return make_context(1); }
     virtual Memory memory(int) const { return host_memory(); }
+    /// For how long the end of a comm may wait for the other ranks.
+    virtual int farewell_ms() const { return 0; }
 };
 
 /// One whose library fails.
