@@ -95,6 +95,7 @@ public:
         if (what.dtype != DSOPT_DTYPE_F32) {
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
+            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
             check(dl_.dsopt_scaler_create(context_, &scaling, &scaler_));
             desc.scaler = scaler_;
             desc.max_norm = 1;

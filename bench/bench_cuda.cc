@@ -226,6 +226,7 @@ struct Step final : Job {
             desc.max_norm = 1.0;
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
+            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
             if (how.dtype != DSOPT_DTYPE_F32) check(dsopt_scaler_create(context, &scaling, &scaler));
             desc.scaler = scaler;
         }

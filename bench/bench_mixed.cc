@@ -71,6 +71,7 @@ struct Engine {
         if (mixed && clip) {
             DSOPT_NEW(dsopt_scaler_desc, how);
             how.init = 1024;
+            how.window = 1 << 30; // no growth, which would turn moments to denormals
             check(dsopt_scaler_create(context, &how, &scaler));
             desc.scaler = scaler;
             desc.max_norm = 1.0;

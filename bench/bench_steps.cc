@@ -191,6 +191,7 @@ public:
         if (mixed) {
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
+            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
             check(dsopt_scaler_create(context_, &scaling, &scaler_));
             desc.scaler = scaler_;
             desc.max_norm = 1;

@@ -8,7 +8,8 @@
   dict       the same as a dict by name
   other      opt.step(list) with other arrays in each call
 
-In turns, in one process. DSOPT_LIBRARY says which library.
+In turns, in one process, by the CPU time of this thread, which does all the work of so small a step: other processes
+count only by what they take of the caches. DSOPT_LIBRARY says which library.
 """
 
 import os
@@ -57,10 +58,10 @@ def main():
     times = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
-            begin = time.perf_counter()
+            begin = time.thread_time()
             for _ in range(CALLS):
                 run()
-            times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
+            times[name].append((time.thread_time() - begin) / CALLS * 1e6)
     medians = {name: statistics.median(values) for name, values in times.items()}
     if len(sys.argv) > 1:
         said = subprocess.run([sys.argv[1]], stdout=subprocess.PIPE, check=True, universal_newlines=True).stdout.split()

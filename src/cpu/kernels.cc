@@ -57,46 +57,162 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 }
 
 // ------------------------------------------------------------------------------------------------------------- rules
-/// How much is worked on at a time: a leaf where nothing goes through buffers and no memory is asked for.
-int64_t tile_of(const Span &span, const WeightTile &weights) {
+#if DSOPT_HAS_REGISTERS
+/// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
+/// fp32, nothing that is made of whole tiles.
+bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
-    bool in_place = weights.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
-    for (const Moment &moment : job.moment)
-        in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
-    return in_place && span.ahead == nullptr ? kLeaf : kTile;
+    const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
+    bool fits = job.grad != nullptr && !job.stochastic && !span.sums &&
+                (job.weight_type == Dtype::f32 || job.weight_type == job.grad_type) &&
+                (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
+                !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
+    for (const Moment &moment : job.moment) fits = fits && (moment.data == nullptr || moment.type == Dtype::f32);
+    return fits;
 }
 
-template <class R> void update_with(const R &rule, const Span &span) {
+/// A change of weights as registers take it: change(g, p, m) with the moments in an array.
+template <int Count, bool WritesMoments, class F> struct Change {
+    static constexpr int count = Count;
+    static constexpr bool writes_moments = WritesMoments;
+    const F change;
+};
+template <class R> auto change_by(const R &rule) {
     constexpr int count = R::moments.count;
-    static_assert(count >= 0 && count <= kMoments);
+    const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
+        if constexpr (count == 0)
+            rule(g, p);
+        else if constexpr (count == 1)
+            rule(g, p, m[0]);
+        else
+            rule(g, p, m[0], m[1]);
+    };
+    return Change<count, true, decltype(change)>{change};
+}
+/// The second sweep of LAMB, which only reads the moments.
+template <class R> auto change_by_moments(const R &rule) {
+    const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) { rule(p, m[0], m[1]); };
+    return Change<kMoments, false, decltype(change)>{change};
+}
+
+template <class Tag> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming) {
+    auto *const at = element<typename Tag::storage>(to, i);
+    streaming ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
+}
+DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming) {
+    if (type == Dtype::f32)
+        put(x, to, F32{}, i, streaming);
+    else if (type == Dtype::f16)
+        put(x, to, F16{}, i, streaming);
+    else
+        put(x, to, BF16{}, i, streaming);
+}
+
+/// The whole registers of elements [begin, end): everything is read once, converted, changed, rounded and written once.
+/// `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
+template <bool CopiesOnly, class C, class Grad, class Weight>
+int64_t update_in_registers(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     const TensorJob &job = *span.job;
-    WeightTile weights(span, span.sums);
-    Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
-    float *moment[kMoments] = {};
-    const int64_t tile = tile_of(span, weights);
+    const bool keeps = keeps_weights(span), streaming = span.streaming;
+    const auto *const g = element<typename Grad::storage>(job.grad, 0);
+    auto *const w = element<typename Weight::storage>(job.weight, 0);
+    float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
+    int64_t i = begin;
+    for (; i + kWide <= end; i += kWide) {
+        const Floats old = load(w + i, weight);
+        Floats p = old, m[kMoments];
+        for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{});
+        by.change(load(g + i, grad), p, m);
+        for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i);
+        if (!keeps) write(rounded(p, weight), w + i);
+        if constexpr (CopiesOnly) {
+            put(p, job.copy, grad, i, streaming);
+        } else {
+            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, streaming);
+            if (job.out != nullptr) // over the gradients its lines are in the caches already
+                put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, streaming && job.out != job.grad);
+        }
+    }
+    if (job.zeroes) zero_gradients(job, begin, i - begin);
+    return i;
+}
+/// Returns the first element that is left.
+template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
+    const TensorJob &job = *span.job;
+    const bool copies_only = job.copy != nullptr && job.out == nullptr && job.copy_type == job.grad_type;
+    visit(job.grad_type, [&](auto grad) {
+        if (job.weight_type != Dtype::f32)
+            begin = update_in_registers<false>(by, span, begin, end, grad, grad);
+        else if (copies_only)
+            begin = update_in_registers<true>(by, span, begin, end, grad, F32{});
+        else
+            begin = update_in_registers<false>(by, span, begin, end, grad, F32{});
+    });
+    return begin;
+}
+#endif
+
+/// The same for any types, and for what is left behind whole registers.
+template <class R> class TileUpdate {
+public:
+    TileUpdate(const R &rule, const Span &span) : rule_(rule), span_(span), weights_(span, span.sums) {}
+    /// Nothing goes through buffers.
+    bool is_in_place() const {
+        const TensorJob &job = *span_.job;
+        bool in_place = weights_.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
+        for (const Moment &moment : job.moment)
+            in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
+        return in_place;
+    }
+    void run(int64_t i, int64_t n, LeafSum &weight_sum, LeafSum &change_sum) {
+        const TensorJob &job = *span_.job;
+        const float *g = open_gradient(job, i, n, g_buffer_);
+        float *p = weights_.open(i, n), *moment[kMoments] = {};
+        for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
+        if (span_.sums) weight_sum.add(p, n);
+        if constexpr (count == 0)
+            apply(rule_, n, g, p);
+        else if constexpr (count == 1)
+            apply(rule_, n, g, p, moment[0]);
+        else
+            apply(rule_, n, g, p, moment[0], moment[1]);
+        for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
+        weights_.close(i, n);
+        if (span_.sums) change_sum.add(weights_.change(), n);
+    }
+
+private:
+    static constexpr int count = R::moments.count;
+    static_assert(count >= 0 && count <= kMoments);
+    const R &rule_;
+    const Span &span_;
+    WeightTile weights_;
+    Buffer g_buffer_, moment_buffer_[count > 0 ? count : 1];
+};
+
+template <class R> void update_with(const R &rule, const Span &span) {
+    TileUpdate<R> tiles(rule, span);
+    const bool in_place = tiles.is_in_place();
+    const int64_t tile = in_place && span.ahead == nullptr ? kLeaf : kTile;
+#if DSOPT_HAS_REGISTERS
+    const bool in_registers =
+        fits_registers(span) && !(in_place && span.job->out == nullptr && span.job->copy == nullptr);
+#endif
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;
         for (int64_t i = leaf; i < stop; i += tile) {
-            const int64_t n = least(tile, stop - i);
-            ask_ahead(span, n);
-            const float *g = open_gradient(job, i, n, g_buffer);
-            float *p = weights.open(i, n);
-            for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer[k]);
-            if (span.sums) weight_sum.add(p, n);
-            if constexpr (count == 0)
-                apply(rule, n, g, p);
-            else if constexpr (count == 1)
-                apply(rule, n, g, p, moment[0]);
-            else
-                apply(rule, n, g, p, moment[0], moment[1]);
-            for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
-            weights.close(i, n);
-            if (span.sums) change_sum.add(weights.change(), n);
+            const int64_t end = least(i + tile, stop);
+            ask_ahead(span, end - i);
+            int64_t rest = i;
+#if DSOPT_HAS_REGISTERS
+            if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
+#endif
+            if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
         }
         if (span.sums) {
-            span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
-            span.sums_b[job.first_leaf + leaf / kLeaf] = change_sum.fold();
+            span.sums_a[span.job->first_leaf + leaf / kLeaf] = weight_sum.fold();
+            span.sums_b[span.job->first_leaf + leaf / kLeaf] = change_sum.fold();
         }
     }
 }
@@ -109,21 +225,44 @@ void update(const Span &span) {
     if (span.streaming) fence_streaming();
 }
 
+/// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
+template <class R>
+void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *m, float *v,
+               float *update) {
+    int64_t done = 0;
+#if DSOPT_HAS_REGISTERS
+    if (!kFewRegisters && job.grad != nullptr && job.grad_type != Dtype::f32) // without a buffer for the gradient
+        visit(job.grad_type, [&](auto tag) {
+            const auto *const g = element<typename decltype(tag)::storage>(job.grad, i);
+            DSOPT_ARRAYS_APART
+            for (; done + kWide <= n; done += kWide) {
+                Floats new_m = load(m + done, F32{}), new_v = load(v + done, F32{});
+                write(rule(load(g + done, tag), load(p + done, F32{}), new_m, new_v), update + done);
+                write(new_m, m + done);
+                write(new_v, v + done);
+            }
+        });
+    if (done == n) return;
+#endif
+    Buffer buffer;
+    const float *const g = open_gradient(job, i + done, n - done, buffer);
+    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
+    apply(moments, n - done, g, p + done, m + done, v + done, update + done);
+}
+
 template <class R> void lamb_moments_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
-    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
-    Buffer g_buffer, p_buffer, m_buffer, v_buffer, u;
+    Buffer p_buffer, m_buffer, v_buffer, u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, update_sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             ask_ahead(span, n);
-            const float *g = open_gradient(job, i, n, g_buffer);
             const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
             float *m = open(job.moment[0], i, n, m_buffer);
             float *v = open(job.moment[1], i, n, v_buffer);
-            apply(moments, n, g, p, m, v, u.at);
+            lamb_tile(rule, job, i, n, p, m, v, u.at);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
             close(m, job.moment[0], i, n);
@@ -145,7 +284,11 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
     WeightTile weights(span);
     Buffer m_buffer, v_buffer;
-    for (int64_t i = span.begin; i < span.end; i += kTile) {
+    int64_t begin = span.begin;
+#if DSOPT_HAS_REGISTERS
+    if (fits_registers(span)) begin = update_in_registers(change_by_moments(rule), span, begin, span.end);
+#endif
+    for (int64_t i = begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         float *p = weights.open(i, n);
         const float *m = open(job.moment[0], i, n, m_buffer);

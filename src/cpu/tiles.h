@@ -3,20 +3,17 @@
 // instruction set: everything is local to each of them.
 #pragma once
 #include "cpu/kernels.h"
+#include "cpu/registers.h"
 #include "rules/lane_sum.h"
 #include "rules/rounding.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 namespace dsopt::cpu {
 namespace {
 
 // Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
 // back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
-// short so that the loops of one run while the next one's memory is on its way.
+// short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
+// in kernels.cc: the forms of a step that most programs have.
 constexpr int64_t kTile = 256;
 static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
 
@@ -63,93 +60,35 @@ template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict
 }
 
 // ------------------------------------------------------------------------------------------------------- conversions
-inline void widen(const uint16_t *from, float *to, int64_t n, F16) {
+template <class Tag> void widen(const typename Tag::storage *from, float *to, int64_t n, Tag tag) {
     int64_t i = 0;
-#if defined(__AVX512F__)
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(
-            to + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from + i))));
+#if DSOPT_HAS_REGISTERS
+    for (; i + kWide <= n; i += kWide) write(load(from + i, tag), to + i);
 #endif
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from + i))));
-#endif
-    for (; i < n; ++i) to[i] = f16_to_f32(from[i]);
-}
-inline void widen(const uint16_t *from, float *to, int64_t n, BF16) {
-    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_f32(from[i]);
+    for (; i < n; ++i) to[i] = tag.load(from[i]);
 }
 inline void widen(const float *from, float *to, int64_t n, F32) {
     if (from != to) __builtin_memmove(to, from, size_t(n) * sizeof(float));
 }
-#if defined(__AVX512F__)
-/// Sixteen floats as one register.
-inline __m256i narrow16(const float *from, F16) {
-    return _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
-}
-inline __m256i narrow16(const float *from, BF16) { // f32_to_bf16
-    typedef uint32_t Word16 __attribute__((vector_size(64)));
-    typedef uint16_t Half16 __attribute__((vector_size(32)));
-    const auto bits = Word16(_mm512_loadu_si512(from));
-    const Word16 high = bits >> 16, rounded = (bits + (high & 1) + 0x7fff) >> 16;
-    const Word16 result = (bits & 0x7fffffffu) > 0x7f800000u ? high | 0x40 : rounded;
-    return __m256i(__builtin_convertvector(result, Half16));
-}
-#elif defined(__AVX2__)
-/// Sixteen floats as one register. Through memory it would wait: two stores of 16 bytes do not forward to a load of 32.
-inline __m256i narrow16(const float *from, F16) {
-    return _mm256_set_m128i(_mm256_cvtps_ph(_mm256_loadu_ps(from + 8), _MM_FROUND_TO_NEAREST_INT),
-                            _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
-}
-inline __m256i narrow8(const float *from, BF16) { // f32_to_bf16, in 32-bit lanes
-    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(from)), high = _mm256_srli_epi32(bits, 16);
-    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-    const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
-    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
-}
-inline __m256i narrow16(const float *from, BF16 tag) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(narrow8(from, tag), narrow8(from + 8, tag)), 0xd8);
-}
-#endif
-
-inline void narrow(const float *from, uint16_t *to, int64_t n, F16 tag) {
+template <class Tag> void narrow(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
     int64_t i = 0;
-#if defined(__AVX2__)
-    for (; i + 16 <= n; i += 16) _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i), narrow16(from + i, tag));
-#endif
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__aarch64__)
-    for (; i + 4 <= n; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
+#if DSOPT_HAS_REGISTERS
+    for (; i + kWide <= n; i += kWide) write(rounded(load(from + i, F32{}), tag), to + i);
 #endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
-inline void narrow(const float *from, uint16_t *to, int64_t n, BF16) {
-    for (int64_t i = 0; i < n; ++i) to[i] = f32_to_bf16(from[i]);
-}
-inline void narrow(const float *from, float *to, int64_t n, F32) { widen(from, to, n, F32{}); }
+inline void narrow(const float *from, float *to, int64_t n, F32 tag) { widen(from, to, n, tag); }
 
 /// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
 /// Without it every line is read before it is overwritten.
 template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
-#if defined(__AVX2__)
-    constexpr int64_t size = sizeof(typename Tag::storage), line = 64 / size, half = line / 2;
+#if DSOPT_HAS_REGISTERS
+    constexpr int64_t size = sizeof *to, line = 64 / size;
     const int64_t head = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / size) & (line - 1)));
+    const int64_t whole = head + ((n - head) & -line);
     narrow(from, to, head, tag);
-    int64_t i = head;
-    for (; i + line <= n; i += line)
-        for (int64_t k = i; k < i + line; k += half) {
-            auto *const there = reinterpret_cast<__m256i *>(to + k);
-            if constexpr (size == 4)
-                _mm256_stream_si256(there, _mm256_castps_si256(_mm256_loadu_ps(from + k)));
-            else
-                _mm256_stream_si256(there, narrow16(from + k, tag));
-        }
-    narrow(from + i, to + i, n - i, tag);
+    for (int64_t i = head; i < whole; i += kWide) write_streaming(rounded(load(from + i, F32{}), tag), to + i);
+    narrow(from + whole, to + whole, n - whole, tag);
 #else
     narrow(from, to, n, tag);
 #endif
@@ -322,21 +261,25 @@ inline float largest_magnitude(const float *x, int64_t n, float so_far) {
 }
 
 // ------------------------------------------------------------------------------------------------- where results go
+inline void zero_gradients(const TensorJob &job, int64_t index, int64_t n) {
+    const size_t size = dtype_size(job.grad_type);
+    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+}
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
 inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
     // Over the gradients its lines are in the caches already.
     const bool streaming = span.streaming && job.out != job.grad;
     if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n, streaming);
-    if (job.zeroes) {
-        const size_t size = dtype_size(job.grad_type);
-        __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
-    }
+    if (job.zeroes) zero_gradients(job, index, n);
 }
 
 inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
+
+/// OUT_ONLY leaves parameters alone, but a master is state.
+inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & kOutOnly) != 0; }
 
 /// A tile of the weights of a span, which a rule changes in place.
 class WeightTile {
@@ -344,8 +287,7 @@ public:
     /// `sums_change`: change() is wanted even where no output is.
     explicit WeightTile(const Span &span, bool sums_change = false) :
         span_(span),
-        // OUT_ONLY leaves parameters alone, but a master is state.
-        keeps_(!span.job->has_master && (span.flags & kOutOnly) != 0),
+        keeps_(keeps_weights(span)),
         compares_(sums_change || (span.flags & kDelta) != 0) {}
 
     float *open(int64_t index, int64_t n) {

@@ -10,13 +10,13 @@ template <bool EpsInside> struct Adagrad {
     static constexpr uint32_t fields = kEps | kLrDecay;
     static constexpr MomentList moments{1, {{"sum", &dsopt_group::initial_accumulator_value}}};
     Scalars s; // lr = lr / (1 + (t - 1) lr_decay)
-    DSOPT_HD void operator()(float g, float &p, float &sum) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &sum) const {
         g = unscale(s, g) + s.wd * p;
         sum = sum + g * g;
         if (EpsInside)
-            p = p - s.lr * (sum == 0 ? 0.0f : g / sqrtf(sum + s.eps)); // eps may be 0
+            p = p - s.lr * (sum == 0 ? 0.0f : g / square_root(sum + s.eps)); // eps may be 0
         else
-            p = p - s.lr * (g / (sqrtf(sum) + s.eps));
+            p = p - s.lr * (g / (square_root(sum) + s.eps));
     }
 };
 

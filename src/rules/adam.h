@@ -10,7 +10,7 @@ inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
 /// What an unscaled gradient does to both.
-DSOPT_HD void take_gradient(const Scalars &s, float g, float &m, float &v) {
+template <class F> DSOPT_HD void take_gradient(const Scalars &s, F g, F &m, F &v) {
     m = s.beta1 * m + s.a1 * g;
     v = s.beta2 * v + (s.a2 * g) * g;
 }
@@ -23,11 +23,11 @@ template <bool Decoupled> struct Adam {
     static constexpr uint32_t fields = kAdamFields | kStepSize;
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr / c1
-    DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
         take_gradient(s, g, m, v);
-        const float change = s.lr * (m / (sqrtf(v) * s.inverse_root + s.eps));
+        const F change = s.lr * (m / (square_root(v) * s.inverse_root + s.eps));
         p = p - (Decoupled ? change + s.lr_wd * p : change);
     }
 };
@@ -39,19 +39,19 @@ template <bool Decoupled> struct AdamCompat {
     static constexpr uint32_t fields = kAdamFields;
     static constexpr MomentList moments = kMeans;
     Scalars s;
-    DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
         take_gradient(s, g, m, v);
-        float update = (m / s.c1) / (sqrtf(v / s.c2) + s.eps);
+        F update = (m / s.c1) / (square_root(v / s.c2) + s.eps);
         if (Decoupled) update = update + s.wd * p;
         p = p - s.lr * update;
     }
 };
 
 /// The quotient that LAMB, the legacy Adam and the 1-bit family share: moments without bias correction, decay added.
-template <bool EpsInside> DSOPT_HD float plain_update(const Scalars &s, float p, float m, float v) {
-    const float denominator = EpsInside ? sqrtf(v + s.eps) : sqrtf(v) + s.eps;
+template <bool EpsInside, class F> DSOPT_HD F plain_update(const Scalars &s, F p, F m, F v) {
+    const F denominator = EpsInside ? square_root(v + s.eps) : square_root(v) + s.eps;
     return m / denominator + s.wd * p;
 }
 
@@ -60,7 +60,7 @@ template <bool EpsInside> struct LegacyAdam {
     static constexpr uint32_t fields = kAdamFields | kFoldedCorrection;
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
-    DSOPT_HD void operator()(float g, float &p, float &m, float &v) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
         take_gradient(s, unscale(s, g), m, v);
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);
     }

@@ -9,7 +9,7 @@ namespace dsopt {
 template <bool EpsInside> struct LambMoments {
     Scalars s;
     /// Returns the update, whose norm the trust ratio needs.
-    DSOPT_HD float operator()(float g, float p, float &m, float &v) const {
+    template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
         take_gradient(s, unscale(s, g), m, v);
         return plain_update<EpsInside>(s, p, m, v);
     }
@@ -18,7 +18,7 @@ template <bool EpsInside> struct LambMoments {
 template <bool EpsInside> struct LambWeights {
     Scalars s;
     float trust;
-    DSOPT_HD void operator()(float &p, float m, float v) const {
+    template <class F> DSOPT_HD void operator()(F &p, F m, F v) const {
         p = p - (s.lr * trust) * plain_update<EpsInside>(s, p, m, v);
     }
 };

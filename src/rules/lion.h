@@ -10,10 +10,10 @@ struct Lion {
     static constexpr uint32_t fields = kBeta1 | kBeta2;
     static constexpr MomentList moments{1, {{"exp_avg"}}};
     Scalars s;
-    DSOPT_HD void operator()(float g, float &p, float &m) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
         g = unscale(s, g);
-        const float c = s.beta1 * m + s.a1 * g;
-        const float sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // of 0 it is 0, and a NaN stays one
+        const F c = s.beta1 * m + s.a1 * g;
+        const F sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // of 0 it is 0, and a NaN stays one
         p = p - s.lr * (sign + s.wd * p);
         m = s.beta2 * m + s.a2 * g;
     }

@@ -32,8 +32,20 @@ struct Scalars {
     float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
 };
 
+// Formulas are written for one element of each array, of a type F: float, or a register of several floats, with which
+// the operators and ?: work on each.
+
+template <class F> DSOPT_HD F square_root(F x) {
+    if constexpr (sizeof(F) == sizeof(float)) {
+        return sqrtf(x);
+    } else {
+        for (unsigned i = 0; i < sizeof(F) / sizeof(float); ++i) x[i] = sqrtf(x[i]); // one instruction
+        return x;
+    }
+}
+
 /// The gradient that a rule sees. A NaN stays one.
-DSOPT_HD float unscale(const Scalars &s, float g) {
+template <class F> DSOPT_HD F unscale(const Scalars &s, F g) {
     g = g * s.inverse;
     g = g > s.limit ? s.limit : g;
     return g < -s.limit ? -s.limit : g;

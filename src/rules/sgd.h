@@ -11,7 +11,7 @@ struct Sgd {
     static constexpr uint32_t fields = 0;
     static constexpr MomentList moments{0, {}};
     Scalars s;
-    DSOPT_HD void operator()(float g, float &p) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p) const {
         g = unscale(s, g) + s.wd * p;
         p = p - s.lr * g;
     }
@@ -23,7 +23,7 @@ template <bool Nesterov> struct SgdMomentum {
     static constexpr uint32_t fields = kMomentum;
     static constexpr MomentList moments{1, {{"momentum_buffer"}}};
     Scalars s;
-    DSOPT_HD void operator()(float g, float &p, float &m) const {
+    template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
         g = unscale(s, g) + s.wd * p;
         m = s.first ? g : s.beta1 * m + s.a1 * g;
         p = p - s.lr * (Nesterov ? g + s.beta1 * m : m);

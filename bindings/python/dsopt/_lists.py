@@ -15,7 +15,7 @@ from . import _abi as abi
 from ._arrays import FLOATS, refuse, require, tensor_of
 
 _first_byte = ctypes.c_char.from_buffer  # refuses what is read-only or not contiguous
-_described = operator.attrgetter("dtype", "shape")
+_dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
 class TensorList:
@@ -37,11 +37,12 @@ class TensorList:
         count = len(names)
         self._words = words_of("Q", bytes(24 * count))  # data, numel, dtype of each
         self.struct = (abi.dsopt_tensor * count).from_buffer(self._words) if count else (abi.dsopt_tensor * 0)()
-        self._addresses = memoryview(self._words)[0::3]
         self._seen: Optional[List[Callable[[], Any]]] = None
         self._pins: List[Any] = []
         self._first: Optional[int] = None  # id of the first array of the last call
-        self._like: Optional[List[Any]] = None
+        self._types: Optional[List[Any]] = None  # of the last arrays if all were of NumPy, and what they were:
+        self._dtypes: List[Any] = []
+        self._shapes_seen: List[Any] = []
         self._ndarray: Any = None
         self._writes = False
 
@@ -66,12 +67,13 @@ class TensorList:
         return arrays if self._quickly(arrays) else self._one_by_one(arrays, stream, write)
 
     def _quickly(self, arrays: Sequence[Any]) -> bool:
-        if self._like is None or set(map(type, arrays)) != {self._ndarray}:
+        if list(map(type, arrays)) != self._types:
             return False
-        if list(map(_described, arrays)) != self._like:
+        # Two lists, each compared at once, are quicker than one of pairs.
+        if list(map(_dtype_of, arrays)) != self._dtypes or list(map(_shape_of, arrays)) != self._shapes_seen:
             return False
         try:
-            self._addresses[:] = memoryview(words_of("Q", map(ctypes.addressof, map(_first_byte, arrays))))
+            self._words[0::3] = words_of("Q", list(map(ctypes.addressof, map(_first_byte, arrays))))
         except (TypeError, ValueError, BufferError):  # read-only, not contiguous, or empty
             return False
         self._writes = True
@@ -101,11 +103,12 @@ class TensorList:
         self._writes = write or self._write
         numpy = sys.modules.get("numpy")
         self._ndarray = numpy.ndarray if numpy is not None else None
+        types = list(map(type, arrays))
+        self._types = types if types and types.count(self._ndarray) == len(types) else None
+        if self._types is not None:
+            self._dtypes, self._shapes_seen = list(map(_dtype_of, arrays)), list(map(_shape_of, arrays))
         if all(array is None or type(array) is self._ndarray for array in arrays):
-            self._like = [array if array is None else _described(array) for array in arrays]
             self._pin(arrays)
-        else:
-            self._like = None
         return kept
 
     def _pin(self, arrays: Sequence[Any]) -> None:

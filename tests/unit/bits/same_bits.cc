@@ -170,6 +170,107 @@ TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     }
 }
 
+// --------------------------------------------------------------------------------------------------- types and outputs
+/// What a step reads and writes beside moments.
+struct Form {
+    int32_t weight, grad, out; // of the output; -1: there is none
+    uint32_t optimizer_flags, step_flags;
+};
+std::vector<Form> forms() {
+    std::vector<Form> forms;
+    const auto add = [&](int32_t weight, int32_t grad, uint32_t flags) {
+        const bool masters = weight != DSOPT_DTYPE_F32 && !(flags & DSOPT_OPTIMIZER_NO_MASTER);
+        forms.push_back({weight, grad, -1, flags, 0});
+        for (const int32_t out : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
+            for (const uint32_t how :
+                 {0, int(DSOPT_STEP_DELTA), int(DSOPT_STEP_OUT_ONLY), DSOPT_STEP_DELTA | DSOPT_STEP_OUT_ONLY})
+                if (!masters || !(how & DSOPT_STEP_DELTA)) forms.push_back({weight, grad, out, flags, how});
+    };
+    for (const int32_t grad : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
+        add(DSOPT_DTYPE_F32, grad, 0);
+        for (const int32_t weight : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
+            for (const uint32_t flags : {0, int(DSOPT_OPTIMIZER_NO_MASTER)}) add(weight, grad, flags);
+    }
+    return forms;
+}
+/// Two steps on sizes around those of registers, some of them off their lines.
+std::string train(const Form &form, int32_t algorithm) {
+    std::vector<Shape> shapes;
+    for (const int64_t size : {1, 3, 4, 7, 8, 9, 15, 16, 17, 33, 255, 257, 4115})
+        for (const size_t offset : {0, 4}) shapes.push_back({size, form.weight, form.grad, offset});
+    const Trainer trainer(shapes, make_group(algorithm), optimizer_desc(0, form.optimizer_flags), context_desc(1));
+    std::vector<Array> outs;
+    if (form.out >= 0)
+        for (const Shape &shape : shapes) outs.emplace_back(form.out, size_t(shape.numel), 7.0f, shape.offset);
+    const std::vector<dsopt_tensor> out = list_of(outs);
+    std::string all;
+    for (uint64_t t = 1; t <= 2; ++t) {
+        trainer.model.make_gradients(t);
+        dsopt_step step = trainer.arguments();
+        if (form.out >= 0) step.out = out.data();
+        step.flags = form.step_flags;
+        must(trainer.step(step));
+        for (const Array &array : outs) all += array.text();
+    }
+    EXPECT_TRUE(trainer.model.intact());
+    for (const Array &array : outs) EXPECT_TRUE(array.intact());
+    return all + trainer.text();
+}
+
+// Most forms are converted and rounded in registers; what is left behind them, and all of "generic", goes through tiles.
+class AnyForm : public testing::TestWithParam<int32_t> {};
+
+TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
+    int index = 0;
+    for (const Form &form : forms()) {
+        const std::string wanted = [&] {
+            const Isa isa("generic");
+            return train(form, GetParam());
+        }();
+        for (const char *name : {"avx2", "avx512"})
+            for (const char *sizes : {kNoCaches, kLargeCaches}) {
+                const Isa isa(name);
+                const Caches caches(sizes);
+                ASSERT_TRUE(same(train(form, GetParam()), wanted)) << name << ' ' << sizes << ", form " << index;
+            }
+        ++index;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Algorithms, AnyForm, testing::ValuesIn(kStandardRules), algorithm_name);
+
+TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
+    std::vector<float> values; // ties, what is about them, subnormals, infinities, NaNs
+    for (uint32_t high = 0; high < 0x10000; ++high)
+        for (const uint32_t low : {0x0000u, 0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+            const uint32_t bits = high << 16 | low;
+            float value;
+            std::memcpy(&value, &bits, sizeof value);
+            values.push_back(value);
+        }
+    const Array grads(DSOPT_DTYPE_F32, values.size(), 1.0f);
+    const dsopt_tensor grad = grads.tensor();
+    for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
+        std::string wanted;
+        for (const char *name : {"generic", "avx2", "avx512"}) {
+            const Isa isa(name);
+            const Context ctx = make_context(2);
+            dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
+            group.lr = 0; // the weights stay
+            Trainer trainer(ctx, optimizer_desc(), group, {Array(DSOPT_DTYPE_F32, values)});
+            const Array outs(dtype, values.size(), 0);
+            const dsopt_tensor out = outs.tensor();
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = &grad;
+            step.count = 1;
+            step.out = &out;
+            must(trainer.step(step));
+            if (wanted.empty()) wanted = outs.text();
+            EXPECT_TRUE(same(outs.text(), wanted)) << name;
+        }
+    }
+}
+
 // --------------------------------------------------------------------------------------------------- order and packing
 class AnyOrder : public testing::TestWithParam<int32_t> {};
 

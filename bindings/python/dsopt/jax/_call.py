@@ -5,7 +5,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ _STATE_DTYPES = {
 
 # enum Option of _handler.cc, by the name of the operand where there is one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128}
-OUT, HYPER_IS_ERROR = 32, 64
+OUT, HYPER_IS_ERROR, ZEROS = 32, 64, 256
 _DTYPE_OF_VALUE = {"rank": np.int32, "skip": np.int32, "after": None}
 
 # Fields of dsopt_group in the order of the attribute lists
@@ -283,17 +283,18 @@ def init(recipe: Recipe, params: list, rank=None) -> list:
 
 def step(
     recipe: Recipe,
-    params: list,
+    params: Optional[list],
     grads: list,
     state: list,
     values: dict,
     *,
     flags: int = 0,
     options: int = 0,
-    out: list = None,
+    out: Optional[list] = None,
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to arrays of those shapes. Returns parameters or out, state, report."""
+    their own memory, or with `out` written to arrays of those shapes; None = all zeros, with `out`. Returns parameters
+    or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
@@ -301,24 +302,45 @@ def step(
             value = values[name]
             operands.append(value if name == "after" else jnp.asarray(value, _DTYPE_OF_VALUE.get(name, np.float32)))
             options |= bit
-    first, n, m = len(operands), len(params), len(state)
-    aliases = {first + 2 * n + i: n + i for i in range(m)}
-    if out is None:
-        aliases.update({first + i: i for i in range(n)})
-    else:
-        options |= OUT
-        # Over gradients of the same dtype, which are mostly dead by then: new memory costs more than the arithmetic.
-        aliases.update({first + n + i: i for i in range(n) if out[i].dtype == grads[i].dtype})
+    first, n, m = len(operands), len(grads), len(state)
+    # Over gradients that are dead by then: new memory costs more than the arithmetic.
+    over = [] if out is None else [i for i in range(n) if out[i].dtype == grads[i].dtype and _temporary(grads[i])]
     results = [
         *(map(like, params) if out is None else out),
         *map(like, state),
         jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
         jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8),
     ]
-    call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
-    attributes = {"options": np.int64(options), "flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
-    done = _only_call(lambda *arrays: list(call(*arrays, **attributes)))(*operands, *params, *grads, *state)
+    attributes = {"flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
+
+    def apply(given: int, bits: int):
+        """With so many arrays of parameters between the operands and the gradients."""
+        aliases = {first + given + n + i: n + i for i in range(m)}
+        aliases.update({first + i: i for i in range(n)} if out is None else {first + given + i: i for i in over})
+        call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
+        return lambda *arrays: list(call(*arrays, options=np.int64(bits), **attributes))
+
+    if out is not None:
+        options |= OUT
+    if params is not None:
+        done = _only_call(apply(n, options))(*operands, *params, *grads, *state)
+    else:
+        on_device = apply(n, options)
+
+        def with_zeros(*arrays):
+            zeros = [jnp.zeros(param.shape, param.dtype) for param in recipe.params]
+            return on_device(*arrays[:first], *zeros, *arrays[first:])
+
+        on_cpu = apply(0, options | ZEROS)  # the handler has them
+        chosen = functools.partial(jax.lax.platform_dependent, cpu=on_cpu, default=with_zeros)
+        done = _only_call(chosen)(*operands, *grads, *state)
     return list(done[:n]), list(done[n : n + m]), done[n + m]
+
+
+def _temporary(x) -> bool:
+    """Whether an array is made by the program that is traced. XLA would copy one that is given to the program, to keep
+    it; in a function inside of that one it cannot be seen which it is."""
+    return isinstance(x, jax.core.Tracer) and getattr(x, "parent", x) is not None
 
 
 def fixed(value):

@@ -3,7 +3,7 @@
 // call.
 //
 //   dsopt_init  params              -> state
-//   dsopt_step  [values] params grads state -> params (or out) state report workspace
+//   dsopt_step  [values] [params] grads state -> params (or out) state report workspace
 //
 // The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
 // the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
@@ -42,6 +42,7 @@ enum Option : int64_t {
     kOut = 32,          // results are new arrays in place of the parameters' own memory
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
     kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
+    kZeros = 256,       // the parameters are zeros, which the call does not bring. On the CPU
 };
 
 struct Failure {
@@ -97,8 +98,36 @@ struct Registry {
     std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
 } *const registry = new Registry; // never destroyed: programs may outlive static objects
 
-// --------------------------------------------------------------------------------------------------------------
-// program One custom call of a compiled program: the attributes, and the optimizers that were made from them.
+// Zeros to read: pages that were never written are all the system's one page of zeros. They take no memory and little
+// of its bandwidth, whereas an array of zeros among XLA's temporaries is written in every run.
+class Zeros {
+public:
+    Zeros() = default;
+    explicit Zeros(size_t bytes_) : bytes(bytes_) {
+        at = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (at == MAP_FAILED) throw Failure{ffi::ErrorCode::kResourceExhausted, "dsopt: no address space for zeros"};
+#ifdef MADV_HUGEPAGE
+        (void)madvise(at, bytes, MADV_HUGEPAGE);
+#endif
+    }
+    Zeros(Zeros &&other) noexcept : at(std::exchange(other.at, nullptr)), bytes(other.bytes) {}
+    Zeros &operator=(Zeros &&other) noexcept {
+        std::swap(at, other.at);
+        std::swap(bytes, other.bytes);
+        return *this;
+    }
+    ~Zeros() {
+        if (at) munmap(at, bytes);
+    }
+    void *data() const { return at; }
+
+private:
+    void *at = nullptr;
+    size_t bytes = 0;
+};
+
+// ------------------------------------------------------------------------------------------------------------- program
+// One custom call of a compiled program: the attributes, and the optimizers that were made from them.
 struct Program {
     static ffi::TypeId id;
 
@@ -120,6 +149,7 @@ struct Program {
             check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
         }
         if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
+        if (attribute<int64_t>(attrs, "options") & kZeros) make_zeros();
     }
 
     // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
@@ -140,6 +170,9 @@ struct Program {
     int64_t ranks() const { return numbers[kRanks]; }
     size_t count() const { return params.size() / kParam; }
     size_t groups() const { return group_numbers.size() / kGroupNumbers; }
+
+    // Parameters that the call does not bring.
+    const std::vector<dsopt_tensor> &zeros() const { return zero_params; }
 
     const Backend backend;
 
@@ -295,6 +328,19 @@ private:
         check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
     }
 
+    void make_zeros() {
+        size_t bytes = 0;
+        for (size_t i = 0; i < count(); ++i) {
+            const auto numel = params[i * kParam + kNumel], dtype = params[i * kParam + kDtype];
+            bytes = std::max(bytes, static_cast<size_t>(numel) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2));
+            zero_params.push_back({nullptr, numel, static_cast<int32_t>(dtype), 0});
+        }
+        if (!bytes) return;
+        zero_memory = Zeros(bytes);
+        for (auto &tensor : zero_params)
+            if (tensor.numel) tensor.data = zero_memory.data();
+    }
+
     const std::vector<int64_t> numbers;
     const std::vector<double> reals;
     const std::vector<int64_t> group_numbers;
@@ -302,6 +348,8 @@ private:
     const std::vector<int64_t> params;
     const std::string names, comm_name;
     std::vector<char> unique; // id of the LOCAL comm
+    Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
+    std::vector<dsopt_tensor> zero_params;
     std::mutex mutex;
     std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank
 };
@@ -412,22 +460,19 @@ void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_
 // Huge pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
 void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
 #ifdef MADV_HUGEPAGE
-    const uintptr_t huge = uintptr_t{1} << 21;
-    uintptr_t begin = 0, end = 0;
-    auto advise = [&] {
-        const uintptr_t first = (begin + huge - 1) & ~(huge - 1), last = end & ~(huge - 1);
-        if (first < last) (void)madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
-    };
-    for (const auto &tensor : list) { // neighbours together
+    constexpr uintptr_t kHuge = uintptr_t{1} << 21, kBetween = 4096;
+    std::vector<std::pair<uintptr_t, uintptr_t>> ranges; // neighbours become one: their edges are in no huge page else
+    for (const auto &tensor : list) {
         const auto at = reinterpret_cast<uintptr_t>(tensor.data);
-        const uintptr_t bytes = static_cast<uintptr_t>(tensor.numel) * (tensor.dtype == DSOPT_DTYPE_F32 ? 4 : 2);
-        if (at < end || at - end > 4096) {
-            advise();
-            begin = at;
-        }
-        end = at + bytes;
+        ranges.push_back({at, at + static_cast<uintptr_t>(tensor.numel) * (tensor.dtype == DSOPT_DTYPE_F32 ? 4 : 2)});
     }
-    advise();
+    std::sort(ranges.begin(), ranges.end());
+    for (size_t i = 0; i < ranges.size();) {
+        auto [begin, end] = ranges[i++];
+        for (; i < ranges.size() && ranges[i].first <= end + kBetween; ++i) end = std::max(end, ranges[i].second);
+        const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = end & ~(kHuge - 1);
+        if (first < last) (void)madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+    }
 #else
     (void)list;
 #endif
@@ -460,7 +505,9 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
     value(kAfter);
 
     const size_t n = program.count();
-    const auto params = in.tensors(n), grads = in.tensors(n), state = in.tensors(in.left());
+    if (options & kZeros && program.backend != kCpu) refuse("zeros in place of parameters are there on the CPU only");
+    const auto params = options & kZeros ? program.zeros() : in.tensors(n);
+    const auto grads = in.tensors(n), state = in.tensors(in.left());
     const auto written = out.tensors(n);
     check_aliased(state, out.tensors(state.size()));
     if (options & kOut) {

@@ -228,7 +228,7 @@ def _direction(rule, hyper, leaves, factor=1):
     """Direction, times the factor, and moments of each leaf.
 
     The engine steps from zeros, whose change is the direction to the last bit, which the difference of two weights is
-    not. They are 16-bit zeros, half as much to read, of which XLA makes one array for all parameters of a shape."""
+    not. They are 16-bit zeros, half as much to read."""
     recipe = _call.Recipe(
         groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
         params=tuple(_call.Param(leaf.name, leaf.moments[0].shape, "bfloat16", 0) for leaf in leaves),
@@ -242,7 +242,7 @@ def _direction(rule, hyper, leaves, factor=1):
             state.append(jnp.ones(entry.shape, entry.dtype))
     change, state, _ = _call.step(
         recipe,
-        [jnp.zeros_like(leaf.grad, jnp.bfloat16) for leaf in leaves],
+        None,
         [leaf.grad for leaf in leaves],
         state,
         hyper.values([True]),

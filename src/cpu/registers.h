@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Registers of floats, and the 16-bit types that are widened and rounded on their way from and to memory. Included by
+// files that are compiled once per instruction set: everything is local to each of them.
+#pragma once
+#include "base/dtype.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#define DSOPT_HAS_REGISTERS 1
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define DSOPT_HAS_REGISTERS 1
+#else
+#define DSOPT_HAS_REGISTERS 0 // without conversions of fp16 loops over floats are as good
+#endif
+
+#if DSOPT_HAS_REGISTERS
+namespace dsopt::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWide = 16;
+#elif defined(__AVX2__)
+constexpr int kWide = 8;
+#else
+constexpr int kWide = 4;
+#endif
+/// Sixteen registers do not hold the constants of a rule beside those of rounding to bf16.
+constexpr bool kFewRegisters = kWide == 8;
+typedef float Floats __attribute__((vector_size(kWide * 4)));
+typedef uint32_t Words __attribute__((vector_size(kWide * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kWide * 2)));
+
+template <class T> DSOPT_HD T read(const void *from) {
+    T value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+
+DSOPT_HD Floats load(const float *from, F32) { return read<Floats>(from); }
+DSOPT_HD Floats load(const uint16_t *from, BF16) {
+#if defined(__AVX512F__) // gcc 12 makes several instructions of this one
+    return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(from))) << 16);
+#elif defined(__AVX2__)
+    return Floats(Words(_mm256_cvtepu16_epi32(read<__m128i>(from))) << 16);
+#else
+    return Floats(__builtin_convertvector(read<Halves>(from), Words) << 16);
+#endif
+}
+DSOPT_HD Floats load(const uint16_t *from, F16) {
+#if defined(__AVX512F__) // with a mask: gcc 12 warns of its own header without
+    return Floats(_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(from)));
+#elif defined(__AVX2__)
+    return Floats(_mm256_cvtph_ps(read<__m128i>(from)));
+#else
+    return Floats(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))));
+#endif
+}
+
+/// As the type is stored.
+DSOPT_HD Floats rounded(Floats x, F32) { return x; }
+DSOPT_HD Halves rounded(Floats x, F16) {
+#if defined(__AVX512F__)
+    return Halves(_mm512_maskz_cvtps_ph(0xffff, __m512(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return Halves(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+    return Halves(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x))));
+#endif
+}
+DSOPT_HD Halves rounded(Floats x, BF16) { // f32_to_bf16
+    const Words bits = Words(x), even = bits + ((bits >> 16) & 1) + 0x7fff;
+    const Words word = x == x ? even : bits | 0x400000; // its upper half is wanted
+#if defined(__AVX512F__)
+    typedef uint16_t Pairs __attribute__((vector_size(64)));
+    return __builtin_shufflevector(Pairs(word), Pairs(word), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__) // what is packed stays in its half of the register
+    const __m256i halves = __m256i(word >> 16), packed = _mm256_packus_epi32(halves, halves);
+    return Halves(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8)));
+#else
+    return __builtin_convertvector(word >> 16, Halves);
+#endif
+}
+
+template <class Register> DSOPT_HD void write(Register x, void *to) { __builtin_memcpy(to, &x, sizeof x); }
+/// Past the caches. `to` is at a multiple of the register's size.
+template <class Register> DSOPT_HD void write_streaming(Register x, void *to) {
+#if defined(__AVX2__)
+    if constexpr (sizeof x == 64) {
+#if defined(__AVX512F__)
+        _mm512_stream_ps(static_cast<float *>(to), __m512(x));
+#endif
+    } else if constexpr (sizeof x == 32)
+        _mm256_stream_si256(static_cast<__m256i *>(to), __m256i(x));
+    else
+        _mm_stream_si128(static_cast<__m128i *>(to), __m128i(x));
+#else
+    write(x, to);
+#endif
+}
+
+} // namespace
+} // namespace dsopt::cpu
+#endif
