@@ -200,8 +200,8 @@ std::unique_ptr<OneBit> Optimizer::make_onebit(size_t first_new) const {
     return onebit;
 }
 
-/// What has one element per parameter is copied into something longer, twice as long as it must be, so that groups which
-/// come one by one are not copied each time.
+/// What has one element per parameter is copied into something twice as long as it must be: where groups come one by
+/// one, most of them find room there.
 Optimizer::Carried Optimizer::carry_state(const std::vector<StateEntry> &old) {
     const Device &device = context_->device();
     Carried carried{.memory = {}, .rooms = rooms_, .moves = false};

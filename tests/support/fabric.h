@@ -18,6 +18,8 @@ public:
     virtual Memory memory(int) const { return host_memory(); }
     /// For how long the end of a comm may wait for the other ranks.
     virtual int farewell_ms() const { return 0; }
+    /// How much longer calls work on a device that the processor emulates: that is not waiting.
+    virtual int work_factor() const { return 1; }
 };
 
 /// One whose library fails.

@@ -96,7 +96,8 @@ public:
 
 private:
     using Clock = std::chrono::steady_clock;
-    static constexpr int64_t kSlackMs = 1000;
+    /// A second, for what a call works; sanitizers make that longer.
+    int64_t slack_ms() const { return 1000 * (kSanitized ? 4 : 1) * fabric_.work_factor(); }
     bool does(int rank, Misdeed misdeed) const { return rank == how_.who && how_.misdeed == misdeed; }
     void nap(double timeouts) const {
         std::this_thread::sleep_for(std::chrono::milliseconds(int(timeouts * timeout_ms_)));
@@ -112,7 +113,7 @@ private:
             ~Watch() {
                 const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
                 const int64_t was_late = run.lateness_.total_ms() - late;
-                EXPECT_LT(took, most + kSlackMs + was_late)
+                EXPECT_LT(took, most + run.slack_ms() + was_late)
                     << what << ", while the machine was " << was_late << " ms late: " << run.how_.text();
                 run.longest_.add(took - most - was_late);
             }
