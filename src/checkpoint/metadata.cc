@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/metadata.h"
+#include "optimizer/onebit.h"
 #include "rules/group.h"
 #include <algorithm>
 #include <cmath>
@@ -124,6 +125,9 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
             throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
                         moment->name);
     }
+    try {
+        (void)check_family(groups, optimizer.desc().compat != DSOPT_COMPAT_NONE);
+    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "groups of the checkpoint: %s", e.what()); }
     return groups;
 }
 

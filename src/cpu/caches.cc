@@ -27,12 +27,8 @@ int64_t bytes_of(const char *size) {
     return *unit == 'M' ? number << 20 : *unit == 'K' ? number << 10 : number;
 }
 
-} // namespace
-
-CacheSizes cache_sizes() {
-    long long core = 0, last = 0;
-    const char *const wanted = secure_getenv("DSOPT_CACHES");
-    if (wanted != nullptr && std::sscanf(wanted, "%lld,%lld", &core, &last) == 2) return {core, last};
+CacheSizes read_sizes() {
+    int64_t core = 0, last = 0;
     // Not sysconf(): glibc 2.36 adds up the third levels of all of a processor's dies.
     int core_level = 0, last_level = 0;
     for (int cache = 0; cache < 16; ++cache) {
@@ -45,6 +41,16 @@ CacheSizes cache_sizes() {
         if (number > core_level && number <= 2) core_level = number, core = bytes;
     }
     return {core > 0 ? core : int64_t(1) << 20, last > 0 ? last : int64_t(32) << 20};
+}
+
+} // namespace
+
+CacheSizes cache_sizes() {
+    long long core = 0, last = 0;
+    const char *const wanted = secure_getenv("DSOPT_CACHES");
+    if (wanted != nullptr && std::sscanf(wanted, "%lld,%lld", &core, &last) == 2) return {core, last};
+    static const CacheSizes found = read_sizes(); // fifty files
+    return found;
 }
 
 } // namespace dsopt::cpu

@@ -20,12 +20,18 @@ namespace {
 using cpu::Kernels;
 using cpu::ListCut;
 
+#if defined(__x86_64__)
+bool ask_for_f16c() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 const Kernels &choose_kernels() {
 #if defined(__x86_64__)
     const char *wanted = secure_getenv("DSOPT_ISA");
     const auto allowed = [&](const char *isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+    static const bool f16c = ask_for_f16c(); // hypervisors take microseconds to answer
     const bool avx2 = f16c && __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

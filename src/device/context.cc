@@ -27,8 +27,12 @@ void watch_forks() {
 /// and it would wait for them for ever, whoever had started them.
 bool is_forked_child() {
     if (fork_generation.load(std::memory_order_relaxed) > 0) return true;
-    // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name.
+    // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name. Asked
+    // once in a process: the answer takes as long as the rest of a context.
     constexpr unsigned forked_without_exec = 0x40;
+    static std::atomic<pid_t> asked{0}; // and no child
+    const pid_t self = ::getpid();
+    if (asked.load(std::memory_order_relaxed) == self) return false;
     char text[512];
     const int file = ::open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
     if (file < 0) return false;
@@ -37,8 +41,11 @@ bool is_forked_child() {
     text[std::max<ssize_t>(length, 0)] = 0;
     const char *const name_end = std::strrchr(text, ')'); // a name may have any character
     unsigned flags = 0;
-    return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
-           (flags & forked_without_exec) != 0;
+    if (name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
+        (flags & forked_without_exec) != 0)
+        return true;
+    asked.store(self, std::memory_order_relaxed);
+    return false;
 }
 
 int level_from_environment() {

@@ -31,13 +31,18 @@ void check_family(const dsopt_group &first, const dsopt_group &other, bool compa
                                         "all groups of 1-bit LAMB");
 }
 
-void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
+const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool compat) {
     const dsopt_group *first = nullptr;
     for (const dsopt_group &group : groups) {
         if (!is_onebit(group.algorithm)) continue;
         if (first == nullptr) first = &group;
         check_family(*first, group, compat);
     }
+    return first;
+}
+
+void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
+    const dsopt_group *const first = check_family(groups, compat);
     if (first == nullptr) return;
     rules = schedule_rules(*first, compat);
     trust = trust_rules(*first, compat);

@@ -46,6 +46,8 @@ inline bool goes_into_exchanges(const dsopt_group &group) {
 
 /// Throws what `other` may not be beside `first`, both of the family.
 void check_family(const dsopt_group &first, const dsopt_group &other, bool compat);
+/// The same of all groups. Returns the first of the family, NULL if there is none.
+const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool compat);
 
 /// In methods `state` is the optimizer's table, and `list` a list of all its tensors, its own or a caller's.
 class OneBit {

@@ -151,7 +151,7 @@ void Optimizer::add_param_state(size_t index) {
 }
 
 /// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
-void Optimizer::add_own_state(const OneBit *onebit) {
+void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
     const auto count = int64_t(params_.size());
     const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, void *data = nullptr) {
         state_.add({kind, StateTable::kOptimizer, dtype, 0, numel, data});
@@ -161,7 +161,7 @@ void Optimizer::add_own_state(const OneBit *onebit) {
         add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1, with_.scaler->scale());
         add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (std::any_of(groups_.begin(), groups_.end(), has_trust)) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
+    if (trust) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
     add(StateKind::step, DSOPT_DTYPE_I32, count);
 }
 
@@ -200,21 +200,34 @@ std::unique_ptr<OneBit> Optimizer::make_onebit(size_t first_new) const {
     return onebit;
 }
 
-/// What has one element per parameter is copied into something longer. Returns the memory.
-std::vector<Memory> Optimizer::carry_state(const std::vector<StateEntry> &old) {
+/// What has one element per parameter is copied into something twice as long as it must be: where groups come one by
+/// one, most of them find room there.
+Optimizer::Carried Optimizer::carry_state(const std::vector<StateEntry> &old) {
     const Device &device = context_->device();
-    std::vector<Memory> memory;
+    Carried carried{.memory = {}, .rooms = rooms_, .moves = false};
     for (const StateEntry &entry : old) {
         const int64_t slot = state_.slot(StateTable::kOptimizer, entry.kind);
-        if (entry.data == nullptr || slot < 0 || record_of(entry.kind).growth == Growth::anew) continue;
+        if (entry.data == nullptr || entry.of_scaler()) continue;
+        if (slot < 0 || record_of(entry.kind).growth == Growth::anew) {
+            carried.moves = true;
+            continue;
+        }
         StateEntry &longer = state_[size_t(slot)];
-        memory.emplace_back(context_, std::max<size_t>(longer.bytes(), 1), nullptr);
-        longer.data = memory.back().data();
+        Room &room = carried.rooms[size_t(entry.kind)];
+        if (entry.data == room.data && longer.bytes() <= room.bytes) {
+            longer.data = entry.data;
+            device.clear(static_cast<char *>(entry.data) + entry.bytes(), longer.bytes() - entry.bytes(), nullptr);
+            continue;
+        }
+        room.bytes = std::max<size_t>(2 * longer.bytes(), 1);
+        carried.memory.emplace_back(context_, room.bytes, nullptr);
+        carried.moves = true;
+        longer.data = room.data = carried.memory.back().data();
         device.clear(longer.data, longer.bytes(), nullptr);
         device.copy(longer.data, entry.data, entry.bytes());
     }
     device.synchronize();
-    return memory;
+    return carried;
 }
 
 /// Everything that can fail comes before the live lists stay as they have become: a failure puts them back.
@@ -229,7 +242,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     const bool has_contents =
         std::any_of(own.begin(), own.end(), [](const auto &e) { return e.data != nullptr && !e.of_scaler(); });
     int64_t family = -1;
-    std::vector<Memory> memory;
+    Carried carried;
     std::unique_ptr<OneBit> onebit;
     Added added;
     try {
@@ -240,9 +253,11 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         state_.truncate(int64_t(old_params));
         for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
         if (has_contents) {
-            add_own_state(onebit.get());
-            memory = carry_state(own);
-            memory_.reserve(memory_.size() + memory.size());
+            const bool had_trust =
+                std::any_of(own.begin(), own.end(), [](const auto &e) { return e.kind == StateKind::trust_ratio; });
+            add_own_state(onebit.get(), had_trust || has_trust(groups_.back()));
+            carried = carry_state(own);
+            memory_.reserve(memory_.size() + carried.memory.size());
         }
     } catch (...) {
         state_.truncate(int64_t(old_params));
@@ -258,8 +273,9 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     settled_.store(has_contents, std::memory_order_release);
     names_.merge(added.names);
     memory_map_.merge(added.memory);
-    mapped_ = !has_contents; // what the optimizer's own tensors had is not theirs any more
-    for (Memory &block : memory) memory_.push_back(std::move(block));
+    if (has_contents) rooms_ = carried.rooms;
+    mapped_ = !carried.moves; // what the optimizer's own tensors had is not theirs any more
+    for (Memory &block : carried.memory) memory_.push_back(std::move(block));
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();
@@ -273,7 +289,7 @@ void Optimizer::settle() {
     if (settled_.load(std::memory_order_relaxed)) return;
     try {
         std::unique_ptr<OneBit> onebit = make_onebit(params_.size());
-        add_own_state(onebit.get());
+        add_own_state(onebit.get(), std::any_of(groups_.begin(), groups_.end(), has_trust));
         onebit_ = std::move(onebit);
     } catch (...) {
         state_.truncate(int64_t(params_.size()));

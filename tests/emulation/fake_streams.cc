@@ -4,6 +4,7 @@
 #include "fiber.h"
 #include <algorithm>
 #include <chrono>
+#include <unordered_map>
 
 namespace fakert {
 namespace {
@@ -11,14 +12,11 @@ namespace {
 struct Known {
     FakeStream *stream;
 };
-struct KnownEvent {
-    FakeEvent *event;
-    bool alive;
-};
-std::vector<Known> g_null;        // streams, by device
-std::vector<Known> g_streams;     // the others
-std::vector<Known> g_retired;     // destroyed: events and queues still point to them
-std::vector<KnownEvent> g_events; // destroyed ones too: queued work still writes to them
+std::vector<Known> g_null;    // streams, by device
+std::vector<Known> g_streams; // the others
+std::vector<Known> g_retired; // destroyed: events and queues still point to them
+/// Whether an event is alive. Destroyed ones stay: queued work still writes to them.
+std::unordered_map<FakeEvent *, bool> g_events;
 uint64_t g_random = 1;
 
 /// What the work of streams is for the thread sanitizer: logical threads that descend from one made before main(), so
@@ -144,8 +142,8 @@ std::vector<Known>::iterator position(const FakeStream *stream) {
 }
 
 bool is_event(const FakeEvent *event) {
-    return std::any_of(g_events.begin(), g_events.end(),
-                       [&](const KnownEvent &known) { return known.alive && known.event == event; });
+    const auto found = g_events.find(const_cast<FakeEvent *>(event));
+    return found != g_events.end() && found->second;
 }
 
 } // namespace
@@ -261,7 +259,7 @@ void run_some() {
 long live_streams() {
     long count = 0;
     for (const auto &[stream] : g_streams) count += stream->handle;
-    for (const KnownEvent &known : g_events) count += known.alive;
+    for (const auto &[event, alive] : g_events) count += alive;
     return count;
 }
 
@@ -275,7 +273,7 @@ void reset_streams() {
         for (const Work &work : stream->queue) delete work.called;
         delete stream;
     }
-    for (const KnownEvent &known : g_events) delete known.event;
+    for (const auto &[event, alive] : g_events) delete event;
     g_null.clear();
     g_streams.clear();
     g_retired.clear();
@@ -380,18 +378,15 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     return call("cudaEventCreate", [&] {
         if (!event || (flags & ~cudaEventDisableTiming)) return cudaErrorInvalidValue;
         *event = new FakeEvent{!(flags & cudaEventDisableTiming)};
-        g_events.push_back({*event, true});
+        g_events[*event] = true;
         return cudaSuccess;
     });
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return give_back("cudaEventDestroy", [&] {
-        for (KnownEvent &known : g_events)
-            if (known.alive && known.event == event) {
-                known.alive = false;
-                return cudaSuccess;
-            }
-        return cudaErrorInvalidResourceHandle;
+        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        g_events[event] = false;
+        return cudaSuccess;
     });
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {

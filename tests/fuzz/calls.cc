@@ -634,7 +634,7 @@ void Calls::ranks() {
     const std::string folder = path(0) + ".rank";
     test::run_ranks(count, [&](int rank) {
         const test::Context context = test::make_context(test::context_desc(1, backend));
-        dsopt_comm_desc desc = test::local_desc(id, rank, count, lazy >= 0 ? 20 : 20000);
+        dsopt_comm_desc desc = test::local_desc(id, rank, count, lazy >= 0 ? 4 : 20000);
         dsopt_comm *handle = nullptr;
         if (lazy == rank && gives_up == 0) return;
         if (counted("local comm_create", dsopt_comm_create(context.get(), &desc, &handle)) != DSOPT_OK) return;

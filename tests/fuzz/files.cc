@@ -2,6 +2,7 @@
 #include "files.h"
 #define XXH_INLINE_ALL
 #include <cstdlib>
+#include <cstring>
 #include <xxhash.h>
 
 namespace fuzz {
@@ -30,9 +31,16 @@ Bytes name_before(const Bytes &header, size_t at) {
     return quote == Bytes::npos ? Bytes() : header.substr(quote + 1, brace - quote - 1);
 }
 
+/// As Bytes::find(), which is slow enough to be a quarter of a load.
+size_t place_of(const Bytes &text, const Bytes &word, size_t from) {
+    const void *const found = ::memmem(text.data() + from, text.size() - from, word.data(), word.size());
+    return found != nullptr ? size_t(static_cast<const char *>(found) - text.data()) : Bytes::npos;
+}
+
 void make_tensors_right(Bytes &header, const Bytes &data) {
     const Bytes offsets = R"("data_offsets":[)";
-    for (size_t at = 0; (at = header.find(offsets, at)) != Bytes::npos;) {
+    size_t last = 0; // where a checksum was: the next one is mostly behind it
+    for (size_t at = 0; (at = place_of(header, offsets, at)) != Bytes::npos;) {
         const Bytes name = name_before(header, at);
         at += offsets.size();
         char *rest = nullptr;
@@ -40,7 +48,9 @@ void make_tensors_right(Bytes &header, const Bytes &data) {
         const unsigned long long end = *rest == ',' ? std::strtoull(rest + 1, nullptr, 10) : 0;
         if (name.empty() || end < begin || end > data.size()) continue;
         const Bytes key = "\"xxh3." + name + "\":\"";
-        const size_t digest = header.find(key);
+        size_t digest = place_of(header, key, last);
+        if (digest == Bytes::npos) digest = place_of(header, key, 0);
+        if (digest != Bytes::npos) last = digest;
         if (digest == Bytes::npos || digest + key.size() + kDigest > header.size()) continue;
         header.replace(digest + key.size(), kDigest, digest_of(data.data() + begin, end - begin));
     }

@@ -15,7 +15,7 @@ constexpr size_t kLongestText = 1023;
 struct Statistics {
     std::mutex mutex; // ranks are threads
     long runs = 0;
-    std::map<std::string, std::map<dsopt_status, long>> calls;
+    std::map<const char *, std::map<dsopt_status, long>> calls;
 };
 Statistics &statistics() {
     static auto *const all = new Statistics; // threads may outlive static destructors
@@ -24,7 +24,10 @@ Statistics &statistics() {
 void write_statistics() {
     std::map<dsopt_status, long> sums;
     std::fprintf(stderr, "%ld inputs\n", statistics().runs);
-    for (const auto &[call, by_status] : statistics().calls) {
+    std::map<std::string, std::map<dsopt_status, long>> calls; // a name may be at several addresses
+    for (const auto &[call, by_status] : statistics().calls)
+        for (const auto &[status, count] : by_status) calls[call][status] += count;
+    for (const auto &[call, by_status] : calls) {
         std::fprintf(stderr, "  %-26s", call.c_str());
         for (const auto &[status, count] : by_status) {
             std::fprintf(stderr, " %s %ld", dsopt_status_name(status), count);

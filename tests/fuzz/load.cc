@@ -77,11 +77,16 @@ Waiting &waiting(int kind, bool fresh) {
     return one;
 }
 
+/// Into an optimizer that has loaded before.
 void load_again(int kind, const Bytes &file, uint32_t flags, const char *what) {
-    Subject other(kind);
-    other.train();
+    static std::vector<std::unique_ptr<Subject>> all(static_cast<size_t>(kKinds));
+    std::unique_ptr<Subject> &other = all[size_t(kind)];
+    if (other == nullptr) {
+        other = std::make_unique<Subject>(kind);
+        other->train();
+    }
     std::vector<Bytes> files{file};
-    if (const dsopt_status status = other.load(files, false, flags); status != DSOPT_OK)
+    if (const dsopt_status status = other->load(files, false, flags); status != DSOPT_OK)
         finding("what was saved %s cannot be loaded: %s", what, dsopt_status_name(status));
 }
 

@@ -1,69 +1,129 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of libFuzzer, for any compiler: runs inputs that are there, or random ones.
+// In place of libFuzzer, for any compiler: runs inputs that are there, and changed or random ones.
 //
-//     PROGRAM [--seconds N] [--seed S] [FILE|FOLDER...]
+//     PROGRAM [--seconds N] [--seed S] [--bytes B] [FILE|FOLDER...]
 //
-// With --seconds random bytes from S, S + 1, ... for so long, after the files. A finding aborts; its seed is one of the
-// 64 from the last one that was named.
+// With --seconds inputs from the seeds S, S + 1, ... for so long, after the files: up to B random bytes, 600 if it is not
+// given, or, if the target knows how to change an input, the files with changes. The input of a finding is kept in
+// finding-SEED.
 #include "harness.h"
 #include "support/numbers.h"
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <unistd.h>
+
+extern "C" [[gnu::weak]] size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t most, unsigned seed);
 
 namespace {
 
 namespace fs = std::filesystem;
+using Input = std::vector<uint8_t>;
 
-constexpr int kMostBytes = 600; // of a random input
+constexpr size_t kMostChanged = 65536;
 
-void run(const std::vector<uint8_t> &input) { (void)LLVMFuzzerTestOneInput(input.data(), input.size()); }
-void run_file(const fs::path &path) {
+test::Random random_bytes(1); // of the seed that runs
+const Input *running = nullptr;
+char kept[64];
+
+/// Writes the input and dies of the same signal.
+void keep(int signal) {
+    (void)std::signal(signal, SIG_DFL);
+    const int file = running != nullptr ? ::open(kept, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
+    if (file >= 0 && ::write(file, running->data(), running->size()) < 0) (void)!::write(2, "not kept\n", 9);
+    (void)std::raise(signal);
+}
+
+void run(const Input &input, long seed) {
+    std::snprintf(kept, sizeof kept, "finding-%ld", seed);
+    running = &input;
+    (void)LLVMFuzzerTestOneInput(input.data(), input.size());
+    running = nullptr;
+}
+Input read(const fs::path &path) {
     std::ifstream file(path, std::ios::binary);
     if (!file) {
         std::fprintf(stderr, "%s cannot be read\n", path.c_str());
         std::exit(2);
     }
-    run(std::vector<uint8_t>(std::istreambuf_iterator<char>(file), {}));
+    return Input(std::istreambuf_iterator<char>(file), {});
+}
+
+Input random_input(int most) {
+    Input input(size_t(random_bytes.below(most)));
+    for (uint8_t &byte : input) byte = uint8_t(random_bytes.next() >> 32);
+    return input;
+}
+Input changed(Input input) {
+    const size_t size = input.size();
+    input.resize(kMostChanged);
+    size_t now = size;
+    for (int times = 1 + random_bytes.below(4); times > 0; --times)
+        now = LLVMFuzzerCustomMutator(input.data(), now, kMostChanged, unsigned(random_bytes.next()));
+    input.resize(now);
+    return input;
 }
 
 } // namespace
 
-// libFuzzer's own, where it is not linked: one byte becomes another one.
-extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t) {
-    static test::Random random(1);
-    if (size != 0) data[random.below(int(size))] = uint8_t(random.next());
-    return size;
+// libFuzzer's own, where it is not linked.
+extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most) {
+    if (size == 0) return 0;
+    const auto at = [size] { return size_t(random_bytes.below(int(size))); };
+    switch (random_bytes.below(4)) {
+    case 0: data[at()] = uint8_t(random_bytes.next()); return size;
+    case 1: data[at()] ^= uint8_t(1 << random_bytes.below(8)); return size;
+    case 2: { // without a piece
+        const size_t begin = at(), bytes = std::min(size - begin, size_t(1 + random_bytes.below(16)));
+        std::memmove(data + begin, data + begin + bytes, size - begin - bytes);
+        return size - bytes;
+    }
+    default: { // with a piece twice
+        const size_t begin = at(), bytes = std::min({size - begin, most - size, size_t(1 + random_bytes.below(16))});
+        std::memmove(data + begin + bytes, data + begin, size - begin);
+        return size + bytes;
+    }
+    }
 }
 
 int main(int argc, char **argv) {
-    long seconds = 0, seed = 1, files = 0, inputs = 0;
+    long seconds = 0, seed = 1, most = 600, inputs = 0;
+    std::vector<fs::path> paths;
     for (int i = 1; i < argc; ++i) {
         const std::string word = argv[i];
-        if ((word == "--seconds" || word == "--seed") && i + 1 < argc) {
-            (word == "--seconds" ? seconds : seed) = std::atol(argv[++i]);
+        long *const number = word == "--seconds" ? &seconds
+                             : word == "--seed"  ? &seed
+                             : word == "--bytes" ? &most
+                                                 : nullptr;
+        if (number != nullptr && i + 1 < argc) {
+            *number = std::atol(argv[++i]);
         } else if (fs::is_directory(word)) {
-            std::vector<fs::path> paths;
+            const size_t first = paths.size();
             for (const fs::directory_entry &entry : fs::directory_iterator(word)) paths.push_back(entry.path());
-            std::sort(paths.begin(), paths.end());
-            for (const fs::path &path : paths) run_file(path);
-            files += long(paths.size());
+            std::sort(paths.begin() + long(first), paths.end());
         } else {
-            run_file(word);
-            ++files;
+            paths.push_back(word);
         }
     }
+    for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) (void)std::signal(signal, keep);
+    std::vector<Input> files;
+    for (const fs::path &path : paths) {
+        files.push_back(read(path));
+        run(files.back(), 0);
+    }
+    const bool changes = LLVMFuzzerCustomMutator != nullptr && !files.empty();
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
     for (; std::chrono::steady_clock::now() < end; ++inputs) {
-        if (inputs % 64 == 0) std::fprintf(stderr, "seeds from %ld\n", seed + inputs);
-        test::Random random(uint64_t(seed + inputs));
-        std::vector<uint8_t> input(size_t(random.below(kMostBytes)));
-        for (uint8_t &byte : input) byte = uint8_t(random.next() >> 32);
-        run(input);
+        random_bytes = test::Random(uint64_t(seed + inputs));
+        run(changes ? changed(files[size_t(random_bytes.below(int(files.size())))]) : random_input(int(most)),
+            seed + inputs);
     }
-    std::printf("%ld files and %ld random inputs without a finding\n", files, inputs);
-    return files + inputs == 0 ? 2 : 0;
+    std::printf("%zu files and %ld %s inputs without a finding\n", files.size(), inputs,
+                changes ? "changed" : "random");
+    return files.size() + size_t(inputs) == 0 ? 2 : 0;
 }

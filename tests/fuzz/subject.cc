@@ -46,6 +46,12 @@ constexpr int64_t kSizes[] = {5, 0, 33, 70};
 constexpr int64_t kDims[] = {3, 11}; // of the third
 const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
 
+/// Of all subjects: asking the processor what it can do takes longer than a load.
+const test::Context &context() {
+    static const test::Context one = test::make_context(1);
+    return one;
+}
+
 bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 
 dsopt_group group_of(const Kind &kind) {
@@ -69,7 +75,7 @@ std::vector<int> Subject::rank_counts(int kind) {
     return kAll[kind].node ? std::vector<int>{4} : std::vector<int>{1, 2, 3};
 }
 
-Subject::Subject(int index, int rank, int ranks) : context_(test::make_context(1)) {
+Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     const Kind &kind = kAll[index];
     if (ranks == 0) ranks = kind.ranks;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -79,15 +85,15 @@ Subject::Subject(int index, int rank, int ranks) : context_(test::make_context(1
     echo_ = kind.node ? Echo{rank / 2, 2} : Echo{rank, ranks};
     if (kind.node) {
         node_echo_ = {rank % 2, 2};
-        node_ = echo_comm(context_, node_echo_);
+        node_ = echo_comm(context(), node_echo_);
     }
-    if (ranks > 1) comm_ = echo_comm(context_, echo_);
-    if (kind.scaler) scaler_ = test::make_scaler(context_, 256, 2);
+    if (ranks > 1) comm_ = echo_comm(context(), echo_);
+    if (kind.scaler) scaler_ = test::make_scaler(context(), 256, 2);
     desc.data = comm_.get();
     desc.node = node_.get();
     desc.scaler = scaler_.get();
     dsopt_optimizer *optimizer = nullptr;
-    must("optimizer_create", dsopt_optimizer_create(context_.get(), &desc, &optimizer));
+    must("optimizer_create", dsopt_optimizer_create(context().get(), &desc, &optimizer));
     optimizer_.reset(optimizer);
     std::vector<dsopt_param> params;
     for (size_t i = 0; i < std::size(kSizes); ++i) {
@@ -165,6 +171,17 @@ void Subject::ask_reduction(int64_t call) {
     (void)counted("next_reduction", dsopt_optimizer_next_reduction(optimizer_.get(), call, &reduction));
 }
 
+const Subject::Keys &Subject::keys() const {
+    static Keys all[kKinds];
+    Keys &keys = all[kind_];
+    if (!keys.empty()) return keys;
+    for (int32_t group = DSOPT_ALL_GROUPS; group < 2; ++group)
+        for (int32_t key = 1; key <= DSOPT_KEY_SKIP_BUDGET; ++key) {
+            double value = 0;
+            if (dsopt_optimizer_get(optimizer_.get(), group, key, &value) == DSOPT_OK) keys.push_back({group, key});
+        }
+    return keys;
+}
 Bytes Subject::text(bool state) {
     Bytes all;
     const auto add = [&](const void *data, size_t bytes) { all.append(static_cast<const char *>(data), bytes); };
@@ -173,15 +190,15 @@ Bytes Subject::text(bool state) {
     for (int64_t i = 0; state && i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
         must("state", dsopt_optimizer_state(optimizer_.get(), i, &info));
-        Bytes bytes(size_t(info.tensor.numel) * size_of(info.tensor.dtype), 0);
-        must("export", dsopt_optimizer_export(optimizer_.get(), i, bytes.data(), bytes.size()));
-        all += bytes;
+        const size_t bytes = size_t(info.tensor.numel) * size_of(info.tensor.dtype), at = all.size();
+        all.resize(at + bytes);
+        must("export", dsopt_optimizer_export(optimizer_.get(), i, &all[at], bytes));
     }
-    for (int32_t group = DSOPT_ALL_GROUPS; group < 2; ++group)
-        for (int32_t key = 1; key <= DSOPT_KEY_SKIP_BUDGET; ++key) {
-            double value = 0;
-            if (dsopt_optimizer_get(optimizer_.get(), group, key, &value) == DSOPT_OK) add(&value, sizeof value);
-        }
+    for (const auto &[group, key] : keys()) {
+        double value = 0;
+        must("get", dsopt_optimizer_get(optimizer_.get(), group, key, &value));
+        add(&value, sizeof value);
+    }
     DSOPT_NEW(dsopt_report, report);
     must("report", dsopt_optimizer_report(optimizer_.get(), &report));
     report.state_bytes = report.workspace_bytes = 0;

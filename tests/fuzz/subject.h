@@ -24,14 +24,18 @@ public:
     Bytes text(bool state);
 
 private:
+    const int kind_;
     Echo echo_, node_echo_; // the comms have their addresses
-    test::Context context_;
     test::Comm comm_, node_;
     test::Scaler scaler_;
     test::Optimizer optimizer_;
     std::vector<std::vector<char>> weights_, gradients_; // of exact size, so that a sanitizer sees what runs past them
     std::vector<dsopt_tensor> list_;                     // of gradients
     int64_t steps_;
+
+    /// Groups and keys that one of the kind can be asked for.
+    using Keys = std::vector<std::pair<int32_t, int32_t>>;
+    const Keys &keys() const;
 };
 
 } // namespace fuzz

@@ -31,17 +31,18 @@ void Hook::release(void *self, void *memory, size_t, void *) {
 
 World::World(Choices choices) :
     choose(choices),
-    backend(choose.below(4) == 3 ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU),
-    memory(backend == DSOPT_BACKEND_CUDA ? test::cuda_memory(nullptr) : test::host_memory()),
-    folder_(fs::temp_directory_path() / ("dsopt-fuzz-" + std::to_string(::getpid()))) {
-    fs::create_directories(folder_);
-}
+    backend(choose.below(8) == 7 ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU),
+    memory(backend == DSOPT_BACKEND_CUDA ? test::cuda_memory(nullptr) : test::host_memory()) {}
 World::~World() {
     std::error_code ignored;
-    fs::remove_all(folder_, ignored);
+    if (!folder_.empty()) fs::remove_all(folder_, ignored);
 }
 
-std::string World::path(int index) const {
+std::string World::path(int index) {
+    if (folder_.empty()) {
+        folder_ = fs::temp_directory_path() / ("dsopt-fuzz-" + std::to_string(::getpid()));
+        fs::create_directories(folder_);
+    }
     return index < 3 ? folder_ + "/" + std::to_string(index) : folder_ + "/no folder/file";
 }
 

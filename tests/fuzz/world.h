@@ -117,7 +117,7 @@ protected:
     static void run_backwards(void *, int64_t count, void (*body)(void *, int64_t), void *arg) {
         while (count-- > 0) body(arg, count);
     }
-    std::string path(int index) const;
+    std::string path(int index);
 
     // ---------------------------------------------------------------------------------------------------------- memory
     void *allocate(size_t bytes);
@@ -151,7 +151,7 @@ protected:
 
 private:
     Bytes snapshot(Made &o);
-    const std::string folder_;
+    std::string folder_; // made when it is asked for
 };
 
 } // namespace fuzz

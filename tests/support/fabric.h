@@ -16,6 +16,10 @@ public:
     virtual dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) = 0;
     virtual Context context(int) const { return make_context(1); }
     virtual Memory memory(int) const { return host_memory(); }
+    /// For how long the end of a comm may wait for the other ranks.
+    virtual int farewell_ms() const { return 0; }
+    /// How much longer calls work on a device that the processor emulates: that is not waiting.
+    virtual int work_factor() const { return 1; }
 };
 
 /// One whose library fails.

@@ -30,6 +30,8 @@ public:
     test::Context context(int rank) const override {
         return test::make_context(test::context_desc(1, DSOPT_BACKEND_CUDA, first_ + rank));
     }
+    int farewell_ms() const override { return 5000; } // as dsopt.h says
+    int work_factor() const override { return 4; }
     test::Memory memory(int rank) const override {
         cudaStream_t &stream = streams_[size_t(rank)];
         EXPECT_EQ(cudaSetDevice(first_ + rank), cudaSuccess);

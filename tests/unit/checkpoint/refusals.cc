@@ -401,6 +401,31 @@ TEST(LoadFields, OfTheFamilySayWhatIsCompressedAndInWhichOrder) {
     EXPECT_OK(load(trainer.opt(), data));
 }
 
+TEST(LoadFields, OfTheFamilyThatGroupsMustHaveAlikeAreComparedBeforeAnythingChanges) {
+    Trainer trainer({{20}, {20}}, optimizer_desc());
+    const auto list = trainer.model.registered();
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ONEBIT_LAMB);
+    for (const auto &param : list) must(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
+    const auto step = [&](uint64_t t) {
+        trainer.model.make_gradients(t);
+        dsopt_step step = trainer.arguments();
+        step.count = 2;
+        must(trainer.step(step));
+    };
+    step(1);
+    const std::string data = saved(trainer.opt());
+    step(2);
+    const std::string before = trainer.text() + hyper_text(trainer.opt());
+    for (const auto &[key, value] :
+         {std::pair{"group.0.freeze_step", "7"}, {"group.1.freeze_step", "7"}, {"group.1.trust_beta", "0.5"}}) {
+        Content content(data);
+        content.field(key) = value;
+        EXPECT_TRUE(refused(load(trainer.opt(), content.text()), DSOPT_ERR_FORMAT, "groups|the same")) << key;
+        EXPECT_TRUE(same(trainer.text() + hyper_text(trainer.opt()), before)) << key;
+    }
+    EXPECT_OK(load(trainer.opt(), data));
+}
+
 TEST(LoadFirst, WithoutMemoryOfAParameterRefusesToMakeItsMaster) {
     const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, optimizer_desc());

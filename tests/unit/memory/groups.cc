@@ -64,6 +64,53 @@ TEST_P(ManyGroups, NeedMemoryInProportionToTheirNumber) {
     EXPECT_LT(bytes_of(4000), 24 * bytes_of(500));
 }
 
+TEST(Groups, ThatComeOneByOneAfterAStepDoNotCopyWhatHasAnElementForEachParameter) {
+    struct Count {
+        int64_t calls = 0;
+        size_t bytes = 0;
+    } count;
+    dsopt_context_desc desc = context_desc();
+    desc.user = &count;
+    desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) {
+        auto &all = *static_cast<Count *>(user);
+        ++all.calls;
+        all.bytes += bytes;
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    };
+    desc.release = [](void *, void *memory, size_t, void *) { std::free(memory); };
+    const Context context = make_context(desc);
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
+        const Optimizer opt = make_optimizer(context);
+        const dsopt_group group = make_group(algorithm);
+        std::vector<float> weights(2001, 1.0f), ones(2001, 1.0f);
+        std::vector<dsopt_tensor> list;
+        const auto add = [&] {
+            const size_t i = list.size();
+            list.push_back({&ones[i], 1, DSOPT_DTYPE_F32, 0});
+            const dsopt_param param = param_of({&weights[i], 1, DSOPT_DTYPE_F32, 0});
+            must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+        };
+        const auto step = [&] {
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = list.data();
+            step.count = int64_t(list.size());
+            must(dsopt_optimizer_step(opt.get(), &step));
+        };
+        add();
+        step();
+        count = {};
+        while (list.size() < weights.size()) add();
+        EXPECT_LT(count.calls, 30) << name_of(algorithm); // a few lists that double
+        EXPECT_LT(count.bytes, 2000 * 4 * 2 * 8u) << name_of(algorithm);
+        step();
+        const dsopt_state_info steps = state_of(opt.get()).back();
+        ASSERT_EQ(steps.tensor.numel, 2001);
+        const auto *const counts = static_cast<const int32_t *>(steps.tensor.data);
+        EXPECT_EQ(counts[0], 2);
+        EXPECT_EQ(std::count(counts + 1, counts + 2001, 1), 2000);
+    }
+}
+
 TEST(Groups, AFailedAdditionLeavesTheStateThatThereWas) {
     const Context context = make_context();
     const Comm comm = idle_comm(context);

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// How late a machine is that does other things too, for bounds on the time of calls that hold on any machine. Knows no
+// test framework.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <ctime>
+#include <thread>
+
+namespace test {
+
+/// A thread that sleeps and works a little in turns. Whatever it takes beyond that, other threads would have had to
+/// wait for as well.
+class Lateness {
+public:
+    Lateness() : due_(now() + kSleep), thread_([this] { beat(); }) {}
+    ~Lateness() {
+        ends_ = true;
+        thread_.join();
+    }
+    Lateness(const Lateness &) = delete;
+    Lateness &operator=(const Lateness &) = delete;
+
+    /// Milliseconds from the beginning until now, the delay that still lasts included.
+    int64_t total_ms() const {
+        const int64_t due = due_; // first: what is added meanwhile counts twice rather than not at all
+        const int64_t lasts = now() - due;
+        return (sum_ + (lasts > 0 ? lasts : 0)) / 1000;
+    }
+
+private:
+    static constexpr int64_t kSleep = 20000, kWork = 1000; // microseconds
+    static int64_t now() { return clock_us(CLOCK_MONOTONIC); }
+    static int64_t clock_us(clockid_t clock) {
+        timespec time{};
+        (void)clock_gettime(clock, &time);
+        return int64_t(time.tv_sec) * 1000000 + time.tv_nsec / 1000;
+    }
+    void beat() {
+        while (!ends_) {
+            const int64_t begin = now(), used = clock_us(CLOCK_THREAD_CPUTIME_ID);
+            std::this_thread::sleep_for(std::chrono::microseconds(kSleep));
+            int64_t worked = 0;
+            while (worked < kWork) worked = clock_us(CLOCK_THREAD_CPUTIME_ID) - used;
+            const int64_t end = now(), late = end - begin - kSleep - worked;
+            if (late > 0) sum_ += late;
+            due_ = end + kSleep + kWork;
+        }
+    }
+
+    std::atomic<bool> ends_{false};
+    std::atomic<int64_t> sum_{0}, due_;
+    std::thread thread_;
+};
+
+} // namespace test
