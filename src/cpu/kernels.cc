@@ -96,6 +96,7 @@ template <class R> auto change_by_moments(const R &rule) {
     return Change<kMoments, false, decltype(change)>{change};
 }
 
+// GCOVR_EXCL_BR_START: in each of some hundred loops, of which not all can have every type
 template <class Tag> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming) {
     auto *const at = element<typename Tag::storage>(to, i);
     streaming ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
@@ -108,6 +109,7 @@ DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming) {
     else
         put(x, to, BF16{}, i, streaming);
 }
+// GCOVR_EXCL_BR_STOP
 
 /// The whole registers of elements [begin, end): everything is read once, converted, changed, rounded and written once.
 /// `CopiesOnly`: there is a copy, in the type of the gradient, and no output.

@@ -181,7 +181,7 @@ std::vector<Form> forms() {
     const auto add = [&](int32_t weight, int32_t grad, uint32_t flags) {
         const bool masters = weight != DSOPT_DTYPE_F32 && !(flags & DSOPT_OPTIMIZER_NO_MASTER);
         forms.push_back({weight, grad, -1, flags, 0});
-        for (const int32_t out : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
+        for (const int32_t out : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
             for (const uint32_t how :
                  {0, int(DSOPT_STEP_DELTA), int(DSOPT_STEP_OUT_ONLY), DSOPT_STEP_DELTA | DSOPT_STEP_OUT_ONLY})
                 if (!masters || !(how & DSOPT_STEP_DELTA)) forms.push_back({weight, grad, out, flags, how});
@@ -193,12 +193,34 @@ std::vector<Form> forms() {
     }
     return forms;
 }
+/// A formula as a group chooses it.
+struct Formula {
+    const char *name;
+    int32_t algorithm, flags;
+    double momentum;
+};
+constexpr Formula kFormulas[] = {{"Adam", DSOPT_ALGORITHM_ADAM, 0, 0},
+                                 {"AdamW", DSOPT_ALGORITHM_ADAMW, 0, 0},
+                                 {"Lamb", DSOPT_ALGORITHM_LAMB, 0, 0},
+                                 {"LambEpsInside", DSOPT_ALGORITHM_LAMB, DSOPT_GROUP_EPS_INSIDE_SQRT, 0},
+                                 {"Legacy", DSOPT_ALGORITHM_ADAM_LEGACY, 0, 0},
+                                 {"LegacyEpsInside", DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_GROUP_EPS_INSIDE_SQRT, 0},
+                                 {"Sgd", DSOPT_ALGORITHM_SGD, 0, 0},
+                                 {"Momentum", DSOPT_ALGORITHM_SGD, 0, 0.9},
+                                 {"Nesterov", DSOPT_ALGORITHM_SGD, DSOPT_GROUP_NESTEROV, 0.9},
+                                 {"Adagrad", DSOPT_ALGORITHM_ADAGRAD, 0, 0},
+                                 {"AdagradEpsInside", DSOPT_ALGORITHM_ADAGRAD, DSOPT_GROUP_EPS_INSIDE_SQRT, 0},
+                                 {"Lion", DSOPT_ALGORITHM_LION, 0, 0}};
+
 /// Two steps on sizes around those of registers, some of them off their lines.
-std::string train(const Form &form, int32_t algorithm) {
+std::string train(const Form &form, const Formula &formula) {
     std::vector<Shape> shapes;
     for (const int64_t size : {1, 3, 4, 7, 8, 9, 15, 16, 17, 33, 255, 257, 4115})
         for (const size_t offset : {0, 4}) shapes.push_back({size, form.weight, form.grad, offset});
-    const Trainer trainer(shapes, make_group(algorithm), optimizer_desc(0, form.optimizer_flags), context_desc(1));
+    dsopt_group group = make_group(formula.algorithm);
+    group.flags |= formula.flags;
+    group.momentum = formula.momentum;
+    const Trainer trainer(shapes, group, optimizer_desc(0, form.optimizer_flags), context_desc(1));
     std::vector<Array> outs;
     if (form.out >= 0)
         for (const Shape &shape : shapes) outs.emplace_back(form.out, size_t(shape.numel), 7.0f, shape.offset);
@@ -218,7 +240,7 @@ std::string train(const Form &form, int32_t algorithm) {
 }
 
 // Most forms are converted and rounded in registers; what is left behind them, and all of "generic", goes through tiles.
-class AnyForm : public testing::TestWithParam<int32_t> {};
+class AnyForm : public testing::TestWithParam<Formula> {};
 
 TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
     int index = 0;
@@ -237,7 +259,8 @@ TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Algorithms, AnyForm, testing::ValuesIn(kStandardRules), algorithm_name);
+INSTANTIATE_TEST_SUITE_P(Formulas, AnyForm, testing::ValuesIn(kFormulas),
+                         [](const auto &info) { return std::string(info.param.name); });
 
 TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
     std::vector<float> values; // ties, what is about them, subnormals, infinities, NaNs
