@@ -2,8 +2,10 @@
 // Groups, parameters, and what state tensors there are. Hyper-parameters are in hyper.cc, the state's memory is in
 // state_memory.cc, the step itself in step.cc.
 #include "optimizer/optimizer.h"
+#include "base/sizes.h"
 #include "rules/group.h"
 #include <algorithm>
+#include <cstring>
 
 namespace dsopt {
 
@@ -185,49 +187,53 @@ int64_t Optimizer::find_family(size_t first_new) const {
     return family;
 }
 
-/// The 1-bit family's share in the groups and parameters as they are now; NULL without one of its groups. `first_new`:
-/// of the parameters.
-std::unique_ptr<OneBit> Optimizer::make_onebit(size_t first_new) const {
-    if (family_ < 0 && !is_onebit(groups_.back().algorithm)) return nullptr;
-    auto onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
-    const StateEntry *const schedule = state_.find(StateKind::schedule);
-    if (schedule == nullptr || schedule->data == nullptr) return onebit;
-    const auto joins = [&](const Param &param) { return goes_into_exchanges(groups_[size_t(param.group)]); };
-    const auto first = std::find_if(params_.begin() + int64_t(first_new), params_.end(), joins);
-    if (first != params_.end() && onebit_->read_schedule(schedule->data, true, nullptr).frozen)
-        throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
-                    first->name.c_str());
-    return onebit;
+/// What the tensors of the whole optimizer hold that grow with its lists: all but what starts anew, on the host.
+std::vector<Optimizer::Kept> Optimizer::keep_contents() const {
+    std::vector<Kept> kept;
+    for (const StateEntry &entry : state_.of_optimizer()) {
+        if (entry.data == nullptr || entry.of_scaler() || record_of(entry.kind).growth == Growth::anew) continue;
+        kept.push_back({entry.kind, std::vector<char>(entry.bytes())});
+        context_->device().copy(kept.back().contents.data(), entry.data, entry.bytes());
+    }
+    return kept;
 }
 
-/// What has one element per parameter is copied into something twice as long as it must be: where groups come one by
-/// one, most of them find room there.
-Optimizer::Carried Optimizer::carry_state(const std::vector<StateEntry> &old) {
+/// Throws STATE for a parameter that would go into exchanges whose variance is frozen.
+void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const {
+    const auto schedule =
+        std::find_if(kept.begin(), kept.end(), [](const Kept &one) { return one.kind == StateKind::schedule; });
+    if (schedule == kept.end()) return;
+    ScheduleState now;
+    std::memcpy(&now, schedule->contents.data(), sizeof now);
+    const auto joins = [&](const Param &param) { return goes_into_exchanges(groups_[size_t(param.group)]); };
+    const auto first = std::find_if(params_.begin() + int64_t(first_new), params_.end(), joins);
+    if (now.frozen && first != params_.end())
+        throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                    first->name.c_str());
+}
+
+/// Into the tensors of the lists as they are now, in memory that is returned.
+Memory Optimizer::carry_contents() {
+    if (kept_.empty()) return {};
     const Device &device = context_->device();
-    Carried carried{.memory = {}, .rooms = rooms_, .moves = false};
-    for (const StateEntry &entry : old) {
-        const int64_t slot = state_.slot(StateTable::kOptimizer, entry.kind);
-        if (entry.data == nullptr || entry.of_scaler()) continue;
-        if (slot < 0 || record_of(entry.kind).growth == Growth::anew) {
-            carried.moves = true;
-            continue;
-        }
-        StateEntry &longer = state_[size_t(slot)];
-        Room &room = carried.rooms[size_t(entry.kind)];
-        if (entry.data == room.data && longer.bytes() <= room.bytes) {
-            longer.data = entry.data;
-            device.clear(static_cast<char *>(entry.data) + entry.bytes(), longer.bytes() - entry.bytes(), nullptr);
-            continue;
-        }
-        room.bytes = std::max<size_t>(2 * longer.bytes(), 1);
-        carried.memory.emplace_back(context_, room.bytes, nullptr);
-        carried.moves = true;
-        longer.data = room.data = carried.memory.back().data();
-        device.clear(longer.data, longer.bytes(), nullptr);
-        device.copy(longer.data, entry.data, entry.bytes());
+    std::vector<StateEntry *> longer;
+    size_t bytes = 0;
+    for (const Kept &one : kept_) {
+        const int64_t slot = state_.slot(StateTable::kOptimizer, one.kind);
+        longer.push_back(slot >= 0 ? &state_[size_t(slot)] : nullptr);
+        if (slot >= 0) bytes += round_up(longer.back()->bytes());
+    }
+    Memory memory(context_, std::max(bytes, kLine), nullptr);
+    device.clear(memory.data(), bytes, nullptr);
+    char *at = static_cast<char *>(memory.data());
+    for (size_t i = 0; i < kept_.size(); ++i) {
+        if (longer[i] == nullptr) continue;
+        device.copy(at, kept_[i].contents.data(), kept_[i].contents.size());
+        longer[i]->data = at;
+        at += round_up(longer[i]->bytes());
     }
     device.synchronize();
-    return carried;
+    return memory;
 }
 
 /// Everything that can fail comes before the live lists stay as they have become: a failure puts them back.
@@ -239,26 +245,17 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
     const std::vector<StateEntry> own = state_.of_optimizer(); // these follow the parameters' and grow with them
-    const bool has_contents =
-        std::any_of(own.begin(), own.end(), [](const auto &e) { return e.data != nullptr && !e.of_scaler(); });
+    const bool settled = settled_.load(std::memory_order_relaxed);
+    std::vector<Kept> kept = settled ? keep_contents() : std::vector<Kept>();
     int64_t family = -1;
-    Carried carried;
-    std::unique_ptr<OneBit> onebit;
     Added added;
     try {
         if (group != nullptr) groups_.push_back(*group);
         append_params(given, count, group == nullptr, added);
         family = find_family(old_params);
-        if (has_contents) onebit = make_onebit(old_params);
+        check_not_frozen(old_params, settled ? kept : kept_);
         state_.truncate(int64_t(old_params));
         for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
-        if (has_contents) {
-            const bool had_trust =
-                std::any_of(own.begin(), own.end(), [](const auto &e) { return e.kind == StateKind::trust_ratio; });
-            add_own_state(onebit.get(), had_trust || has_trust(groups_.back()));
-            carried = carry_state(own);
-            memory_.reserve(memory_.size() + carried.memory.size());
-        }
     } catch (...) {
         state_.truncate(int64_t(old_params));
         for (const StateEntry &entry : own) state_.add(entry);
@@ -269,13 +266,13 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         throw;
     }
     family_ = family;
-    onebit_ = std::move(onebit);
-    settled_.store(has_contents, std::memory_order_release);
+    onebit_.reset();
+    if (settled) kept_.swap(kept);
+    settled_.store(false, std::memory_order_release);
     names_.merge(added.names);
     memory_map_.merge(added.memory);
-    if (has_contents) rooms_ = carried.rooms;
-    mapped_ = !carried.moves; // what the optimizer's own tensors had is not theirs any more
-    for (Memory &block : carried.memory) memory_.push_back(std::move(block));
+    const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
+    mapped_ = !std::any_of(own.begin(), own.end(), has_memory); // that is not the optimizer's any more
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();
@@ -288,9 +285,13 @@ void Optimizer::settle() {
     const std::lock_guard lock(settling_);
     if (settled_.load(std::memory_order_relaxed)) return;
     try {
-        std::unique_ptr<OneBit> onebit = make_onebit(params_.size());
+        std::unique_ptr<OneBit> onebit;
+        if (family_ >= 0) onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
         add_own_state(onebit.get(), std::any_of(groups_.begin(), groups_.end(), has_trust));
+        Memory carried = carry_contents();
         onebit_ = std::move(onebit);
+        if (!kept_.empty()) carried_ = std::move(carried), mapped_ = false;
+        kept_.clear();
     } catch (...) {
         state_.truncate(int64_t(params_.size()));
         throw;

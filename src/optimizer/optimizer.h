@@ -128,20 +128,15 @@ private:
     };
     void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
     int64_t find_family(size_t first_new) const;
-    std::unique_ptr<OneBit> make_onebit(size_t first_new) const;
     void add_param_state(size_t index);
     void add_own_state(const OneBit *onebit, bool trust);
-    struct Room { // of a tensor of the whole optimizer, which is longer than the tensor
-        void *data = nullptr;
-        size_t bytes = 0;
+    struct Kept { // of a tensor of the whole optimizer, while groups or parameters come
+        StateKind kind;
+        std::vector<char> contents;
     };
-    using Rooms = std::array<Room, size_t(StateKind::step) + 1>; // by kind
-    struct Carried {
-        std::vector<Memory> memory;
-        Rooms rooms{};
-        bool moves = false; // something is not where it was, or not there
-    };
-    Carried carry_state(const std::vector<StateEntry> &old);
+    std::vector<Kept> keep_contents() const;
+    void check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const;
+    Memory carry_contents();
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
     void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
     void ensure_workspace(void *stream);
@@ -168,8 +163,9 @@ private:
     int32_t trust_slots_ = 0;
     StateTable state_;
     std::vector<Memory> memory_; // what the engine owns of the state
-    Rooms rooms_{};
-    MemoryMap memory_map_; // of parameters and state, while `mapped_`
+    std::vector<Kept> kept_;     // until settle()
+    Memory carried_;             // where it went
+    MemoryMap memory_map_;       // of parameters and state, while `mapped_`
     bool mapped_ = false;
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is

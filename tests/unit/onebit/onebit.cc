@@ -792,8 +792,42 @@ TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
                     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_STATE,
                                         "frozen"));
                     must(trainer.step(grads));
+                    if (compat != DSOPT_COMPAT_NONE) continue;
+                    must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 10, 1), "d"}}));
+                    EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_STATE,
+                                        "frozen"));
+                    must(trainer.step(std::vector<Array>(3, Array(DSOPT_DTYPE_F32, 10, 0.5f))));
                 }
         });
+}
+
+TEST(OneBitGroups, ThatComeOneByOneBetweenStepsTrainLikeThoseThatComeTogether) {
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        for (const int32_t algorithm : kFamily) {
+            SCOPED_TRACE(name_of(algorithm));
+            const Array b(DSOPT_DTYPE_F32, 33, 1), c(DSOPT_DTYPE_F32, 9, 2);
+            std::vector<std::string> trained;
+            for (const bool together : {true, false}) {
+                Trainer trainer(ctx, desc_with(comm));
+                must(trainer.add_group(group_for(algorithm, 3, 1e-2, 0), {{Array(DSOPT_DTYPE_F32, 100, 1), "a"}}));
+                std::vector<Array> grads = {Array(DSOPT_DTYPE_F32, Random(uint64_t(rank)).floats(100, 0.5, 1))};
+                for (int64_t call = 0; call < 6; ++call) must(trainer.step(grads));
+                const dsopt_group adam = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
+                if (together) {
+                    must(trainer.add_group(adam, {{b, "b"}, {c, "c"}}));
+                } else {
+                    must(trainer.add_group(adam, {{b, "b"}}));
+                    must(trainer.add_group(adam, {{c, "c"}}));
+                }
+                grads.emplace_back(DSOPT_DTYPE_F32, Random(uint64_t(rank) + 2).floats(33, 0.5, 1));
+                grads.emplace_back(DSOPT_DTYPE_F32, Random(uint64_t(rank) + 4).floats(9, 0.5, 1));
+                for (int64_t call = 0; call < 6; ++call) must(trainer.step(grads));
+                trained.emplace_back();
+                for (size_t i = 0; i < 3; ++i) trained.back() += trainer.weight(i).text();
+            }
+            EXPECT_EQ(trained[0], trained[1]);
+        }
+    });
 }
 
 TEST(OneBitGroups, MayHaveNoParameters) {

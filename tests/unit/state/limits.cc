@@ -296,13 +296,21 @@ TEST(ManyTensors, GroupsAreAddedInLinearTime) {
     std::vector<float> memory(100000);
     struct {
         int32_t algorithm;
-        bool bound;
-    } const kinds[] = {
-        {DSOPT_ALGORITHM_ADAMW, false}, {DSOPT_ALGORITHM_ADAMW, true}, {DSOPT_ALGORITHM_ONEBIT_LAMB, true}};
+        bool bound, stepped;
+    } const kinds[] = {{DSOPT_ALGORITHM_ADAMW, false, false},
+                       {DSOPT_ALGORITHM_ADAMW, true, false},
+                       {DSOPT_ALGORITHM_LAMB, true, true},
+                       {DSOPT_ALGORITHM_ONEBIT_LAMB, true, false},
+                       {DSOPT_ALGORITHM_ONEBIT_LAMB, true, true}};
     for (const auto &kind : kinds) {
         const auto add = [&](int64_t count) {
             const Optimizer opt = make_optimizer(context);
             const dsopt_group group = group_of(kind.algorithm);
+            if (kind.stepped) {
+                must(dsopt_optimizer_add_group(opt.get(), &group, nullptr, 0));
+                DSOPT_NEW(dsopt_step, step);
+                must(dsopt_optimizer_step(opt.get(), &step)); // makes the state
+            }
             for (int64_t i = 0; i < count; ++i) {
                 const dsopt_param param = param_of({kind.bound ? &memory[size_t(i)] : nullptr, 1, DSOPT_DTYPE_F32, 0});
                 must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
