@@ -42,21 +42,24 @@ template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
         (put(x, value), ...);
     }(x...);
 }
-/// As many elements as a small register has. Not inlined, which would make one loop of several.
-template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R rule, T *__restrict... x) {
+/// As many elements as a small register has. Not inlined, which would make one loop of several. The rule is read where it
+/// is: by value it would be written in small pieces and read in large ones at once, and such a read waits until all
+/// stores before it, those of the loop included, have reached the cache.
+template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R &rule, T *__restrict... x) {
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
 }
 /// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only loops to vectorise. What is left
 /// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
-template <class R, class... T> void apply(const R rule, int64_t n, T *__restrict... x) {
+template <class R, class... T> void apply(const R &rule, int64_t n, T *__restrict... x) {
+    const R own = rule; // which no other function can know: it stays in registers
     const int64_t whole = n & -16;
     DSOPT_ARRAYS_APART
-    for (int64_t i = 0; i < whole; ++i) apply_once(rule, x[i]...);
+    for (int64_t i = 0; i < whole; ++i) apply_once(own, x[i]...);
     if (whole == n) return;
     if (n & 8) apply_to<8>(rule, x + whole...);
     if (n & 4) apply_to<4>(rule, x + (n & -8)...);
     DSOPT_ARRAYS_APART
-    for (int64_t i = 0, rest = n & 3; i < rest; ++i) apply_once(rule, x[n - rest + i]...);
+    for (int64_t i = 0, rest = n & 3; i < rest; ++i) apply_once(own, x[n - rest + i]...);
 }
 
 // ------------------------------------------------------------------------------------------------------- conversions
