@@ -66,7 +66,7 @@ expect thread missing-event-in-graph-by-luck 'data race'
 expect all page-locked-memory-refilled 'wrong value\|data race'
 expect thread result-read-by-luck 'data race'
 expect all unwritten-memory 'wrong value'
-expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV'
+expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV\|stack-overflow' # as above
 expect all early-kernel-never-waits 'without having waited'
 
 echo "$passed passed, $failed failed"
