@@ -139,7 +139,7 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
         throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
     const void *table = workspace + extra.table;
     if (cache != nullptr)
-        table = cache->bring(image, bytes, plan.how.repeats, launcher);
+        table = cache->bring(image, bytes, plan.how.repeats == Repeats::all, launcher);
     else
         launcher.upload(workspace + extra.table, image, bytes);
     const StepTable there = StepTable::at(const_cast<void *>(table), shape);

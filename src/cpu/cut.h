@@ -95,7 +95,7 @@ public:
     StepCut(const StepPlan &plan, const CacheSizes &caches) :
         plan_(plan),
         cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
-             plan.how.repeats),
+             plan.how.repeats != Repeats::nothing),
         streaming_(cut_.bytes() > caches.last) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }

@@ -142,6 +142,13 @@ struct Limits {
 
 class StepCache;
 
+/// How much of a call is that of the call before it.
+enum class Repeats : uint8_t {
+    nothing,        // that is known
+    all_but_places, // of gradients, which are as many, and of the same types
+    all
+};
+
 /// How a step runs. What it does to tensors does not follow from this.
 struct Execution {
     void *stream;
@@ -150,7 +157,7 @@ struct Execution {
     void *extra;      // workspace of the device, Loops::extra_bytes() long
     StepCache *cache; // what the device keeps between steps; NULL in `apply`
     bool timing;
-    bool repeats; // tables of tensors and groups, and what of them is in `extra`, are those of the last step in `cache`
+    Repeats repeats; // tables of tensors and groups, and what of them is in `extra`, from the last step in `cache`
 };
 
 struct OneBitPlan;

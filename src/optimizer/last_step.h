@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-#include "dsopt.h"
+#include "base/dtype.h"
+#include "device/plan.h"
 #include <cstdint>
 #include <cstring>
 #include <new>
@@ -12,10 +13,13 @@ namespace dsopt {
 /// and groups are those of the last step. Whatever changes the optimizer otherwise forgets it.
 class LastStep {
 public:
-    bool is_repeated_by(const dsopt_step &step) const {
+    Repeats repeats(const dsopt_step &step) const {
         const dsopt_step other = without_lists(step);
-        return kept_ && std::memcmp(&other, &step_, sizeof other) == 0 && grads_.equals(step.grads) &&
-               params_.equals(step.params) && out_.equals(step.out) && state_.equals(step.state);
+        if (!kept_ || std::memcmp(&other, &step_, sizeof other) != 0 || !params_.equals(step.params) ||
+            !out_.equals(step.out) || !state_.equals(step.state))
+            return Repeats::nothing;
+        if (grads_.equals(step.grads)) return Repeats::all;
+        return grads_.may_be_at(step.grads) ? Repeats::all_but_places : Repeats::nothing;
     }
     /// `request_flags`: what the checks made of those of the call.
     void keep(const dsopt_step &step, uint32_t request_flags) noexcept {
@@ -35,7 +39,10 @@ public:
     }
     void forget() { kept_ = false; }
     /// After forget(), where the same was called again.
-    void keep_on() { kept_ = true; }
+    void keep_on(const dsopt_step &step, Repeats repeats) {
+        if (repeats != Repeats::all) grads_.assign(step.grads, step.count); // into the memory of those before
+        kept_ = true;
+    }
     uint32_t request_flags() const { return request_flags_; }
 
 private:
@@ -50,6 +57,18 @@ private:
         bool equals(const dsopt_tensor *list) const {
             return given == (list != nullptr) &&
                    (!given || tensors.empty() || std::memcmp(tensors.data(), list, tensors.size() * sizeof *list) == 0);
+        }
+        /// Whether the list differs in addresses alone, and these are legal.
+        bool may_be_at(const dsopt_tensor *list) const {
+            if (given != (list != nullptr)) return false;
+            bool may = true;
+            for (size_t i = 0; i < tensors.size() && may; ++i) {
+                const dsopt_tensor &now = list[i], &old = tensors[i];
+                may = now.numel == old.numel && now.dtype == old.dtype && now.reserved == old.reserved &&
+                      (now.data != nullptr) == (old.data != nullptr) &&
+                      reinterpret_cast<uintptr_t>(now.data) % dtype_size(now.dtype) == 0;
+            }
+            return may;
         }
     };
     /// What is compared as it is. The stream says only when.

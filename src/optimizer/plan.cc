@@ -158,7 +158,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const std::vector<dsopt_group> &groups = optimizer.groups();
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
-    if (!request.repeats) {
+    if (request.repeats == Repeats::all_but_places) {
+        for (int64_t i = 0; i < request.step.count; ++i) table.jobs[i].grad = request.step.grads[i].data;
+    } else if (request.repeats == Repeats::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, desc.compat == DSOPT_COMPAT_DEEPSPEED, table.groups);
     }

@@ -12,12 +12,12 @@ struct StepRequest {
     const dsopt_tensor *out;
     uint32_t flags;
     Parallel parallel;
-    bool initial = false;      // the original's step on zero gradients when a wrapper is made
-    bool remembers = false;    // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
-    bool own_schedule = false; // and so is the schedule
-    bool repeats = false;      // the last step, whose tables are still there
-    char *host = nullptr;      // the engine's for StepMemory::host_bytes; NULL: some of the pool
-    bool *met = nullptr;       // set once the ranks have compared what they do
+    bool initial = false;               // the original's step on zero gradients when a wrapper is made
+    bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
+    bool own_schedule = false;          // and so is the schedule
+    Repeats repeats = Repeats::nothing; // of the last step, whose tables are still there
+    char *host = nullptr;               // the engine's for StepMemory::host_bytes; NULL: some of the pool
+    bool *met = nullptr;                // set once the ranks have compared what they do
 };
 /// `functional`: dsopt_optimizer_apply.
 StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);

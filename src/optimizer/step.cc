@@ -94,17 +94,18 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
     check_scaler();
-    const bool repeats = last_step_.is_repeated_by(step);
-    StepRequest request = repeats ? StepRequest{step, step.params, step.out, last_step_.request_flags(),
-                                                context_->parallel(step.parallel_for, step.parallel_user)}
-                                  : check_step(*this, step, false);
+    const Repeats repeats = last_step_.repeats(step);
+    const bool is_new = repeats == Repeats::nothing;
+    StepRequest request = is_new ? check_step(*this, step, false)
+                                 : StepRequest{step, step.params, step.out, last_step_.request_flags(),
+                                               context_->parallel(step.parallel_for, step.parallel_user)};
     request.met = &met;
     request.repeats = repeats;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
     bool complete = false; // the caller's list covers everything: the engine needs no memory of its own
     if (step.state != nullptr) {
-        if (!repeats) check_state_list(*this, step.state, step.state_count, false);
+        if (is_new) check_state_list(*this, step.state, step.state_count, false);
         complete = true;
         for (size_t i = 0; i < state_.size(); ++i)
             complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
@@ -115,7 +116,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     const dsopt_tensor *state = step.state;
     if (!complete) {
         ensure_state(step.params, step.stream);
-        if (step.state != nullptr && !repeats) {
+        if (step.state != nullptr && is_new) {
             call_list_ = state_list_;
             for (size_t i = 0; i < call_list_.size(); ++i)
                 if (step.state[i].data != nullptr) call_list_[i] = step.state[i];
@@ -131,10 +132,10 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     run(request, state, workspace_.data());
     // Jobs of the 1-bit family and accumulated gradients differ from step to step.
     if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers()) {
-        if (repeats)
-            last_step_.keep_on();
-        else
+        if (is_new)
             last_step_.keep(step, request.flags);
+        else
+            last_step_.keep_on(step, repeats);
     }
     lists_compared_ = true;
     calls_ = std::min(calls_ + 1, kMostCalls);

@@ -108,6 +108,31 @@ TEST(RepeatedStep, AnotherGradientListIsTakenAsItIs) {
     }
 }
 
+TEST(RepeatedStep, GradientsThatMoveAreReadWhereTheyAreEachTime) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_SGD})
+        for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
+            const Pair pair(make_group(algorithm), optimizer_desc(0.5), dtype);
+            pair.train(1);
+            std::vector<std::vector<Array>> places;
+            for (int place = 0; place < 3; ++place) {
+                places.emplace_back();
+                for (const int64_t n : kSizes)
+                    places.back().emplace_back(dtype, size_t(n), 0.25f + 0.125f * float(place));
+            }
+            for (const size_t place : {0, 1, 2, 2, 0, 1, 1}) {
+                std::vector<dsopt_tensor> list = list_of(places[place]);
+                for (const Trainer *trainer : {&pair.repeated, &pair.anew}) {
+                    if (trainer == &pair.anew) pair.forget();
+                    dsopt_step step = trainer->arguments();
+                    step.grads = list.data();
+                    ASSERT_OK(trainer->step(step));
+                }
+                list[2].data = nullptr; // the caller's list is his own again
+                pair.expect_same(std::to_string(algorithm) + ", " + std::to_string(dtype));
+            }
+        }
+}
+
 TEST(RepeatedStep, ABadListAfterItIsRefusedAndTheGoodOneGoesOn) {
     const Pair pair(make_group(DSOPT_ALGORITHM_ADAMW));
     pair.train(1);
@@ -122,6 +147,12 @@ TEST(RepeatedStep, ABadListAfterItIsRefusedAndTheGoodOneGoesOn) {
     list[5].dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_DTYPE, "gradient"));
     list[5].dtype = DSOPT_DTYPE_F32;
+    list[5].data = static_cast<char *>(list[5].data) + 2; // all else is as before
+    EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_ALIGNMENT, "'p5'"));
+    list[5].data = static_cast<char *>(list[5].data) - 2;
+    list[5].reserved = 1;
+    EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_ARGUMENT, "reserved"));
+    list[5].reserved = 0;
     step.flags = 1 << 30;
     EXPECT_TRUE(refused(pair.repeated.step(step), DSOPT_ERR_ARGUMENT, "flags"));
     EXPECT_TRUE(pair.repeated.text() == before);
