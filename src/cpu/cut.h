@@ -108,9 +108,9 @@ public:
     template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
         using Position = typename Cut<List>::Position;
         const auto start = [&](const Position &first, const Position &last) {
-            return Ahead{plan_.jobs, first.tensor, first.element, last.tensor, last.element};
+            return Share{{plan_.jobs, first.tensor, first.element, last.tensor, last.element}, streaming_};
         };
-        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Ahead &ahead) {
+        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Share &share) {
             const TensorJob &job = plan_.jobs[i];
             const Rule rule = plan_.groups[job.group].rule;
             visit(i, Span{.job = &job,
@@ -125,7 +125,7 @@ public:
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
                           .step = int64_t(plan_.step[i]) + 1,
                           .streaming = streaming_,
-                          .ahead = asks_ahead ? &ahead : nullptr});
+                          .ahead = asks_ahead ? &share.ahead : nullptr});
         });
     }
 
@@ -142,6 +142,13 @@ private:
             if (job.copy != nullptr) bytes += int64_t(dtype_size(job.copy_type));
             if (job.out != nullptr) bytes += int64_t(dtype_size(job.out_type));
             return bytes;
+        }
+    };
+    struct Share { // of a thread
+        Ahead ahead;
+        const bool streaming;
+        ~Share() {
+            if (streaming) fence_streaming();
         }
     };
     const StepPlan &plan_;

@@ -229,7 +229,6 @@ void update(const Span &span) {
         using R = typename decltype(formula)::type;
         if constexpr (R::sweeps == 1) update_with(R{*span.scalars}, span); // two are below
     });
-    if (span.streaming) fence_streaming();
 }
 
 /// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
@@ -310,7 +309,6 @@ void lamb_weights(const Span &span) {
         using R = typename decltype(formula)::type;
         if constexpr (R::sweeps == 2) lamb_weights_with(typename R::Weights{*span.scalars, span.trust}, span);
     });
-    if (span.streaming) fence_streaming();
 }
 
 void unchanged(const Span &span) {
@@ -323,7 +321,6 @@ void unchanged(const Span &span) {
         const float *weights = job.out != nullptr ? view(job.weight, job.weight_type, i, n, buffer) : nullptr;
         write_outputs(span, weights, no_change.at, i, n);
     }
-    if (span.streaming) fence_streaming();
 }
 
 void axpby(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end) {

@@ -6,6 +6,14 @@
 
 namespace dsopt::cpu {
 
+/// Streaming stores are visible to other threads only after this. It waits for all stores before it, so a thread calls it
+/// once, behind all its tensors.
+__attribute__((always_inline)) inline void fence_streaming() {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
+}
+
 struct OneBitKernels;
 
 /// Where the loop of a thread will be next. Kernels ask for memory that far in front of themselves, across the ends of
@@ -29,7 +37,7 @@ struct Span {
     double *sums_a, *sums_b; // of all leaves of the step
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
-    bool streaming;          // copies and outputs go past the caches
+    bool streaming;          // copies and outputs go past the caches; the caller fences them
     Ahead *ahead;            // NULL: no memory is asked for ahead
 };
 

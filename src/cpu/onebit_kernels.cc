@@ -339,7 +339,6 @@ void finish(const OneBitSpan &span) {
             close(t.m, job.moment[0], i, n);
         t.close_weights(i, n);
     }
-    if (span.streaming) fence_streaming();
 }
 
 struct LambTile {
@@ -406,7 +405,6 @@ void lamb_weights(const OneBitSpan &span) {
         apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, only_read(t.m), t.v);
         t.close_weights(i, n);
     }
-    if (span.streaming) fence_streaming();
 }
 
 void local(const OneBitSpan &span) {
@@ -419,7 +417,6 @@ void local(const OneBitSpan &span) {
         close(t.m, job.moment[0], i, n);
         t.close_weights(i, n);
     }
-    if (span.streaming) fence_streaming();
 }
 
 } // namespace

@@ -96,12 +96,6 @@ template <class Tag> void narrow_streaming(const float *from, typename Tag::stor
     narrow(from, to, n, tag);
 #endif
 }
-/// Streaming stores are visible to other threads only after this.
-inline void fence_streaming() {
-#if defined(__AVX2__)
-    _mm_sfence();
-#endif
-}
 
 template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
 template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
