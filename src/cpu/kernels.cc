@@ -97,47 +97,71 @@ template <class R> auto change_by_moments(const R &rule) {
 }
 
 // GCOVR_EXCL_BR_START: in each of some hundred loops, of which not all can have every type
-template <class Tag> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming) {
+template <class Tag, class Lanes>
+DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming, Lanes lanes) {
     auto *const at = element<typename Tag::storage>(to, i);
-    streaming ? write_streaming(rounded(x, tag), at) : write(rounded(x, tag), at);
-}
-DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming) {
-    if (type == Dtype::f32)
-        put(x, to, F32{}, i, streaming);
-    else if (type == Dtype::f16)
-        put(x, to, F16{}, i, streaming);
+    if (std::is_same_v<Lanes, AllLanes> && streaming)
+        write_streaming(rounded(x, tag), at);
     else
-        put(x, to, BF16{}, i, streaming);
+        write(rounded(x, tag), at, lanes);
+}
+template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming, Lanes lanes) {
+    if (type == Dtype::f32)
+        put(x, to, F32{}, i, streaming, lanes);
+    else if (type == Dtype::f16)
+        put(x, to, F16{}, i, streaming, lanes);
+    else
+        put(x, to, BF16{}, i, streaming, lanes);
 }
 // GCOVR_EXCL_BR_STOP
 
-/// The whole registers of elements [begin, end): everything is read once, converted, changed, rounded and written once.
-/// `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
-template <bool CopiesOnly, class C, class Grad, class Weight>
-int64_t update_in_registers(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
+/// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed, rounded
+/// and written once. `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
+template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
+DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
+                           Lanes lanes) {
     const TensorJob &job = *span.job;
     const bool keeps = keeps_weights(span), streaming = span.streaming;
     const auto *const g = element<typename Grad::storage>(job.grad, 0);
     auto *const w = element<typename Weight::storage>(job.weight, 0);
     float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
-    int64_t i = begin;
-    for (; i + kWide <= end; i += kWide) {
-        const Floats old = load(w + i, weight);
+    for (int64_t i = begin; i < end; i += kWide) {
+        const Floats old = load(w + i, weight, lanes);
         Floats p = old, m[kMoments];
-        for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{});
-        by.change(load(g + i, grad), p, m);
-        for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i);
-        if (!keeps) write(rounded(p, weight), w + i);
+        for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{}, lanes);
+        by.change(load(g + i, grad, lanes), p, m);
+        for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i, lanes);
+        if (!keeps) write(rounded(p, weight), w + i, lanes);
         if constexpr (CopiesOnly) {
-            put(p, job.copy, grad, i, streaming);
+            put(p, job.copy, grad, i, streaming, lanes);
         } else {
-            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, streaming);
+            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, streaming, lanes);
             if (job.out != nullptr) // over the gradients its lines are in the caches already
-                put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, streaming && job.out != job.grad);
+                put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, streaming && job.out != job.grad,
+                    lanes);
         }
     }
-    if (job.zeroes) zero_gradients(job, begin, i - begin);
-    return i;
+    if (job.zeroes) zero_gradients(job, begin, end - begin);
+}
+#if DSOPT_HAS_MASKS
+/// What is left behind whole registers. Not inlined: beside it the compiler makes less of the loop over those.
+template <bool CopiesOnly, class C, class Grad, class Weight>
+__attribute__((noinline)) void update_rest(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad,
+                                           Weight weight) {
+    update_lanes<CopiesOnly>(by, span, begin, end, grad, weight, FirstLanes(end - begin));
+}
+#endif
+/// Whole registers, and the rest where there are masks. Returns the first element that is left.
+template <bool CopiesOnly, class C, class Grad, class Weight>
+int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
+    const int64_t whole = begin + ((end - begin) & -kWide);
+    if (begin < whole) update_lanes<CopiesOnly>(by, span, begin, whole, grad, weight, AllLanes{});
+#if DSOPT_HAS_MASKS
+    if (whole < end) update_rest<CopiesOnly>(by, span, whole, end, grad, weight);
+    return end;
+#else
+    return whole;
+#endif
 }
 /// Returns the first element that is left.
 template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
@@ -200,11 +224,13 @@ private:
 template <class R> void update_with(const R &rule, const Span &span) {
     TileUpdate<R> tiles(rule, span);
     const bool in_place = tiles.is_in_place();
-    const int64_t tile = in_place && span.ahead == nullptr ? kLeaf : kTile;
 #if DSOPT_HAS_REGISTERS
-    const bool in_registers =
-        fits_registers(span) && !(in_place && span.job->out == nullptr && span.job->copy == nullptr);
+    const bool fits = fits_registers(span), writes_more = span.job->out != nullptr || span.job->copy != nullptr;
+    const bool in_registers = fits && (!in_place || writes_more);
+#else
+    constexpr bool in_registers = false;
 #endif
+    const int64_t tile = (in_place || in_registers) && span.ahead == nullptr ? kLeaf : kTile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;
@@ -214,6 +240,14 @@ template <class R> void update_with(const R &rule, const Span &span) {
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
             if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
+#endif
+#if DSOPT_HAS_MASKS // for the end of a tensor: the compiler's loop over whole registers is as good
+            if (fits && rest < end) {
+                const int64_t whole = (end - rest) & -kWide;
+                if (whole != 0) tiles.run(rest, whole, weight_sum, change_sum);
+                if (rest + whole < end) update_in_registers(change_by(rule), span, rest + whole, end);
+                continue;
+            }
 #endif
             if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
         }

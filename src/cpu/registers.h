@@ -98,6 +98,30 @@ template <class Register> DSOPT_HD void write_streaming(Register x, void *to) {
 #endif
 }
 
+/// Which lanes of a register are in memory.
+struct AllLanes {};
+template <class T, class Tag> DSOPT_HD Floats load(const T *from, Tag tag, AllLanes) { return load(from, tag); }
+template <class Register> DSOPT_HD void write(Register x, void *to, AllLanes) { write(x, to); }
+#if defined(__AVX512F__)
+#define DSOPT_HAS_MASKS 1
+/// Others are zero when they are loaded, and their memory is neither read nor written.
+struct FirstLanes {
+    __mmask16 mask;
+    explicit FirstLanes(int64_t count) : mask(__mmask16((1u << count) - 1)) {}
+};
+DSOPT_HD Floats load(const float *from, F32, FirstLanes some) { return Floats(_mm512_maskz_loadu_ps(some.mask, from)); }
+DSOPT_HD Floats load(const uint16_t *from, BF16, FirstLanes some) {
+    return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some.mask, from))) << 16);
+}
+DSOPT_HD Floats load(const uint16_t *from, F16, FirstLanes some) {
+    return Floats(_mm512_maskz_cvtph_ps(0xffff, _mm256_maskz_loadu_epi16(some.mask, from)));
+}
+DSOPT_HD void write(Floats x, void *to, FirstLanes some) { _mm512_mask_storeu_ps(to, some.mask, __m512(x)); }
+DSOPT_HD void write(Halves x, void *to, FirstLanes some) { _mm256_mask_storeu_epi16(to, some.mask, __m256i(x)); }
+#else
+#define DSOPT_HAS_MASKS 0
+#endif
+
 } // namespace
 } // namespace dsopt::cpu
 #endif
