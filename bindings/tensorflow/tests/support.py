@@ -19,7 +19,7 @@ def data(batches=BATCHES, size=32):
 
 
 def make_model(optimizer, seed=1, **compile_options):
-    """The same weights for the same seed. Smooth, so that a last bit does not decide on which side of a kink a sample is."""
+    """The same weights for the same seed. Smooth: a last bit decides nowhere on which side of a kink a sample is."""
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(48, "tanh"), keras.layers.Dense(32, "tanh"),
                               keras.layers.Dense(3, dtype="float32")])
