@@ -113,7 +113,6 @@ template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t
     else
         put(x, to, BF16{}, i, streaming, lanes);
 }
-// GCOVR_EXCL_BR_STOP
 
 /// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed, rounded
 /// and written once. `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
@@ -163,6 +162,7 @@ int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_
     return whole;
 #endif
 }
+// GCOVR_EXCL_BR_STOP
 /// Returns the first element that is left.
 template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
     const TensorJob &job = *span.job;
