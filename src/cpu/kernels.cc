@@ -114,8 +114,8 @@ template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t
         put(x, to, BF16{}, i, streaming, lanes);
 }
 
-/// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed, rounded
-/// and written once. `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
+/// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed,
+/// rounded and written once. `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
 template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
 DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
                            Lanes lanes) {

@@ -6,8 +6,8 @@
 
 namespace dsopt::cpu {
 
-/// Streaming stores are visible to other threads only after this. It waits for all stores before it, so a thread calls it
-/// once, behind all its tensors.
+/// Streaming stores are visible to other threads only after this. It waits for all stores before it, so a thread calls
+/// it once, behind all its tensors.
 __attribute__((always_inline)) inline void fence_streaming() {
 #if defined(__x86_64__)
     __builtin_ia32_sfence();

@@ -42,8 +42,8 @@ template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
         (put(x, value), ...);
     }(x...);
 }
-/// As many elements as a small register has. Not inlined, which would make one loop of several. The rule is read where it
-/// is: by value it would be written in small pieces and read in large ones at once, and such a read waits until all
+/// As many elements as a small register has. Not inlined, which would make one loop of several. The rule is read where
+/// it is: by value it would be written in small pieces and read in large ones at once, and such a read waits until all
 /// stores before it, those of the loop included, have reached the cache.
 template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R &rule, T *__restrict... x) {
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
