@@ -225,8 +225,9 @@ template <class R> void update_with(const R &rule, const Span &span) {
     TileUpdate<R> tiles(rule, span);
     const bool in_place = tiles.is_in_place();
 #if DSOPT_HAS_REGISTERS
-    const bool fits = fits_registers(span), writes_more = span.job->out != nullptr || span.job->copy != nullptr;
-    const bool in_registers = fits && (!in_place || writes_more);
+    // In place the compiler's loop is as good, and ends in smaller registers.
+    const bool writes_more = span.job->out != nullptr || span.job->copy != nullptr;
+    const bool in_registers = (!in_place || writes_more) && fits_registers(span);
 #else
     constexpr bool in_registers = false;
 #endif
@@ -240,14 +241,6 @@ template <class R> void update_with(const R &rule, const Span &span) {
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
             if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
-#endif
-#if DSOPT_HAS_MASKS // for the end of a tensor: the compiler's loop over whole registers is as good
-            if (fits && rest < end) {
-                const int64_t whole = (end - rest) & -kWide;
-                if (whole != 0) tiles.run(rest, whole, weight_sum, change_sum);
-                if (rest + whole < end) update_in_registers(change_by(rule), span, rest + whole, end);
-                continue;
-            }
 #endif
             if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
         }
