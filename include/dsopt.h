@@ -584,7 +584,10 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, 
 /**
  * Append a group and its parameters. The parameters of all calls, in the order of registration, are the flat order of
  * every list of this API. May be called between steps: existing state is kept, except that error feedback of the 1-bit
- * family starts anew. Lists of later calls are longer, and a state list that was bound must be bound again.
+ * family starts anew. Lists of later calls are longer, and a state list that was bound must be bound again. Once there
+ * is state, this call waits for the device. So does the next one other than dsopt_optimizer_add_group, _add_params,
+ * _set and _get, a query too: it makes memory for what the whole optimizer keeps, so it cannot be captured, and it may
+ * be made again if it fails with DSOPT_ERR_NOMEM or _BACKEND.
  * @param[in] group   copied.
  * @param[in] params  copied, names and dims too. Tensor memory is borrowed until the optimizer is destroyed or bound to
  *                    other memory. NULL if count is 0.

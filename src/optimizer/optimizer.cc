@@ -188,9 +188,9 @@ int64_t Optimizer::find_family(size_t first_new) const {
 }
 
 /// What the tensors of the whole optimizer hold that grow with its lists: all but what starts anew, on the host.
-std::vector<Optimizer::Kept> Optimizer::keep_contents() const {
+std::vector<Optimizer::Kept> Optimizer::keep_contents(const std::vector<StateEntry> &own) const {
     std::vector<Kept> kept;
-    for (const StateEntry &entry : state_.of_optimizer()) {
+    for (const StateEntry &entry : own) {
         if (entry.data == nullptr || entry.of_scaler() || record_of(entry.kind).growth == Growth::anew) continue;
         kept.push_back({entry.kind, std::vector<char>(entry.bytes())});
         context_->device().copy(kept.back().contents.data(), entry.data, entry.bytes());
@@ -212,9 +212,9 @@ void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept
                     first->name.c_str());
 }
 
-/// Into the tensors of the lists as they are now, in memory that is returned.
-Memory Optimizer::carry_contents() {
-    if (kept_.empty()) return {};
+/// Into the tensors of the lists as they are now, in new memory.
+void Optimizer::carry_contents() {
+    if (kept_.empty()) return;
     const Device &device = context_->device();
     std::vector<StateEntry *> longer;
     size_t bytes = 0;
@@ -233,7 +233,9 @@ Memory Optimizer::carry_contents() {
         at += round_up(longer[i]->bytes());
     }
     device.synchronize();
-    return memory;
+    carried_ = std::move(memory);
+    kept_.clear();
+    mapped_ = false;
 }
 
 /// Everything that can fail comes before the live lists stay as they have become: a failure puts them back.
@@ -245,15 +247,14 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
     const std::vector<StateEntry> own = state_.of_optimizer(); // these follow the parameters' and grow with them
-    const bool settled = settled_.load(std::memory_order_relaxed);
-    std::vector<Kept> kept = settled ? keep_contents() : std::vector<Kept>();
+    std::vector<Kept> kept = keep_contents(own);               // empty also where an earlier group's are in kept_
     int64_t family = -1;
     Added added;
     try {
         if (group != nullptr) groups_.push_back(*group);
         append_params(given, count, group == nullptr, added);
         family = find_family(old_params);
-        check_not_frozen(old_params, settled ? kept : kept_);
+        check_not_frozen(old_params, kept.empty() ? kept_ : kept);
         state_.truncate(int64_t(old_params));
         for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
     } catch (...) {
@@ -267,7 +268,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     }
     family_ = family;
     onebit_.reset();
-    if (settled) kept_.swap(kept);
+    if (!kept.empty()) kept_.swap(kept);
     settled_.store(false, std::memory_order_release);
     names_.merge(added.names);
     memory_map_.merge(added.memory);
@@ -288,10 +289,8 @@ void Optimizer::settle() {
         std::unique_ptr<OneBit> onebit;
         if (family_ >= 0) onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
         add_own_state(onebit.get(), std::any_of(groups_.begin(), groups_.end(), has_trust));
-        Memory carried = carry_contents();
+        carry_contents();
         onebit_ = std::move(onebit);
-        if (!kept_.empty()) carried_ = std::move(carried), mapped_ = false;
-        kept_.clear();
     } catch (...) {
         state_.truncate(int64_t(params_.size()));
         throw;

@@ -134,9 +134,9 @@ private:
         StateKind kind;
         std::vector<char> contents;
     };
-    std::vector<Kept> keep_contents() const;
+    std::vector<Kept> keep_contents(const std::vector<StateEntry> &own) const;
     void check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const;
-    Memory carry_contents();
+    void carry_contents();
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
     void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
     void ensure_workspace(void *stream);
