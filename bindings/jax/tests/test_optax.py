@@ -2,6 +2,7 @@
 """The transformations beside optax's own."""
 
 import unittest
+from unittest import mock
 
 from support import model
 
@@ -250,6 +251,45 @@ class BesideOptax(unittest.TestCase):
                 self.assertEqual(operands.count("bf16"), zeros, call)
                 options = int(call.partition("options = ")[2].partition(" ")[0])
                 self.assertEqual(bool(options & dsopt.jax._call.ZEROS), not zeros)
+
+    def test_parts_hold_neighbours_up_to_a_size(self):
+        for sizes, parts in (
+            ([0], [[0]]),
+            ([9], [[9]]),
+            ([4, 4], [[4, 4]]),
+            ([4, 4, 1], [[4, 4], [1]]),
+            ([9, 1], [[9], [1]]),
+            ([1, 9, 0, 8, 0], [[1], [9], [0, 8, 0]]),
+            ([7, 1, 9, 8, 8], [[7, 1], [9], [8], [8]]),
+        ):
+            with self.subTest(sizes=sizes), mock.patch.object(dsopt.jax._optax, "_PART", 8):
+                self.assertEqual([sizes[part] for part in dsopt.jax._optax._parts(sizes)], parts)
+
+    def test_parts_have_the_bits_of_one_call(self):
+        params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 0, 8, 9, 1))}
+        for name, options in (("adam", {}), ("adamw", {}), ("lamb", {}), *self.OTHERS):
+            whole = run(getattr(dsopt.jax, name)(1e-2, **options), params, 6)
+            with self.subTest(name), mock.patch.object(dsopt.jax._optax, "_PART", 8):
+                tx = getattr(dsopt.jax, name)(1e-2, **options)
+                text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
+                self.assertEqual(text.count('custom_call_target="dsopt_step"'), 5)
+                jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6), whole)
+
+    def test_parts_take_less_memory(self):
+        """Directions of gradients that are arguments need memory; XLA gives that of a part to a later one."""
+        part = dsopt.jax._optax._PART
+        params = {"p%d" % i: jax.ShapeDtypeStruct((part // 4,), jnp.float32) for i in range(32)}
+        tx = dsopt.jax.adamw(1e-2, weight_decay=0.1)
+
+        def step(params, grads, state):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(tx.init, params)
+        compiled = jax.jit(step, donate_argnums=(0, 2)).lower(params, params, state).compile()
+        self.assertEqual(compiled.as_text().count('custom_call_target="dsopt_step"'), 8)
+        self.assertLess(compiled.memory_analysis().temp_size_in_bytes, 4 * 4 * part)
+        self.assertNotIn(" copy(", compiled.as_text())
 
     def test_as_in_place(self):
         """Old plus the update is new, but for the last bit."""

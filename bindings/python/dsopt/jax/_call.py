@@ -156,7 +156,7 @@ class Layout(NamedTuple):
     workspace: int
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _layout(recipe: Recipe) -> Layout:
     """Make the optimizer for a moment, on the CPU and without memory. What is wrong with it is raised here."""
     lib, handles = abi.lib, []
@@ -291,10 +291,12 @@ def step(
     flags: int = 0,
     options: int = 0,
     out: Optional[list] = None,
+    over: tuple = (),
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to arrays of those shapes; None = all zeros, with `out`. Returns parameters
-    or out, state, report."""
+    their own memory, or with `out` written to arrays of those shapes, which for the gradients in `over`, by position,
+    are those of the gradients. params=None, with `out` and on the CPU: all zeros, and `state` without "step", which is 1.
+    Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
@@ -302,42 +304,32 @@ def step(
             value = values[name]
             operands.append(value if name == "after" else jnp.asarray(value, _DTYPE_OF_VALUE.get(name, np.float32)))
             options |= bit
-    first, n, m = len(operands), len(grads), len(state)
-    # Over gradients that are dead by then: new memory costs more than the arithmetic.
-    over = [] if out is None else [i for i in range(n) if out[i].dtype == grads[i].dtype and _temporary(grads[i])]
+    n, m = len(grads), len(state)
+    given = [] if params is None else params
     results = [
         *(map(like, params) if out is None else out),
         *map(like, state),
         jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
         jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8),
     ]
+    first_grad = len(operands) + len(given)
+    aliases = {first_grad + n + i: n + i for i in range(m)}
+    if out is None:
+        aliases.update({len(operands) + i: i for i in range(n)})
+    else:
+        options |= OUT if given else OUT | ZEROS
+        aliases.update({first_grad + i: i for i in over})
+    call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
     attributes = {"flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
 
-    def apply(given: int, bits: int):
-        """With so many arrays of parameters between the operands and the gradients."""
-        aliases = {first + given + n + i: n + i for i in range(m)}
-        aliases.update({first + i: i for i in range(n)} if out is None else {first + given + i: i for i in over})
-        call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
-        return lambda *arrays: list(call(*arrays, options=np.int64(bits), **attributes))
+    def apply(*arrays):
+        return list(call(*arrays, options=np.int64(options), **attributes))
 
-    if out is not None:
-        options |= OUT
-    if params is not None:
-        done = _only_call(apply(n, options))(*operands, *params, *grads, *state)
-    else:
-        on_device = apply(n, options)
-
-        def with_zeros(*arrays):
-            zeros = [jnp.zeros(param.shape, param.dtype) for param in recipe.params]
-            return on_device(*arrays[:first], *zeros, *arrays[first:])
-
-        on_cpu = apply(0, options | ZEROS)  # the handler has them
-        chosen = functools.partial(jax.lax.platform_dependent, cpu=on_cpu, default=with_zeros)
-        done = _only_call(chosen)(*operands, *grads, *state)
+    done = _only_call(apply)(*operands, *given, *grads, *state)
     return list(done[:n]), list(done[n : n + m]), done[n + m]
 
 
-def _temporary(x) -> bool:
+def temporary(x) -> bool:
     """Whether an array is made by the program that is traced. XLA would copy one that is given to the program, to keep
     it; in a function inside of that one it cannot be seen which it is."""
     return isinstance(x, jax.core.Tracer) and getattr(x, "parent", x) is not None

@@ -7,10 +7,9 @@
 //
 // The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
 // the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
+#include "_memory.h"
 #include "dsopt_dl.h"
 #include "xla/ffi/api/ffi.h"
-
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +41,7 @@ enum Option : int64_t {
     kOut = 32,          // results are new arrays in place of the parameters' own memory
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
     kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
-    kZeros = 256,       // the parameters are zeros, which the call does not bring. On the CPU
+    kZeros = 256,       // the parameters are zeros and the counts of steps ones, which the call does not bring. On the CPU
 };
 
 struct Failure {
@@ -67,6 +66,8 @@ template <class F> ffi::Error fence(F &&body) noexcept {
         return ffi::Error::Success();
     } catch (const Failure &failure) {
         return ffi::Error(failure.code, failure.text);
+    } catch (const std::bad_alloc &) {
+        return ffi::Error(ffi::ErrorCode::kResourceExhausted, "dsopt: out of memory");
     } catch (const std::exception &e) {
         return ffi::Error(ffi::ErrorCode::kInternal, std::string("dsopt: ") + e.what());
     }
@@ -98,34 +99,6 @@ struct Registry {
     std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
 } *const registry = new Registry; // never destroyed: programs may outlive static objects
 
-// Zeros to read: pages that were never written are all the system's one page of zeros. They take no memory and little
-// of its bandwidth, whereas an array of zeros among XLA's temporaries is written in every run.
-class Zeros {
-public:
-    Zeros() = default;
-    explicit Zeros(size_t bytes_) : bytes(bytes_) {
-        at = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) throw Failure{ffi::ErrorCode::kResourceExhausted, "dsopt: no address space for zeros"};
-#ifdef MADV_HUGEPAGE
-        (void)madvise(at, bytes, MADV_HUGEPAGE);
-#endif
-    }
-    Zeros(Zeros &&other) noexcept : at(std::exchange(other.at, nullptr)), bytes(other.bytes) {}
-    Zeros &operator=(Zeros &&other) noexcept {
-        std::swap(at, other.at);
-        std::swap(bytes, other.bytes);
-        return *this;
-    }
-    ~Zeros() {
-        if (at) munmap(at, bytes);
-    }
-    void *data() const { return at; }
-
-private:
-    void *at = nullptr;
-    size_t bytes = 0;
-};
-
 // ------------------------------------------------------------------------------------------------------------- program
 // One custom call of a compiled program: the attributes, and the optimizers that were made from them.
 struct Program {
@@ -149,7 +122,11 @@ struct Program {
             check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
         }
         if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
-        if (attribute<int64_t>(attrs, "options") & kZeros) make_zeros();
+        if (attribute<int64_t>(attrs, "options") & kZeros) {
+            if (backend != kCpu) refuse("zeros in place of parameters are there on the CPU only");
+            make_zeros();
+            find_steps();
+        }
     }
 
     // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
@@ -173,6 +150,13 @@ struct Program {
 
     // Parameters that the call does not bring.
     const std::vector<dsopt_tensor> &zeros() const { return zero_params; }
+
+    // The count of steps that the call does not bring, at its place in the state.
+    void add_steps(std::vector<dsopt_tensor> &state, std::vector<int32_t> &steps) const {
+        if (step_place < 0 || step_place > static_cast<int64_t>(state.size())) return;
+        steps.assign(count(), 1);
+        state.insert(state.begin() + step_place, {steps.data(), static_cast<int64_t>(count()), DSOPT_DTYPE_I32, 0});
+    }
 
     const Backend backend;
 
@@ -341,6 +325,16 @@ private:
             if (tensor.numel) tensor.data = zero_memory.data();
     }
 
+    void find_steps() {
+        int64_t n;
+        check(dl.dsopt_optimizer_state_count(at(0, 0), &n));
+        for (int64_t i = 0; i < n; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            check(dl.dsopt_optimizer_state(at(0, 0), i, &info));
+            if (info.name == std::string_view("step")) step_place = i;
+        }
+    }
+
     const std::vector<int64_t> numbers;
     const std::vector<double> reals;
     const std::vector<int64_t> group_numbers;
@@ -350,6 +344,7 @@ private:
     std::vector<char> unique; // id of the LOCAL comm
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
+    int64_t step_place = -1; // in the state
     std::mutex mutex;
     std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank
 };
@@ -456,28 +451,6 @@ void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_
             throw Failure{ffi::ErrorCode::kInternal, "dsopt: XLA gave an array other memory than its alias"};
 }
 
-// XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step.
-// Huge pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
-void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
-#ifdef MADV_HUGEPAGE
-    constexpr uintptr_t kHuge = uintptr_t{1} << 21, kBetween = 4096;
-    std::vector<std::pair<uintptr_t, uintptr_t>> ranges; // neighbours become one: their edges are in no huge page else
-    for (const auto &tensor : list) {
-        const auto at = reinterpret_cast<uintptr_t>(tensor.data);
-        ranges.push_back({at, at + static_cast<uintptr_t>(tensor.numel) * (tensor.dtype == DSOPT_DTYPE_F32 ? 4 : 2)});
-    }
-    std::sort(ranges.begin(), ranges.end());
-    for (size_t i = 0; i < ranges.size();) {
-        auto [begin, end] = ranges[i++];
-        for (; i < ranges.size() && ranges[i].first <= end + kBetween; ++i) end = std::max(end, ranges[i].second);
-        const uintptr_t first = (begin + kHuge - 1) & ~(kHuge - 1), last = end & ~(kHuge - 1);
-        if (first < last) (void)madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
-    }
-#else
-    (void)list;
-#endif
-}
-
 void init(Program &program, int32_t device, void *stream, const ffi::RemainingArgs &args,
           const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
     const auto options = attribute<int64_t>(attrs, "options");
@@ -505,11 +478,13 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
     value(kAfter);
 
     const size_t n = program.count();
-    if (options & kZeros && program.backend != kCpu) refuse("zeros in place of parameters are there on the CPU only");
     const auto params = options & kZeros ? program.zeros() : in.tensors(n);
-    const auto grads = in.tensors(n), state = in.tensors(in.left());
+    const auto grads = in.tensors(n);
+    auto state = in.tensors(in.left());
     const auto written = out.tensors(n);
     check_aliased(state, out.tensors(state.size()));
+    std::vector<int32_t> steps;
+    if (options & kZeros) program.add_steps(state, steps);
     if (options & kOut) {
         if (program.backend == kCpu) advise_huge_pages(written);
         step.out = written.data();

@@ -10,6 +10,8 @@ import optax
 from .. import _abi as abi
 from . import _call
 
+_PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB, which a third-level cache holds
+
 Scalar = Union[float, jax.Array]
 ScalarOrSchedule = Union[Scalar, Callable]
 
@@ -225,36 +227,73 @@ class _Leaf:
 
 
 def _direction(rule, hyper, leaves, factor=1):
-    """Direction, times the factor, and moments of each leaf.
+    """Direction, times the factor, and moments of each leaf."""
+    values = hyper.values([True])
+    # Over gradients that are dead by then: new memory costs more than the arithmetic. A branch could not tell them.
+    over = [leaf.dtype == leaf.grad.dtype and _call.temporary(leaf.grad) for leaf in leaves]
+    parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
+    grads = [leaf.grad for leaf in leaves]
+    moments = [[x.astype(jnp.float32) for x in leaf.moments] for leaf in leaves]
+
+    def on_cpu(values, grads, moments):
+        """In parts, one behind the other: XLA adds the updates of a part while its directions are in the cache, and
+        the next part has their memory. One call would write all of them to memory that is new in every run."""
+        done, after = [], None
+        for part in parts:
+            some, values = (leaves[part], grads[part], moments[part], over[part]), {**values, "after": after}
+            results, after = _one_call(rule, hyper, values, *some, zeros=False)
+            done += results
+        return done
+
+    def on_device(values, grads, moments):
+        return _one_call(rule, hyper, values, leaves, grads, moments, over, zeros=True)[0]
+
+    done = jax.lax.platform_dependent(values, grads, moments, cpu=on_cpu, default=on_device)
+    return [
+        ((direction * -factor).astype(leaf.dtype), *(x.astype(old.dtype) for x, old in zip(new, leaf.moments)))
+        for leaf, (direction, *new) in zip(leaves, done)
+    ]
+
+
+def _parts(sizes):
+    """Slices of neighbours with at most _PART elements together, or of one that has more."""
+    begin, total = 0, 0
+    for end, size in enumerate(sizes):
+        if end > begin and total + size > _PART:
+            yield slice(begin, end)
+            begin, total = end, 0
+        total += size
+    yield slice(begin, len(sizes))
+
+
+def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
+    """Direction and moments of each leaf, and an array that a later call can wait for.
 
     The engine steps from zeros, whose change is the direction to the last bit, which the difference of two weights is
-    not. They are 16-bit zeros, half as much to read."""
+    not. They are 16-bit zeros, half as much to read: an array with `zeros`, else those that the handler has, and the
+    count of steps likewise. No rule here has anything that depends on that, once the first step is behind."""
     recipe = _call.Recipe(
         groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
-        params=tuple(_call.Param(leaf.name, leaf.moments[0].shape, "bfloat16", 0) for leaf in leaves),
+        params=tuple(_call.Param(leaf.name, leaf.grad.shape, "bfloat16", 0) for leaf in leaves),
         flags=abi.DSOPT_OPTIMIZER_NO_MASTER,
     )
-    state, entries = [], recipe.layout.entries
-    for entry in entries:
-        if entry.name in rule.moments:
-            state.append(leaves[entry.param].moments[rule.moments.index(entry.name)].astype(jnp.float32))
-        else:  # "step": no rule here has anything that depends on it, once the first step is behind
-            state.append(jnp.ones(entry.shape, entry.dtype))
-    change, state, _ = _call.step(
+    entries = [entry for entry in recipe.layout.entries if zeros or entry.name != "step"]
+    state = [
+        jnp.ones(entry.shape, entry.dtype)
+        if entry.name == "step"
+        else moments[entry.param][rule.moments.index(entry.name)]
+        for entry in entries
+    ]
+    change, state, report = _call.step(
         recipe,
-        None,
-        [leaf.grad for leaf in leaves],
+        [jnp.zeros(param.shape, param.dtype) for param in recipe.params] if zeros else None,
+        grads,
         state,
-        hyper.values([True]),
+        values,
         flags=abi.DSOPT_STEP_DELTA,
         options=_call.HYPER_IS_ERROR,
-        out=[_call.like(leaf.grad, leaf.dtype) for leaf in leaves],
+        out=[_call.like(grad, leaf.dtype) for grad, leaf in zip(grads, leaves)],
+        over=[i for i, dead in enumerate(over) if dead],
     )
     new = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
-    return [
-        (
-            (direction * -factor).astype(leaf.dtype),
-            *(new[name, i].astype(old.dtype) for name, old in zip(rule.moments, leaf.moments)),
-        )
-        for i, (leaf, direction) in enumerate(zip(leaves, change))
-    ]
+    return [(change[i], *(new[name, i] for name in rule.moments)) for i in range(len(leaves))], report
