@@ -294,7 +294,7 @@ def step(
     over: tuple = (),
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to arrays of those shapes, which for the gradients in `over`, by position,
+    their own memory, or with `out` written to arrays of those shapes, which for the gradients in `over`, by place,
     are those of the gradients. params=None, with `out` and on the CPU: all zeros, and `state` without "step", which is 1.
     Returns parameters or out, state, report."""
     _build.library()

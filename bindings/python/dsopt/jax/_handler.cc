@@ -41,7 +41,7 @@ enum Option : int64_t {
     kOut = 32,          // results are new arrays in place of the parameters' own memory
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
     kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
-    kZeros = 256,       // the parameters are zeros and the counts of steps ones, which the call does not bring. On the CPU
+    kZeros = 256,       // on the CPU: parameters are zeros and counts of steps ones, and the call does not bring them
 };
 
 struct Failure {
@@ -64,9 +64,7 @@ template <class F> ffi::Error fence(F &&body) noexcept {
     try {
         body();
         return ffi::Error::Success();
-    } catch (const Failure &failure) {
-        return ffi::Error(failure.code, failure.text);
-    } catch (const std::bad_alloc &) {
+    } catch (const Failure &failure) { return ffi::Error(failure.code, failure.text); } catch (const std::bad_alloc &) {
         return ffi::Error(ffi::ErrorCode::kResourceExhausted, "dsopt: out of memory");
     } catch (const std::exception &e) {
         return ffi::Error(ffi::ErrorCode::kInternal, std::string("dsopt: ") + e.what());
