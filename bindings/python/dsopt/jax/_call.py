@@ -295,8 +295,8 @@ def step(
 ):
     """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
     their own memory, or with `out` written to arrays of those shapes, which for the gradients in `over`, by place,
-    are those of the gradients. params=None, with `out` and on the CPU: all zeros, and `state` without "step", which is 1.
-    Returns parameters or out, state, report."""
+    are those of the gradients. params=None, with `out` and on the CPU: all zeros, and `state` has no "step", which is
+    1. Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
