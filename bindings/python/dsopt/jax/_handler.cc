@@ -66,8 +66,6 @@ template <class F> ffi::Error fence(F &&body) noexcept {
         return ffi::Error::Success();
     } catch (const Failure &failure) {
         return ffi::Error(failure.code, failure.text);
-    } catch (const std::bad_alloc &) {
-        return ffi::Error(ffi::ErrorCode::kResourceExhausted, "dsopt: out of memory");
     } catch (const std::exception &e) {
         return ffi::Error(ffi::ErrorCode::kInternal, std::string("dsopt: ") + e.what());
     }

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <new>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -22,7 +22,7 @@ public:
     Zeros() = default;
     explicit Zeros(size_t bytes_) : bytes(bytes_) {
         at = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (at == MAP_FAILED) throw std::bad_alloc();
+        if (at == MAP_FAILED) throw std::runtime_error("no address space for zeros");
 #ifdef MADV_HUGEPAGE
         (void)madvise(at, bytes, MADV_HUGEPAGE);
 #endif
