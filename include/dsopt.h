@@ -280,7 +280,7 @@ typedef struct dsopt_context_desc {
 } dsopt_context_desc;
 
 /**
- * Create a context. The environment's DSOPT_ISA (generic, avx2, avx512) lowers the CPU instruction set.
+ * Create a context. The environment's DSOPT_ISA (generic, avx2, avx512, avx512_bf16) lowers the CPU instruction set.
  * @param[in]  desc  NULL = CPU with every default.
  * @param[out] ctx   release with dsopt_context_destroy.
  * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the backend is not in this build; DSOPT_ERR_MISSING: no driver or device.

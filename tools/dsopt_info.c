@@ -54,7 +54,11 @@ static void instruction_sets(void) {
     const int avx2 = __builtin_cpu_supports("avx2");
     const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    line("processor has", avx512 ? "generic avx2 avx512" : avx2 ? "generic avx2" : "generic");
+    const int bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    line("processor has", bf16     ? "generic avx2 avx512 avx512_bf16"
+                          : avx512 ? "generic avx2 avx512"
+                          : avx2   ? "generic avx2"
+                                   : "generic");
 #else
     line("processor has", "generic");
 #endif

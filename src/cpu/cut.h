@@ -92,11 +92,12 @@ private:
 /// The tensors of a step.
 class StepCut {
 public:
-    StepCut(const StepPlan &plan, const CacheSizes &caches) :
+    StepCut(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
         plan_(plan),
         cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
              plan.how.repeats != Repeats::nothing),
-        streaming_(cut_.bytes() > caches.last) {}
+        streaming_(cut_.bytes() > caches.last),
+        bf16_instruction_(kernels.bf16_instruction) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
@@ -125,6 +126,7 @@ public:
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
                           .step = int64_t(plan_.step[i]) + 1,
                           .streaming = streaming_,
+                          .bf16_instruction = bf16_instruction_,
                           .ahead = asks_ahead ? &share.ahead : nullptr});
         });
     }
@@ -153,7 +155,7 @@ private:
     };
     const StepPlan &plan_;
     const Cut<List> cut_;
-    const bool streaming_;
+    const bool streaming_, bf16_instruction_;
 };
 
 } // namespace dsopt::cpu

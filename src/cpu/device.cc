@@ -35,8 +35,11 @@ const Kernels &choose_kernels() {
     const bool avx2 = f16c && __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && allowed("avx512")) return cpu::kernels_avx512;
-    if (avx2 && (allowed("avx2") || allowed("avx512"))) return cpu::kernels_avx2;
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    const bool up_to_avx512 = allowed("avx512") || allowed("avx512_bf16");
+    if (bf16 && allowed("avx512_bf16")) return cpu::kernels_avx512_bf16;
+    if (avx512 && up_to_avx512) return cpu::kernels_avx512;
+    if (avx2 && (allowed("avx2") || up_to_avx512)) return cpu::kernels_avx2;
 #endif
     return cpu::kernels_generic;
 }
@@ -198,7 +201,7 @@ private:
 const char *cpu_isa_name() { return choose_kernels().name; }
 const char *unknown_isa() {
     const char *const wanted = secure_getenv("DSOPT_ISA");
-    for (const char *known : {"generic", "avx2", "avx512"})
+    for (const char *known : {"generic", "avx2", "avx512", "avx512_bf16"})
         if (wanted == nullptr || std::strcmp(wanted, known) == 0) return nullptr;
     return wanted;
 }

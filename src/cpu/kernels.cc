@@ -97,21 +97,25 @@ template <class R> auto change_by_moments(const R &rule) {
 }
 
 // GCOVR_EXCL_BR_START: in each of some hundred loops, of which not all can have every type
-template <class Tag, class Lanes>
-DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, bool streaming, Lanes lanes) {
+/// How registers are stored.
+template <class Lanes> struct Stores {
+    const Lanes lanes;
+    const bool streaming, by_instruction;
+};
+template <class Tag, class Lanes> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, const Stores<Lanes> &how) {
     auto *const at = element<typename Tag::storage>(to, i);
-    if (std::is_same_v<Lanes, AllLanes> && streaming)
-        write_streaming(rounded(x, tag), at);
+    if (std::is_same_v<Lanes, AllLanes> && how.streaming)
+        write_streaming(rounded(x, tag, how.by_instruction), at);
     else
-        write(rounded(x, tag), at, lanes);
+        write(rounded(x, tag, how.by_instruction), at, how.lanes);
 }
-template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, bool streaming, Lanes lanes) {
+template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, const Stores<Lanes> &how) {
     if (type == Dtype::f32)
-        put(x, to, F32{}, i, streaming, lanes);
+        put(x, to, F32{}, i, how);
     else if (type == Dtype::f16)
-        put(x, to, F16{}, i, streaming, lanes);
+        put(x, to, F16{}, i, how);
     else
-        put(x, to, BF16{}, i, streaming, lanes);
+        put(x, to, BF16{}, i, how);
 }
 
 /// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed,
@@ -120,7 +124,10 @@ template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
 DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
                            Lanes lanes) {
     const TensorJob &job = *span.job;
-    const bool keeps = keeps_weights(span), streaming = span.streaming;
+    const bool keeps = keeps_weights(span), by_instruction = span.bf16_instruction;
+    const Stores<Lanes> weights{lanes, false, by_instruction}, copies{lanes, span.streaming, by_instruction},
+        // Over the gradients its lines are in the caches already.
+        outputs{lanes, span.streaming && job.out != job.grad, by_instruction};
     const auto *const g = element<typename Grad::storage>(job.grad, 0);
     auto *const w = element<typename Weight::storage>(job.weight, 0);
     float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
@@ -130,14 +137,12 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
         for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{}, lanes);
         by.change(load(g + i, grad, lanes), p, m);
         for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i, lanes);
-        if (!keeps) write(rounded(p, weight), w + i, lanes);
+        if (!keeps) put(p, w, weight, i, weights);
         if constexpr (CopiesOnly) {
-            put(p, job.copy, grad, i, streaming, lanes);
+            put(p, job.copy, grad, i, copies);
         } else {
-            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, streaming, lanes);
-            if (job.out != nullptr) // over the gradients its lines are in the caches already
-                put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, streaming && job.out != job.grad,
-                    lanes);
+            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, copies);
+            if (job.out != nullptr) put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, outputs);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, end - begin);
@@ -381,16 +386,28 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 } // namespace
 
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
+
+namespace {
+// Made by the compiler: nothing of this file may run on a processor without its instruction set.
+constexpr Kernels table(const char *name, bool bf16_instruction) {
+    return {name,
+            DSOPT_JOIN(onebit_, DSOPT_ISA),
+            inspect,
+            squares,
+            update,
+            lamb_moments,
+            lamb_weights,
+            unchanged,
+            axpby,
+            clamp,
+            bf16_instruction};
+}
+} // namespace
+
 extern const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA);
-const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA) = {DSOPT_TEXT(DSOPT_ISA),
-                                                 DSOPT_JOIN(onebit_, DSOPT_ISA),
-                                                 inspect,
-                                                 squares,
-                                                 update,
-                                                 lamb_moments,
-                                                 lamb_weights,
-                                                 unchanged,
-                                                 axpby,
-                                                 clamp};
+constinit const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA) = table(DSOPT_TEXT(DSOPT_ISA), false);
+#if defined(__AVX512F__)
+constinit const Kernels kernels_avx512_bf16 = table("avx512_bf16", true);
+#endif
 
 } // namespace dsopt::cpu

@@ -38,6 +38,7 @@ struct Span {
     float trust;             // LAMB, second sweep
     int64_t step;            // of the tensor, for stochastic rounding
     bool streaming;          // copies and outputs go past the caches; the caller fences them
+    bool bf16_instruction;   // as in Kernels
     Ahead *ahead;            // NULL: no memory is asked for ahead
 };
 
@@ -59,12 +60,14 @@ struct Kernels {
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.
     void (*axpby)(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end);
     void (*clamp)(const dsopt_tensor &x, float limit, int64_t begin, int64_t end);
+    bool bf16_instruction; // spans may round by it
 };
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;   // and F16C
 extern const Kernels kernels_avx512; // F, BW, DQ, VL
+extern const Kernels kernels_avx512_bf16;
 #endif
 
 } // namespace dsopt::cpu

@@ -3,6 +3,7 @@
 // files that are compiled once per instruction set: everything is local to each of them.
 #pragma once
 #include "base/dtype.h"
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #define DSOPT_HAS_REGISTERS 1
@@ -79,6 +80,20 @@ DSOPT_HD Halves rounded(Floats x, BF16) { // f32_to_bf16
 #else
     return __builtin_convertvector(word >> 16, Halves);
 #endif
+}
+
+/// `by_instruction`: the processor has one for bf16, which takes subnormals for zeros.
+template <class Tag> DSOPT_HD auto rounded(Floats x, Tag tag, [[maybe_unused]] bool by_instruction) {
+#if defined(__AVX512F__)
+    constexpr int kSubnormal = 0x20;
+    if constexpr (std::is_same_v<Tag, BF16>)
+        if (by_instruction && _mm512_fpclass_ps_mask(__m512(x), kSubnormal) == 0) {
+            Halves halves;
+            asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(x)); // this file is compiled for processors without it, too
+            return halves;
+        }
+#endif
+    return rounded(x, tag);
 }
 
 template <class Register> DSOPT_HD void write(Register x, void *to) { __builtin_memcpy(to, &x, sizeof x); }

@@ -142,7 +142,7 @@ TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
         shapes.push_back({700003, i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, size_t(2 + 10 * i), i});
-    for (const char *name : {"generic", "avx512"}) {
+    for (const char *name : {"generic", "avx512", "avx512_bf16"}) {
         const Isa isa(name);
         const Trainer whole = [&] {
             const Caches caches(kNoCaches);
@@ -249,7 +249,7 @@ TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
             const Isa isa("generic");
             return train(form, GetParam());
         }();
-        for (const char *name : {"avx2", "avx512"})
+        for (const char *name : {"avx2", "avx512", "avx512_bf16"})
             for (const char *sizes : {kNoCaches, kLargeCaches}) {
                 const Isa isa(name);
                 const Caches caches(sizes);
@@ -275,7 +275,7 @@ TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
     const dsopt_tensor grad = grads.tensor();
     for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         std::string wanted;
-        for (const char *name : {"generic", "avx2", "avx512"}) {
+        for (const char *name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
             const Isa isa(name);
             const Context ctx = make_context(2);
             dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
@@ -466,7 +466,7 @@ class CallersMode : public testing::TestWithParam<unsigned> {};
 TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
     for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
         const std::string wanted = train_in_mode(kDefault, context_desc(1), flags);
-        for (const char *name : {"generic", "avx2", "avx512"}) {
+        for (const char *name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
             const Isa isa(name);
             EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(1), flags), wanted)) << name;
         }

@@ -115,7 +115,7 @@ protected:
         must(trainer.step(step));
     }
 };
-INSTANTIATE_TEST_SUITE_P(Isas, Vectorised, testing::Values("generic", "avx2", "avx512"),
+INSTANTIATE_TEST_SUITE_P(Isas, Vectorised, testing::Values("generic", "avx2", "avx512", "avx512_bf16"),
                          [](const auto &info) { return std::string(info.param); });
 
 TEST_P(Vectorised, OutputsOfAnyFloatAreTheScalarOnes) {
