@@ -47,21 +47,6 @@ float rms(const ExchangeBuffers &exchange, int64_t begin, int64_t end) {
 
 } // namespace
 
-MeanView view_of(const ExchangeBuffers &exchange, int32_t part) {
-    const CompressLayout &layout = exchange.layout->all();
-    const CompressLayout::Unit &unit = layout.units[size_t(layout.parts[size_t(part)].unit)];
-    const bool exact = exchange.layout->is_exact();
-    return {.rows = exact ? nullptr : exchange.results,
-            .row_bytes = layout.row_bytes(),
-            .row_scales = layout.row_scales,
-            .first_part = layout.first_part.data(),
-            .begin = unit.begin,
-            .chunk = unit.chunk,
-            .server = unit.server,
-            .part = part,
-            .values = exact ? exchange.message : nullptr};
-}
-
 void begin_rows(const ExchangeBuffers &exchange) {
     // Bits between tensors, too.
     std::memset(exchange.send, 0xff, size_t(exchange.layout->row_bytes() * exchange.layout->ranks));

@@ -6,7 +6,22 @@
 
 namespace dsopt::cpu {
 
-MeanView view_of(const ExchangeBuffers &exchange, int32_t part);
+/// Inline: a step calls it for each tensor.
+inline MeanView view_of(const ExchangeBuffers &exchange, int32_t part) {
+    const CompressLayout &layout = exchange.layout->all();
+    const CompressLayout::Unit &unit = layout.units[size_t(layout.parts[size_t(part)].unit)];
+    const bool exact = exchange.layout->is_exact();
+    return {.rows = exact ? nullptr : exchange.results,
+            .row_bytes = layout.row_bytes(),
+            .row_scales = layout.row_scales,
+            .first_part = layout.first_part.data(),
+            .begin = unit.begin,
+            .chunk = unit.chunk,
+            .server = unit.server,
+            .part = part,
+            .values = exact ? exchange.message : nullptr};
+}
+
 /// From the list's tensors to rows, in one pass: a leaf is packed while it is in the first-level cache.
 void feed_and_pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const dsopt_tensor *list,
                    const Parallel &parallel);

@@ -172,18 +172,19 @@ private:
     template <class Visit> void for_own(Feed feed, bool feeding, const Visit &visit) const {
         if (is_skipped()) return;
         cut_.run([&](int64_t i, const Span &span) {
-            if (owns(i) && span.job->present) visit(span_of(i, span, feed, feeding));
+            if (!owns(i) || !span.job->present) return;
+            OneBitSpan own = span_of(i, span, feed, feeding);
+            visit(own);
         });
     }
 
     /// Every part is one tensor and begins with its leaves: they are packed while they are in the cache.
     void feed_leaves(Feed feed) const {
-        for_own(feed, true, [&](const OneBitSpan &span) {
-            OneBitSpan leaf = span;
-            for (; leaf.begin < span.end; leaf.begin += kLeaf) {
-                leaf.end = std::min(leaf.begin + kLeaf, span.end);
-                kernels_.onebit.feed(leaf);
-                pack_leaf(kernels_.onebit, buffers_, span.mean.part, leaf.begin / kLeaf);
+        for_own(feed, true, [&](OneBitSpan &span) {
+            for (const int64_t end = span.end; span.begin < end; span.begin += kLeaf) {
+                span.end = std::min(span.begin + kLeaf, end);
+                kernels_.onebit.feed(span);
+                pack_leaf(kernels_.onebit, buffers_, span.mean.part, span.begin / kLeaf);
             }
         });
     }
