@@ -234,7 +234,7 @@ struct LeafSum {
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
     double fold() const {
         double sum[32];
-        for (int i = 0; i < 32; ++i) sum[i] = lane[i / 8][i % 8];
+        __builtin_memcpy(sum, lane, sizeof sum);
         return fold_lanes<kLanes>(sum);
     }
     /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
