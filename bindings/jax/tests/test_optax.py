@@ -252,6 +252,14 @@ class BesideOptax(unittest.TestCase):
                 options = int(call.partition("options = ")[2].partition(" ")[0])
                 self.assertEqual(bool(options & dsopt.jax._call.ZEROS), not zeros)
 
+    def test_modes_of_lion(self):
+        for options in ({"mode": "hard"}, {"mode": "smooth", "smooth_beta": 2.0}, {"mode": "refined"}):
+            with self.subTest(options):
+                ours, theirs = (
+                    run(package.scale_by_lion(**options), self.PARAMS, 3) for package in (dsopt.jax, optax)
+                )
+                self.assertLess(worst(ours[0], theirs[0]), 1e-6)
+
     def test_parts_hold_neighbours_up_to_a_size(self):
         for sizes, parts in (
             ([0], [[0]]),

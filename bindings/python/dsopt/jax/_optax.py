@@ -160,8 +160,12 @@ def scale_by_rss(initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7) ->
     return _over_engine(theirs, ("sum_of_squares",), lambda leaves, state: _direction(rule, hyper, leaves))
 
 
-def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: Any = None) -> optax.GradientTransformation:
-    """optax.scale_by_lion over the engine."""
+def scale_by_lion(
+    b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: Any = None, *, mode: str = "hard", smooth_beta: float = 1.0
+) -> optax.GradientTransformation:
+    """optax.scale_by_lion over the engine. Other modes than "hard", which is the sign, are left to optax."""
+    if mode != "hard":
+        return optax.scale_by_lion(b1, b2, mu_dtype, mode=mode, smooth_beta=smooth_beta)
     rule = _Rule(abi.DSOPT_ALGORITHM_LION, 0, ("exp_avg",))
     hyper = _call.Hyper(1.0, b1, b2, 0.0, 0.0)
     theirs = optax.scale_by_lion(b1, b2, mu_dtype)
