@@ -92,12 +92,12 @@ private:
 /// The tensors of a step.
 class StepCut {
 public:
-    StepCut(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
+    StepCut(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
         cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
              plan.how.repeats != Repeats::nothing),
         streaming_(cut_.bytes() > caches.last),
-        bf16_instruction_(kernels.bf16_instruction) {}
+        bf16_instruction_(bf16_instruction) {}
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 

@@ -125,9 +125,10 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
                            Lanes lanes) {
     const TensorJob &job = *span.job;
     const bool keeps = keeps_weights(span), by_instruction = span.bf16_instruction;
-    const Stores<Lanes> weights{lanes, false, by_instruction}, copies{lanes, span.streaming, by_instruction},
-        // Over the gradients its lines are in the caches already.
-        outputs{lanes, span.streaming && job.out != job.grad, by_instruction};
+    const Stores<Lanes> weights{lanes, false, by_instruction};
+    const Stores<Lanes> copies{lanes, span.streaming, by_instruction};
+    // Over the gradients its lines are in the caches already.
+    const Stores<Lanes> outputs{lanes, span.streaming && job.out != job.grad, by_instruction};
     const auto *const g = element<typename Grad::storage>(job.grad, 0);
     auto *const w = element<typename Weight::storage>(job.weight, 0);
     float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
@@ -388,7 +389,7 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 
 namespace {
-// Made by the compiler: nothing of this file may run on a processor without its instruction set.
+// Evaluated at compile time: nothing of this file may run on a processor without its instruction set.
 constexpr Kernels table(const char *name, bool bf16_instruction) {
     return {name,
             DSOPT_JOIN(onebit_, DSOPT_ISA),
@@ -407,7 +408,8 @@ constexpr Kernels table(const char *name, bool bf16_instruction) {
 extern const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA);
 constinit const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA) = table(DSOPT_TEXT(DSOPT_ISA), false);
 #if defined(__AVX512F__)
-constinit const Kernels kernels_avx512_bf16 = table("avx512_bf16", true);
+extern const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16);
+constinit const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16) = table(DSOPT_TEXT(DSOPT_ISA) "_bf16", true);
 #endif
 
 } // namespace dsopt::cpu

@@ -82,14 +82,16 @@ DSOPT_HD Halves rounded(Floats x, BF16) { // f32_to_bf16
 #endif
 }
 
-/// `by_instruction`: the processor has one for bf16, which takes subnormals for zeros.
+/// `by_instruction`: the processor has one for bf16. It takes subnormals for zeros, so a register that holds one is
+/// rounded as ever. The check needs such numbers to be on: see DefaultFloatEnvironment.
 template <class Tag> DSOPT_HD auto rounded(Floats x, Tag tag, [[maybe_unused]] bool by_instruction) {
 #if defined(__AVX512F__)
     constexpr int kSubnormal = 0x20;
     if constexpr (std::is_same_v<Tag, BF16>)
         if (by_instruction && _mm512_fpclass_ps_mask(__m512(x), kSubnormal) == 0) {
             Halves halves;
-            asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(x)); // this file is compiled for processors without it, too
+            // This file is also for processors without it, so it must not be moved before the test.
+            asm volatile("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(x));
             return halves;
         }
 #endif

@@ -13,7 +13,7 @@ public:
         plan_(plan),
         kernels_(kernels),
         caches_(caches),
-        cut_(plan, kernels, caches) {
+        cut_(plan, caches, kernels.bf16_instruction) {
         if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
         if (plan.how.timing) std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
     }

@@ -47,7 +47,7 @@ template <class F> DSOPT_HD F square_root(F x) {
 /// The gradient that a rule sees. A NaN stays one.
 template <class F> DSOPT_HD F unscale(const Scalars &s, F g) {
     g = g * s.inverse;
-    if constexpr (sizeof(F) > sizeof(float)) // a branch for all costs less than two operations on each
+    if constexpr (sizeof(F) > sizeof(float)) // with a branch the compiler would not vectorise a loop over floats
         if (__builtin_expect(s.limit == INFINITY, 1)) return g;
     g = g > s.limit ? s.limit : g;
     return g < -s.limit ? -s.limit : g;

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -35,6 +36,13 @@ using Comm = Handle<dsopt_comm>;
 // ------------------------------------------------------------------------------------------------------------ contexts
 dsopt_context_desc context_desc(int32_t threads = 1, int32_t backend = DSOPT_BACKEND_CPU, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());
+/// What DSOPT_ISA can be. A processor without one of them runs the loops of the one before it that it has.
+inline constexpr const char *kIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+/// The environment's DSOPT_ISA while it lives; read when a context is made.
+struct Isa {
+    explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
+    ~Isa() { unsetenv("DSOPT_ISA"); }
+};
 /// With an instruction set, by its name in DSOPT_ISA.
 Context make_context(int32_t threads, const char *isa = nullptr);
 

@@ -100,7 +100,7 @@ inline void expect_same_bits_any_way(const RuleCase &c) {
             EXPECT_TRUE(same(text, wanted)) << c.name << ": " << what;
     };
     const std::vector<Shape> shapes = {{20000}, {4097, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}, {0}, {1}, {333}};
-    for (const char *isa : {"generic", "avx2", "avx512", "avx512_bf16"})
+    for (const char *isa : kIsas)
         for (const int32_t threads : {1, 3}) {
             setenv("DSOPT_ISA", isa, 1);
             const Trainer trainer(shapes, c.group, optimizer_desc(), context_desc(threads));

@@ -10,6 +10,7 @@ import jax  # pylint: disable=wrong-import-order
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import dsopt
 import dsopt.jax
@@ -275,13 +276,42 @@ class BesideOptax(unittest.TestCase):
 
     def test_parts_have_the_bits_of_one_call(self):
         params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 0, 8, 9, 1))}
-        for name, options in (("adam", {}), ("adamw", {}), ("lamb", {}), *self.OTHERS):
+        for name, options in (("adam", {}), ("adamw", {"mu_dtype": jnp.bfloat16}), ("lamb", {}), *self.OTHERS):
             whole = run(getattr(dsopt.jax, name)(1e-2, **options), params, 6)
             with self.subTest(name), mock.patch.object(dsopt.jax._optax, "_PART", 8):
                 tx = getattr(dsopt.jax, name)(1e-2, **options)
                 text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
                 self.assertEqual(text.count('custom_call_target="dsopt_step"'), 5)
                 jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6), whole)
+                jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6, jit=False)[1], whole[1])
+
+    def test_parts_of_gradients_that_are_made_inside_and_given(self):
+        params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 8, 5, 9, 1))}
+        tx = dsopt.jax.adam(1e-2)
+        state = tx.init(params)
+
+        def update(grads, state):
+            """Every second one is an array of the program's own, and may be written over."""
+            return tx.update({name: x + 0.5 if int(name[1]) % 2 else x for name, x in grads.items()}, state)
+
+        whole = jax.jit(update)(params, state)
+        with mock.patch.object(dsopt.jax._optax, "_PART", 12):
+            in_parts = jax.jit(lambda *arguments: update(*arguments)).lower(params, state).compile()
+            self.assertEqual(in_parts.as_text().count('custom_call_target="dsopt_step"'), 4)
+            jax.tree.map(np.testing.assert_array_equal, in_parts(params, state), whole)
+
+    def test_parts_keep_the_sharding_of_explicit_axes(self):
+        mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(AxisType.Explicit,))
+        tx = dsopt.jax.adam(1e-2)
+        with jax.set_mesh(mesh), mock.patch.object(dsopt.jax._optax, "_PART", 8):
+            params = {
+                name: jax.device_put(jnp.ones(8), NamedSharding(mesh, P(axis)))
+                for name, axis in (("sharded", "d"), ("whole", None))
+            }
+            updates, _ = jax.jit(tx.update)(params, tx.init(params))
+        for name, update in updates.items():
+            self.assertEqual(jax.typeof(update), jax.typeof(params[name]))
+            np.testing.assert_allclose(update, -1e-2, rtol=1e-5)
 
     def test_parts_take_less_memory(self):
         """Directions of gradients that are arguments need memory; XLA gives that of a part to a later one."""
@@ -369,11 +399,13 @@ class Refusals(unittest.TestCase):
 
     def test_vmap_and_grad(self):
         tx = dsopt.jax.adam(1e-3)
-        step = lambda g: tx.update(g, tx.init(g), g)[0]  # noqa: E731
-        with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be vectorised"):
-            jax.vmap(step)(jnp.ones((2, 3)))
-        with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be differentiated"):
-            jax.grad(lambda g: step(g).sum())(jnp.ones(3))
+        step = lambda g: tx.update([g, g], tx.init([g, g]), [g, g])[0][0]  # noqa: E731
+        for part in (100, 3):
+            with self.subTest(part=part), mock.patch.object(dsopt.jax._optax, "_PART", part):
+                with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be vectorised"):
+                    jax.vmap(step)(jnp.ones((2, 3)))
+                with self.assertRaisesRegex(NotImplementedError, "dsopt.jax: a step cannot be differentiated"):
+                    jax.grad(lambda g: step(g).sum())(jnp.ones(3))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ TEST_P(Cut, ThreadsInstructionSetsChunksAndPoolsGiveTheSameBits) {
     desc.max_norm = 2;
     desc.max_value = 0.1;
     const Snapshot wanted = run({1, "generic", 4096, false}, desc, weights, grads);
-    for (const char *isa : {"generic", "avx2", "avx512", "avx512_bf16"})
+    for (const char *isa : kIsas)
         for (const int threads : {1, 2, 3, 5, 8})
             EXPECT_TRUE(same(wanted, run({threads, isa, 4096, false}, desc, weights, grads)))
                 << isa << ", " << threads << " threads";

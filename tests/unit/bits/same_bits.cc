@@ -12,12 +12,7 @@ using namespace test;
 
 namespace {
 
-/// The environment's DSOPT_ISA while it lives; read when a context is made.
-struct Isa {
-    explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
-    ~Isa() { unsetenv("DSOPT_ISA"); }
-};
-/// The same of DSOPT_CACHES, the sizes of a core's own cache and of the last level.
+/// The environment's DSOPT_CACHES while it lives: the sizes of a core's own cache and of the last level.
 struct Caches {
     explicit Caches(const char *sizes) { setenv("DSOPT_CACHES", sizes, 1); }
     ~Caches() { unsetenv("DSOPT_CACHES"); }
@@ -82,7 +77,7 @@ TEST_P(SameBits, WhateverRunsTheStep) {
 
 INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
                          testing::Combine(testing::Values(1, 2, 3, 5, 8), testing::Values(0, 1, 2),
-                                          testing::Values("generic", "avx2", "avx512"),
+                                          testing::ValuesIn(kIsas),
                                           testing::Values(4096, 8192, 65536)));
 
 TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
@@ -128,7 +123,7 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
 // written past them.
 TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
     for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
-        for (const char *name : {"generic", "avx2", "avx512"})
+        for (const char *name : kIsas)
             for (const int32_t threads : {1, 2, 5}) {
                 const Caches caches(sizes);
                 const Isa isa(name);
@@ -275,7 +270,7 @@ TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
     const dsopt_tensor grad = grads.tensor();
     for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         std::string wanted;
-        for (const char *name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
+        for (const char *name : kIsas) {
             const Isa isa(name);
             const Context ctx = make_context(2);
             dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
@@ -466,7 +461,7 @@ class CallersMode : public testing::TestWithParam<unsigned> {};
 TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
     for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
         const std::string wanted = train_in_mode(kDefault, context_desc(1), flags);
-        for (const char *name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
+        for (const char *name : kIsas) {
             const Isa isa(name);
             EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(1), flags), wanted)) << name;
         }

@@ -8,7 +8,6 @@ using namespace test;
 namespace {
 
 constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
-constexpr const char *kIsas[] = {"generic", "avx2", "avx512"};
 
 /// Sizes around vectors, tiles, leaves and parts.
 std::vector<Array> mixed_list(Random &random) {

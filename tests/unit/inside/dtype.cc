@@ -22,11 +22,6 @@ uint16_t quiet(uint16_t bits, int32_t dtype) {
     return uint16_t(bits | (is_nan(bits, dtype) ? 1 << (fraction_bits(dtype) - 1) : 0));
 }
 
-struct Isa {
-    explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
-    ~Isa() { unsetenv("DSOPT_ISA"); }
-};
-
 TEST(Dtype, SizesOfAllAndOfNone) {
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_DTYPE_F64})
         EXPECT_EQ(dsopt::dtype_size(dtype), size_of(dtype));
@@ -115,7 +110,7 @@ protected:
         must(trainer.step(step));
     }
 };
-INSTANTIATE_TEST_SUITE_P(Isas, Vectorised, testing::Values("generic", "avx2", "avx512", "avx512_bf16"),
+INSTANTIATE_TEST_SUITE_P(Isas, Vectorised, testing::ValuesIn(kIsas),
                          [](const auto &info) { return std::string(info.param); });
 
 TEST_P(Vectorised, OutputsOfAnyFloatAreTheScalarOnes) {

@@ -140,7 +140,7 @@ TEST(StochasticRounding, TensorCutInSlicesGivesTheSameBitsWithItsOffsets) {
     Random random(6);
     constexpr size_t n = 30000;
     const Array weight(DSOPT_DTYPE_BF16, random.floats(n));
-    for (const char *isa : {"generic", "avx2", "avx512"}) {
+    for (const char *isa : kIsas) {
         const Context ctx = make_context(3, isa);
         Random again(7);
         Trainer whole(ctx, rounding(4), group_of(DSOPT_ALGORITHM_ADAMW), {{weight, "layer.weight"}});

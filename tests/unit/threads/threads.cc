@@ -572,6 +572,27 @@ TEST(LogHook, SaysWhichInstructionSetIsUsed) {
     unsetenv("DSOPT_ISA");
 }
 
+TEST(LogHook, ProcessorRunsTheLoopsThatAreAskedForWhereItHasThem) {
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool has[] = {true, avx2, avx512, avx512 && __builtin_cpu_supports("avx512bf16")};
+#else
+    const bool has[] = {true, false, false, false};
+#endif
+    std::string wanted;
+    for (size_t i = 0; i < std::size(kIsas); ++i) {
+        if (has[i]) wanted = kIsas[i];
+        const Isa isa(kIsas[i]);
+        Log log;
+        const Context context = make_context(log.desc(DSOPT_LOG_INFO));
+        ASSERT_FALSE(log.lines.empty());
+        const std::string &line = log.lines[0].second;
+        EXPECT_EQ(line.substr(line.rfind(' ') + 1), wanted) << kIsas[i];
+    }
+}
+
 // --------------------------------------------------------------------------------------------------------------- texts
 TEST(Texts, EveryStatusHasAName) {
     const std::pair<dsopt_status, const char *> names[] = {{DSOPT_OK, "DSOPT_OK"},

@@ -5,7 +5,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ class Layout(NamedTuple):
     workspace: int
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # an optax update can have a recipe for each leaf
 def _layout(recipe: Recipe) -> Layout:
     """Make the optimizer for a moment, on the CPU and without memory. What is wrong with it is raised here."""
     lib, handles = abi.lib, []
@@ -291,12 +291,12 @@ def step(
     flags: int = 0,
     options: int = 0,
     out: Optional[list] = None,
-    over: tuple = (),
+    over: Sequence[int] = (),
 ):
-    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Parameters are updated in
-    their own memory, or with `out` written to arrays of those shapes, which for the gradients in `over`, by place,
-    are those of the gradients. params=None, with `out` and on the CPU: all zeros, and `state` has no "step", which is
-    1. Returns parameters or out, state, report."""
+    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Without `out` parameters are
+    updated in their own memory. With `out` results go to new arrays of those shapes and dtypes; result i takes the
+    memory of gradient i for each i in `over`. params=None (with `out`, on the CPU): the parameters are zeros, and
+    `state` leaves out "step", which counts as 1. Returns parameters or out, state, report."""
     _build.library()
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them

@@ -151,9 +151,12 @@ struct Program {
 
     // The count of steps that the call does not bring, at its place in the state.
     void add_steps(std::vector<dsopt_tensor> &state, std::vector<int32_t> &steps) const {
-        if (step_place < 0 || step_place > static_cast<int64_t>(state.size())) return;
-        steps.assign(count(), 1);
-        state.insert(state.begin() + step_place, {steps.data(), static_cast<int64_t>(count()), DSOPT_DTYPE_I32, 0});
+        if (step_place < 0) return;
+        if (step_place > static_cast<int64_t>(state.size())) refuse("the state is not that of the attributes");
+        steps.assign(static_cast<size_t>(step_tensor.numel), 1);
+        dsopt_tensor tensor = step_tensor;
+        tensor.data = steps.data();
+        state.insert(state.begin() + step_place, tensor);
     }
 
     const Backend backend;
@@ -329,7 +332,10 @@ private:
         for (int64_t i = 0; i < n; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
             check(dl.dsopt_optimizer_state(at(0, 0), i, &info));
-            if (info.name == std::string_view("step")) step_place = i;
+            if (info.name != std::string_view("step")) continue;
+            step_place = i;
+            step_tensor = info.tensor;
+            return;
         }
     }
 
@@ -343,6 +349,7 @@ private:
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
     int64_t step_place = -1; // in the state
+    dsopt_tensor step_tensor{};
     std::mutex mutex;
     std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the handler asks of the system's memory: zeros that take none, and huge pages.
+// The system's memory as the handler uses it: zeros that take no pages, and advice for huge ones.
 #pragma once
 
 #include "dsopt.h"
@@ -45,7 +45,7 @@ private:
 
 // XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step.
 // Huge pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
-inline void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
+void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t kHuge = uintptr_t{1} << 21, kBetween = 4096;
     std::vector<std::pair<uintptr_t, uintptr_t>> ranges; // neighbours become one: their edges are in no huge page else

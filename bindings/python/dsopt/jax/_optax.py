@@ -10,7 +10,7 @@ import optax
 from .. import _abi as abi
 from . import _call
 
-_PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB, which a third-level cache holds
+_PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB of fp32, which a last-level cache holds
 
 Scalar = Union[float, jax.Array]
 ScalarOrSchedule = Union[Scalar, Callable]
@@ -233,20 +233,23 @@ class _Leaf:
 def _direction(rule, hyper, leaves, factor=1):
     """Direction, times the factor, and moments of each leaf."""
     values = hyper.values([True])
-    # Over gradients that are dead by then: new memory costs more than the arithmetic. A branch could not tell them.
+    # Over gradients that are dead by then: new memory costs more than the arithmetic. It is found out here, as in a
+    # branch of platform_dependent every array looks like one that the program makes.
     over = [leaf.dtype == leaf.grad.dtype and _call.temporary(leaf.grad) for leaf in leaves]
     parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
     grads = [leaf.grad for leaf in leaves]
-    moments = [[x.astype(jnp.float32) for x in leaf.moments] for leaf in leaves]
+    moments = [leaf.moments for leaf in leaves]
 
     def on_cpu(values, grads, moments):
         """In parts, one behind the other: XLA adds the updates of a part while its directions are in the cache, and
-        the next part has their memory. One call would write all of them to memory that is new in every run."""
+        a later part has their memory. One call would write all of them to memory that is new in every run."""
         done, after = [], None
         for part in parts:
-            some, values = (leaves[part], grads[part], moments[part], over[part]), {**values, "after": after}
-            results, after = _one_call(rule, hyper, values, *some, zeros=False)
-            done += results
+            ordered = {**values, "after": after}
+            some, after = _one_call(
+                rule, hyper, ordered, leaves[part], grads[part], moments[part], over[part], zeros=False
+            )
+            done += some
         return done
 
     def on_device(values, grads, moments):
@@ -274,8 +277,8 @@ def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
     """Direction and moments of each leaf, and an array that a later call can wait for.
 
     The engine steps from zeros, whose change is the direction to the last bit, which the difference of two weights is
-    not. They are 16-bit zeros, half as much to read: an array with `zeros`, else those that the handler has, and the
-    count of steps likewise. No rule here has anything that depends on that, once the first step is behind."""
+    not. They are 16-bit zeros, half as much to read. With `zeros` they and the count of steps are operands, without the
+    handler has both. The count is 1: past the first step no rule here depends on it."""
     recipe = _call.Recipe(
         groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
         params=tuple(_call.Param(leaf.name, leaf.grad.shape, "bfloat16", 0) for leaf in leaves),
@@ -285,7 +288,7 @@ def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
     state = [
         jnp.ones(entry.shape, entry.dtype)
         if entry.name == "step"
-        else moments[entry.param][rule.moments.index(entry.name)]
+        else moments[entry.param][rule.moments.index(entry.name)].astype(jnp.float32)
         for entry in entries
     ]
     change, state, report = _call.step(
