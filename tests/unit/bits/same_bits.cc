@@ -77,8 +77,7 @@ TEST_P(SameBits, WhateverRunsTheStep) {
 
 INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
                          testing::Combine(testing::Values(1, 2, 3, 5, 8), testing::Values(0, 1, 2),
-                                          testing::ValuesIn(kIsas),
-                                          testing::Values(4096, 8192, 65536)));
+                                          testing::ValuesIn(kIsas), testing::Values(4096, 8192, 65536)));
 
 TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
     const std::vector<Shape> shapes = shapes_of({100000});
