@@ -193,14 +193,6 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 template <class R> class TileUpdate {
 public:
     TileUpdate(const R &rule, const Span &span) : rule_(rule), span_(span), weights_(span, span.sums) {}
-    /// Nothing goes through buffers.
-    bool is_in_place() const {
-        const TensorJob &job = *span_.job;
-        bool in_place = weights_.is_in_place() && job.grad != nullptr && job.grad_type == Dtype::f32;
-        for (const Moment &moment : job.moment)
-            in_place = in_place && (moment.data == nullptr || moment.type == Dtype::f32);
-        return in_place;
-    }
     void run(int64_t i, int64_t n, LeafSum &weight_sum, LeafSum &change_sum) {
         const TensorJob &job = *span_.job;
         const float *g = open_gradient(job, i, n, g_buffer_);
@@ -227,17 +219,44 @@ private:
     Buffer g_buffer_, moment_buffer_[count > 0 ? count : 1];
 };
 
+/// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
+bool is_plain(const Span &span) {
+    const TensorJob &job = *span.job;
+    bool plain = job.grad != nullptr && job.grad_type == Dtype::f32 && job.weight_type == Dtype::f32 &&
+                 job.copy == nullptr && job.out == nullptr && !job.stochastic && !span.sums && !keeps_weights(span);
+    for (const Moment &moment : job.moment) plain = plain && (moment.data == nullptr || moment.type == Dtype::f32);
+    return plain;
+}
+template <class R> void update_plain(const R &rule, const Span &span) {
+    const TensorJob &job = *span.job;
+    constexpr int count = R::moments.count;
+    const int64_t tile = span.ahead == nullptr ? span.end - span.begin : kTile;
+    for (int64_t i = span.begin; i < span.end; i += tile) {
+        const int64_t n = least(tile, span.end - i);
+        ask_ahead(span, n);
+        const auto *g = element<float>(static_cast<const void *>(job.grad), i);
+        float *p = element<float>(job.weight, i), *moment[kMoments] = {};
+        for (int k = 0; k < count; ++k) moment[k] = element<float>(job.moment[k].data, i);
+        if constexpr (count == 0)
+            apply(rule, n, g, p);
+        else if constexpr (count == 1)
+            apply(rule, n, g, p, moment[0]);
+        else
+            apply(rule, n, g, p, moment[0], moment[1]);
+    }
+    if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
+}
+
 template <class R> void update_with(const R &rule, const Span &span) {
+    // The compiler's loop is as good as registers, and ends in smaller ones.
+    if (is_plain(span)) return update_plain(rule, span);
     TileUpdate<R> tiles(rule, span);
-    const bool in_place = tiles.is_in_place();
 #if DSOPT_HAS_REGISTERS
-    // In place the compiler's loop is as good, and ends in smaller registers.
-    const bool writes_more = span.job->out != nullptr || span.job->copy != nullptr;
-    const bool in_registers = (!in_place || writes_more) && fits_registers(span);
+    const bool in_registers = fits_registers(span);
 #else
     constexpr bool in_registers = false;
 #endif
-    const int64_t tile = (in_place || in_registers) && span.ahead == nullptr ? kLeaf : kTile;
+    const int64_t tile = in_registers && span.ahead == nullptr ? kLeaf : kTile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;

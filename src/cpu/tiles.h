@@ -303,8 +303,6 @@ public:
         write_outputs(span_, at_, change_.at, index, n);
     }
     const float *change() const { return change_.at; }
-    /// Tiles may be of any length: no buffer is used.
-    bool is_in_place() const { return span_.job->weight_type == Dtype::f32 && !keeps_ && !compares_; }
 
 private:
     const Span &span_;
