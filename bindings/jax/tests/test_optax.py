@@ -285,6 +285,27 @@ class BesideOptax(unittest.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6), whole)
                 jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6, jit=False)[1], whole[1])
 
+    def test_large_leaves_are_left_to_optax_on_the_cpu(self):
+        params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 9, 8, 0, 12))}
+        cases = [("adam", {}), ("adamw", {"mu_dtype": jnp.bfloat16}), ("lamb", {}), *self.OTHERS]
+        for name, options in cases:
+            theirs = run(getattr(optax, name)(1e-2, **options), params, 6)
+            with self.subTest(name), mock.patch.object(dsopt.jax._optax, "_LARGE", 8):
+                tx = getattr(dsopt.jax, name)(1e-2, **options)
+                traced = jax.jit(tx.update).trace(params, tx.init(params), params)
+                for platform, calls in (("cpu", 1), ("cuda", 3)):
+                    text = traced.lower(lowering_platforms=(platform,)).as_text()
+                    self.assertEqual(text.count("@dsopt_step"), calls)
+                for jit in (True, False):
+                    ours = run(tx, params, 6, jit=jit)
+                    self.assertLess(worst(ours[0], theirs[0]), 1e-4 if "mu_dtype" in options else 3e-6)
+                    for leaf in ("p1", "p4"):
+                        self.assertLess(worst(ours[0][leaf], theirs[0][leaf]), 3e-7)
+                inside = jax.jit(lambda p, s, tx=tx: tx.update(jax.tree.map(jnp.cos, p), s, p))
+                text = inside.lower(params, tx.init(params)).compile().as_text()
+                self.assertEqual(text.count('custom_call_target="dsopt_step"'), 1)
+                self.assertIn("f32[12]", text.partition('custom_call_target="dsopt_step"')[0].rpartition("\n")[2])
+
     def test_parts_of_gradients_that_are_made_inside_and_given(self):
         params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 8, 5, 9, 1))}
         tx = dsopt.jax.adam(1e-2)

@@ -10,6 +10,7 @@ import optax
 from .. import _abi as abi
 from . import _call
 
+_LARGE = 1 << 23  # elements of a leaf: 32 MiB of fp32
 _PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB of fp32, which a last-level cache holds
 
 Scalar = Union[float, jax.Array]
@@ -195,12 +196,21 @@ def _over_engine(theirs, moments, engine):
         leaves = {
             i: _Leaf(name, grad, done[i][1:]) for i, (name, grad) in enumerate(zip(names, grads)) if grad is not None
         }
-        ours = [i for i, leaf in leaves.items() if leaf.known]
+
+        def by_optax(leaf):
+            new, moved = theirs.update(leaf.grad, state._replace(**dict(zip(moments, leaf.moments))))
+            return (new, *(getattr(moved, name) for name in moments))
+
+        def by_platform(leaf):
+            return jax.lax.platform_dependent(
+                cpu=lambda: by_optax(leaf), default=lambda: tuple(engine([leaf], state)[0])
+            )
+
+        ours = [i for i, leaf in leaves.items() if leaf.known and not leaf.is_large]
         for i, result in zip(ours, engine([leaves[i] for i in ours], state) if ours else ()):
             done[i] = result
         for i in leaves.keys() - set(ours):
-            new, moved = theirs.update(leaves[i].grad, state._replace(**dict(zip(moments, leaves[i].moments))))
-            done[i] = (new, *(getattr(moved, name) for name in moments))
+            done[i] = by_platform(leaves[i]) if leaves[i].known else by_optax(leaves[i])
         new, *trees = (treedef.unflatten([each[i] for each in done]) for i in range(1 + len(moments)))
         changed = dict(zip(moments, trees))
         if "count" in state._fields:
@@ -228,14 +238,18 @@ class _Leaf:
         self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, *moments))
         # As in optax: the dtype of a sum of old moment and new gradient
         self.dtype = jnp.promote_types(self.grad.dtype, moments[0].dtype)
+        # Of a gradient that is dead by then: new memory costs more than the arithmetic. It is found out here, as in a
+        # branch of platform_dependent every array looks like one that the program makes.
+        self.gives_memory = self.dtype == self.grad.dtype and _call.temporary(self.grad)
+        # A direction that no cache holds goes to memory that is new in every run, and comes back. XLA has none: it
+        # computes the update where it is added. So such a leaf is left to optax on the CPU.
+        self.is_large = not self.gives_memory and self.grad.size > _LARGE
 
 
 def _direction(rule, hyper, leaves, factor=1):
     """Direction, times the factor, and moments of each leaf."""
     values = hyper.values([True])
-    # Over gradients that are dead by then: new memory costs more than the arithmetic. It is found out here, as in a
-    # branch of platform_dependent every array looks like one that the program makes.
-    over = [leaf.dtype == leaf.grad.dtype and _call.temporary(leaf.grad) for leaf in leaves]
+    over = [leaf.gives_memory for leaf in leaves]
     parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
     grads = [leaf.grad for leaf in leaves]
     moments = [leaf.moments for leaf in leaves]
