@@ -211,7 +211,9 @@ inline Double8 doubles8(Float8 x) {
 
 /// Sum of squares of a leaf in the order of rules/lane_sum.h.
 struct LeafSum {
-    Double8 lane[4] = {};
+    Double8 lane[4];
+
+    LeafSum() { lane[0] = lane[1] = lane[2] = lane[3] = Double8{}; } // gcc clears an array by a slow loop in microcode
 
     /// `x` starts at a multiple of 32 in its leaf.
     template <class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
