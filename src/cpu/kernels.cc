@@ -189,6 +189,16 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
+template <class R>
+void apply_rule(const R &rule, int64_t n, const float *g, float *p, float *const (&moment)[kMoments]) {
+    if constexpr (R::moments.count == 0)
+        apply(rule, n, g, p);
+    else if constexpr (R::moments.count == 1)
+        apply(rule, n, g, p, moment[0]);
+    else
+        apply(rule, n, g, p, moment[0], moment[1]);
+}
+
 /// The same for any types, and for what is left behind whole registers.
 template <class R> class TileUpdate {
 public:
@@ -199,12 +209,7 @@ public:
         float *p = weights_.open(i, n), *moment[kMoments] = {};
         for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
         if (span_.sums) weight_sum.add(p, n);
-        if constexpr (count == 0)
-            apply(rule_, n, g, p);
-        else if constexpr (count == 1)
-            apply(rule_, n, g, p, moment[0]);
-        else
-            apply(rule_, n, g, p, moment[0], moment[1]);
+        apply_rule(rule_, n, g, p, moment);
         for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
         weights_.close(i, n);
         if (span_.sums) change_sum.add(weights_.change(), n);
@@ -229,20 +234,14 @@ bool is_plain(const Span &span) {
 }
 template <class R> void update_plain(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
-    constexpr int count = R::moments.count;
     const int64_t tile = span.ahead == nullptr ? span.end - span.begin : kTile;
     for (int64_t i = span.begin; i < span.end; i += tile) {
         const int64_t n = least(tile, span.end - i);
         ask_ahead(span, n);
         const auto *g = element<float>(static_cast<const void *>(job.grad), i);
         float *p = element<float>(job.weight, i), *moment[kMoments] = {};
-        for (int k = 0; k < count; ++k) moment[k] = element<float>(job.moment[k].data, i);
-        if constexpr (count == 0)
-            apply(rule, n, g, p);
-        else if constexpr (count == 1)
-            apply(rule, n, g, p, moment[0]);
-        else
-            apply(rule, n, g, p, moment[0], moment[1]);
+        for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment[k].data, i);
+        apply_rule(rule, n, g, p, moment);
     }
     if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
 }
