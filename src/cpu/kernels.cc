@@ -58,18 +58,22 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 }
 
 // ------------------------------------------------------------------------------------------------------------- rules
+DSOPT_HD bool moments_are_f32(const TensorJob &job) {
+    bool all = true;
+    for (const Moment &moment : job.moment) all = all && (moment.data == nullptr || moment.type == Dtype::f32);
+    return all;
+}
+
 #if DSOPT_HAS_REGISTERS
 /// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
 /// fp32, nothing that is made of whole tiles.
 bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
     const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
-    bool fits = job.grad != nullptr && !job.stochastic && !span.sums &&
-                (job.weight_type == Dtype::f32 || job.grad_type == Dtype::f32 || job.weight_type == job.grad_type) &&
-                (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
-                !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
-    for (const Moment &moment : job.moment) fits = fits && (moment.data == nullptr || moment.type == Dtype::f32);
-    return fits;
+    return job.grad != nullptr && !job.stochastic && !span.sums && moments_are_f32(job) &&
+           (job.weight_type == Dtype::f32 || job.grad_type == Dtype::f32 || job.weight_type == job.grad_type) &&
+           (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
+           !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
 }
 
 /// A change of weights as registers take it: change(g, p, m) with the moments in an array.
@@ -227,10 +231,8 @@ private:
 /// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
-    bool plain = job.grad != nullptr && job.grad_type == Dtype::f32 && job.weight_type == Dtype::f32 &&
-                 job.copy == nullptr && job.out == nullptr && !job.stochastic && !span.sums && !keeps_weights(span);
-    for (const Moment &moment : job.moment) plain = plain && (moment.data == nullptr || moment.type == Dtype::f32);
-    return plain;
+    return job.grad != nullptr && job.grad_type == Dtype::f32 && job.weight_type == Dtype::f32 && job.copy == nullptr &&
+           job.out == nullptr && !job.stochastic && !span.sums && !keeps_weights(span) && moments_are_f32(job);
 }
 template <class R> void update_plain(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;

@@ -9,11 +9,12 @@ go in any order. Nothing is destroyed at interpreter exit, because a thread may 
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type, TypeVar
 
 from . import _abi as abi
-from ._errors import ArgumentError, ArgumentTypeError, StateError
+from ._errors import ArgumentError, ArgumentTypeError, StateError, error_of
 
 H = TypeVar("H", bound="Handle")
 
@@ -103,6 +104,26 @@ class Handle:
             "a dsopt.%s cannot be pickled or copied: it belongs to this process. Make a new one, and take over "
             "the state by save and load" % type(self).__name__
         )
+
+
+class Exclusive:
+    """One thread at a time in calls that change an optimizer, and no call within a call: its lists have one owner."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            raise error_of(
+                abi.DSOPT_ERR_BUSY,
+                "DSOPT_ERR_BUSY",
+                "the optimizer is in a call of another thread, or in the call that led to this hook",
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def _destroy(destroy: Callable[[int], None], handle: int, needed: Tuple[object, ...]) -> None:

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from ctypes import byref
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _abi as abi
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
 from ._comm import Comm
-from ._errors import ArgumentTypeError, error_of
+from ._errors import ArgumentTypeError
 from ._files import load, save
 from ._groups import Group, GroupView
-from ._handle import Handle, choice, require_handle
+from ._handle import Exclusive, Handle, choice, require_handle
 from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
 from ._lists import TensorList
@@ -579,23 +578,3 @@ def _handle(owner: Optional[Handle]) -> Optional[int]:
 def _flags(*flags: Any) -> int:
     """Those of a step, in the order of their bits."""
     return sum(1 << bit for bit, flag in enumerate(flags) if flag)
-
-
-class Exclusive:
-    """One thread at a time in calls that change an optimizer, and no call within a call: its lists have one owner."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(False):
-            raise error_of(
-                abi.DSOPT_ERR_BUSY,
-                "DSOPT_ERR_BUSY",
-                "the optimizer is in a call of another thread, or in the call that " "led to this hook",
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
