@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: Apache-2.0
+// Precompiled for programs of many files.
+#include "../nccl_device.h"
