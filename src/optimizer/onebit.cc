@@ -101,14 +101,11 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
     }
     if (param.dtype != DSOPT_DTYPE_F32 && !param.has_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
-    const auto add = [&](StateKind kind, int32_t flags) {
-        state.add({kind, index, DSOPT_DTYPE_F32, flags, param.numel});
-    };
     if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-        add(desc.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator,
-            DSOPT_STATE_RANK_LOCAL);
-    if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, 0);
-    if (masked) add(StateKind::mask, 0);
+        state.add(desc.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, index,
+                  param.numel);
+    if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) state.add(StateKind::exp_avg_sq_fresh, index, param.numel);
+    if (masked) state.add(StateKind::mask, index, param.numel);
     if (!(desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     if (masked)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
@@ -117,26 +114,23 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
 }
 
 void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const {
-    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, int32_t flags = 0) {
-        state.add({kind, StateTable::kOptimizer, dtype, flags, numel});
-    };
+    const auto add = [&](StateKind kind, int64_t numel) { state.add(kind, StateTable::kOptimizer, numel); };
     const CompressLayout &layout = setup_.layout;
     const bool compat = setup_.rules.compat;
     if (setup_.compresses && !layout.is_exact()) {
-        add(StateKind::worker_error, DSOPT_DTYPE_F32, layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
-        add(StateKind::server_error, DSOPT_DTYPE_F32, layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-        if (!compat) add(StateKind::active, DSOPT_DTYPE_I32, layout.used_words());
-        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-            add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, layout.all().rows_bytes() / 4);
+        add(StateKind::worker_error, layout.worker_floats());
+        add(StateKind::server_error, layout.server_floats());
+        if (!compat) add(StateKind::active, layout.used_words());
+        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) add(StateKind::exp_avg_bits, layout.all().rows_bytes() / 4);
     }
-    add(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
-    if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * groups);
+    add(StateKind::schedule, sizeof(ScheduleState) / 4);
+    if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, 2 * groups);
     if (setup_.rules.algorithm != DSOPT_ALGORITHM_ONEBIT_LAMB) return;
     for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
                                  compat ? StateKind::trust_scaling : StateKind::trust_weight})
-        add(kind, DSOPT_DTYPE_F32, params);
+        add(kind, params);
     if (compat && setup_.compresses && !layout.parts.empty())
-        add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, layout.worker_numel - layout.parts[0].used);
+        add(StateKind::exp_avg_pad, layout.worker_numel - layout.parts[0].used);
 }
 
 ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
@@ -184,7 +178,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .padding = floats(StateKind::exp_avg_pad),
                     .momentum = state.data<char>(list, StateKind::exp_avg_bits)};
     for (size_t i = 0; i < params.size(); ++i) {
-        const auto of_param = [&](StateKind kind) { return state.data<float>(list, int64_t(i), kind); };
+        const auto of_param = [&](StateKind kind) { return state.data<float>(list, kind, int64_t(i)); };
         jobs[i] = {.anchor = of_param(StateKind::anchor),
                    .drift = of_param(StateKind::momentum_accumulator),
                    .fresh = of_param(StateKind::exp_avg_sq_fresh),
@@ -238,7 +232,7 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
     for (size_t i = 0; i < params.size(); ++i) {
         if (setup_.worker[i] < 0) continue;
-        moments.push_back(table.find(int64_t(i), StateKind::first_moment)->tensor());
+        moments.push_back(table.find(StateKind::first_moment, int64_t(i))->tensor());
         if (moments.back().data == nullptr && params[i].numel != 0)
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());

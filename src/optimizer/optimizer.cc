@@ -136,35 +136,33 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
 }
 
 /// Its state tensors, in the order of the table in dsopt.h.
-void Optimizer::add_param_state(size_t index) {
-    const Param &param = params_[index];
+void Optimizer::add_param_state(int64_t index) {
+    const Param &param = params_[size_t(index)];
     const dsopt_group &group = groups_[size_t(param.group)];
     const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
-    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags, const MomentInfo *moment = nullptr) {
-        state_.add({kind, int64_t(index), dtype, flags, param.numel, nullptr, moment});
-    };
-    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
+    if (param.has_master) state_.add(StateKind::master, index, param.numel);
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
     const int32_t type = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
-    for (int k = 0; k < moments.count; ++k) add(kMomentKinds[k], type, 0, &moments.at[k]);
-    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
-    OneBit::add_param_state(param, int64_t(index), group, desc_, state_);
+    for (int k = 0; k < moments.count; ++k)
+        state_.add({kMomentKinds[k], index, type, 0, param.numel, nullptr, &moments.at[k]});
+    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) state_.add(StateKind::grad_accum, index, param.numel);
+    OneBit::add_param_state(param, index, group, desc_, state_);
 }
 
 /// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
 void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
     const auto count = int64_t(params_.size());
-    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, void *data = nullptr) {
-        state_.add({kind, StateTable::kOptimizer, dtype, 0, numel, data});
+    const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
+        state_.add(kind, StateTable::kOptimizer, numel, data);
     };
     if (onebit != nullptr) onebit->add_state(int64_t(groups_.size()), count, state_);
     if (with_.scaler) {
-        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1, with_.scaler->scale());
-        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4, with_.scaler->state());
+        add(StateKind::loss_scale, 1, with_.scaler->scale());
+        add(StateKind::scaler, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (trust) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
-    add(StateKind::step, DSOPT_DTYPE_I32, count);
+    if (trust) add(StateKind::trust_ratio, count);
+    add(StateKind::step, count);
 }
 
 /// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
@@ -219,7 +217,7 @@ void Optimizer::carry_contents() {
     std::vector<StateEntry *> longer;
     size_t bytes = 0;
     for (const Kept &one : kept_) {
-        const int64_t slot = state_.slot(StateTable::kOptimizer, one.kind);
+        const int64_t slot = state_.slot(one.kind);
         longer.push_back(slot >= 0 ? &state_[size_t(slot)] : nullptr);
         if (slot >= 0) bytes += round_up(longer.back()->bytes());
     }
@@ -256,7 +254,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         family = find_family(old_params);
         check_not_frozen(old_params, kept.empty() ? kept_ : kept);
         state_.truncate(int64_t(old_params));
-        for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
+        for (size_t i = old_params; i < params_.size(); ++i) add_param_state(int64_t(i));
     } catch (...) {
         state_.truncate(int64_t(old_params));
         for (const StateEntry &entry : own) state_.add(entry);
@@ -327,7 +325,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
-        call_list_[i] = *state_.find(state_list_.data(), int64_t(i), StateKind::grad_accum);
+        call_list_[i] = *state_.find(state_list_.data(), StateKind::grad_accum, int64_t(i));
     context_->device().loops().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;

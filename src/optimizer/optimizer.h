@@ -128,7 +128,7 @@ private:
     };
     void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
     int64_t find_family(size_t first_new) const;
-    void add_param_state(size_t index);
+    void add_param_state(int64_t index);
     void add_own_state(const OneBit *onebit, bool trust);
     struct Kept { // of a tensor of the whole optimizer, while groups or parameters come
         StateKind kind;

@@ -47,7 +47,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
-        const auto own = [&](StateKind kind) { return optimizer.state().find(state, int64_t(i), kind); };
+        const auto own = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
         void *data = request.params != nullptr ? request.params[i].data : param.data;
         const dsopt_tensor *out = request.out != nullptr && request.out[i].data != nullptr ? &request.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;

@@ -55,7 +55,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
         }
         // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
         present = present || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
-                  optimizer.state().find(int64_t(i), StateKind::anchor) != nullptr;
+                  optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
         const void *data = param.data;
         if (step.params != nullptr) {
             const dsopt_tensor &given = step.params[i];
