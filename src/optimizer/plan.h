@@ -5,12 +5,10 @@
 
 namespace dsopt {
 
-/// The lists of one call after checking.
+/// A call after checking.
 struct StepRequest {
     const dsopt_step &step;
-    const dsopt_tensor *params; // NULL: where they are bound
-    const dsopt_tensor *out;
-    uint32_t flags;
+    uint32_t flags; // those of `step`, and what follows from them
     Parallel parallel;
     bool initial = false;               // the original's step on zero gradients when a wrapper is made
     bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply

@@ -82,7 +82,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
     if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
-    return {step, step.params, step.out, flags, optimizer.context().parallel(step.parallel_for, step.parallel_user)};
+    return {step, flags, optimizer.context().parallel(step.parallel_for, step.parallel_user)};
 }
 
 } // namespace dsopt

@@ -59,8 +59,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
-                                                                         : onebit.buffers.slices,
-           .zeroes_originals = (request.flags & DSOPT_STEP_ZERO_GRADS) != 0});
+                                                                         : onebit.buffers.slices});
     if (request.remembers && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (own_schedule) onebit_->count_step(onebit.plan);
 }
@@ -70,8 +69,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
 void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
                                   void *stream) const {
     dsopt_step step{};
+    step.params = params;
     step.stream = stream;
-    run({step, params, nullptr, 0, context_->parallel(), /*initial=*/true}, state, workspace);
+    run({step, 0, context_->parallel(), /*initial=*/true}, state, workspace);
 }
 
 void Optimizer::step(const dsopt_step &step) {
@@ -97,7 +97,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     const Repeats repeats = last_step_.repeats(step);
     const bool is_new = repeats == Repeats::nothing;
     StepRequest request = is_new ? check_step(*this, step, false)
-                                 : StepRequest{step, step.params, step.out, last_step_.request_flags(),
+                                 : StepRequest{step, last_step_.request_flags(),
                                                context_->parallel(step.parallel_for, step.parallel_user)};
     request.met = &met;
     request.repeats = repeats;

@@ -35,7 +35,7 @@ void drive(const StepRun &run) {
         loops.finish();
         loops.mark(DSOPT_MS_BASIC_STEP);
     });
-    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(device, how);
+    if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS)) run.means->zero_originals(device, how);
 }
 
 } // namespace dsopt
