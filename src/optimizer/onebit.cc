@@ -136,16 +136,16 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
 ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
     ScheduleState state;
     const Device &device = context_.device();
-    if (own && known_.valid) return known_.state;
+    if (own && known_) return *known_;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     device.copy(&state, data, sizeof state);
     return state;
 }
 
 void OneBit::count_step(const OneBitPlan &plan) const {
-    known_.valid = !plan.compat && !context_.device().is_host();
-    known_.state = plan.now;
-    (void)advance_schedule(setup_.rules, known_.state);
+    if (plan.compat || context_.device().is_host()) return;
+    known_ = plan.now;
+    (void)advance_schedule(setup_.rules, *known_);
 }
 
 void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,

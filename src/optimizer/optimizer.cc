@@ -106,7 +106,7 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
         if (!is_new || names_.contains(param.name))
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
         const Label label{"parameter", name->c_str()};
-        memory_map_.check(param.tensor(), label);
+        memory_map_->check(param.tensor(), label);
         added.memory.add(param.tensor(), label);
         // The original's wrappers step once when they are made, with all that a group has then.
         if (named_groups && compat && !state_list_.empty())
@@ -198,16 +198,13 @@ std::vector<Optimizer::Kept> Optimizer::keep_contents(const std::vector<StateEnt
 
 /// Throws STATE for a parameter that would go into exchanges whose variance is frozen.
 void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const {
-    const auto schedule =
-        std::find_if(kept.begin(), kept.end(), [](const Kept &one) { return one.kind == StateKind::schedule; });
-    if (schedule == kept.end()) return;
-    ScheduleState now;
-    std::memcpy(&now, schedule->contents.data(), sizeof now);
-    const auto joins = [&](const Param &param) { return goes_into_exchanges(groups_[size_t(param.group)]); };
-    const auto first = std::find_if(params_.begin() + int64_t(first_new), params_.end(), joins);
-    if (now.frozen && first != params_.end())
-        throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
-                    first->name.c_str());
+    ScheduleState now{};
+    for (const Kept &one : kept)
+        if (one.kind == StateKind::schedule) std::memcpy(&now, one.contents.data(), sizeof now);
+    for (size_t i = first_new; now.frozen && i < params_.size(); ++i)
+        if (goes_into_exchanges(groups_[size_t(params_[i].group)]))
+            throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                        params_[i].name.c_str());
 }
 
 /// Into the tensors of the lists as they are now, in new memory.
@@ -233,14 +230,13 @@ void Optimizer::carry_contents() {
     device.synchronize();
     carried_ = std::move(memory);
     kept_.clear();
-    mapped_ = false;
+    memory_map_.reset();
 }
 
 /// Everything that can fail comes before the live lists stay as they have become: a failure puts them back.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
     decode_momentum(); // its rows are those of the list as it is
-    if (!mapped_) memory_map_ = map_memory(nullptr, nullptr);
-    mapped_ = true;
+    if (!memory_map_) memory_map_ = map_memory(nullptr, nullptr);
     const size_t old_groups = groups_.size(), old_params = params_.size();
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
@@ -269,9 +265,9 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     if (!kept.empty()) kept_.swap(kept);
     settled_.store(false, std::memory_order_release);
     names_.merge(added.names);
-    memory_map_.merge(added.memory);
+    memory_map_->merge(added.memory);
     const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
-    mapped_ = !std::any_of(own.begin(), own.end(), has_memory); // that is not the optimizer's any more
+    if (std::any_of(own.begin(), own.end(), has_memory)) memory_map_.reset(); // that is not the optimizer's any more
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();

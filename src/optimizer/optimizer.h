@@ -12,6 +12,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -162,11 +163,10 @@ private:
     Wrapper wrapper_ = Wrapper::none;
     int32_t trust_slots_ = 0;
     StateTable state_;
-    std::vector<Memory> memory_; // what the engine owns of the state
-    std::vector<Kept> kept_;     // until settle()
-    Memory carried_;             // where it went
-    MemoryMap memory_map_;       // of parameters and state, while `mapped_`
-    bool mapped_ = false;
+    std::vector<Memory> memory_;          // what the engine owns of the state
+    std::vector<Kept> kept_;              // until settle()
+    Memory carried_;                      // where it went
+    std::optional<MemoryMap> memory_map_; // of parameters and state; nullopt: to be made anew
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
     std::vector<dsopt_tensor> call_list_;  // the same with what a call brings

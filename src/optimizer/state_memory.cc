@@ -92,7 +92,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     memory_.push_back(std::move(arena));
     for (const size_t i : missing) state_[i].data = list[i].data;
     state_list_.swap(list);
-    mapped_ = false;
+    memory_map_.reset();
     last_step_.forget();
 }
 
@@ -161,7 +161,6 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
-    mapped_ = true;
     last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
@@ -180,7 +179,6 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < bound.size(); ++i)
         if (list[i].data != nullptr) bound[i].data = list[i].data;
     memory_map_ = map_memory(nullptr, bound.data());
-    mapped_ = true;
     for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
     state_list_.clear();
     last_step_.forget();
