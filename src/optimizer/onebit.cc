@@ -275,26 +275,13 @@ void OneBit::forget_like_original(const StateTable &table) const {
 void OneBit::export_errors(const StateTable &table, const StateEntry &entry, float *out) const {
     const bool worker = entry.kind == StateKind::worker_error;
     auto *data = static_cast<float *>(entry.data);
-    const ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    if (const StateEntry *const active = table.find(StateKind::active))
+        exchange.active = static_cast<const int32_t *>(active->data);
     owed_errors(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? setup_.layout.worker_numel : setup_.layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
-    const StateEntry *const active = table.find(StateKind::active);
-    if (active == nullptr) return;
-    // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
-    std::vector<int32_t> words(size_t(active->numel));
-    context_.device().copy(words.data(), active->data, active->bytes());
-    const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
-        for (int64_t i = 0; i < count; ++i, ++element)
-            if (!takes_part(words.data(), element)) errors[i] = 0;
-    };
-    if (worker)
-        for (const CompressLayout::Part &part : setup_.layout.parts)
-            leave_out(out + part.begin, setup_.layout.slice_begin + part.begin, part.numel);
-    else
-        for (const CompressLayout::Segment &segment : setup_.layout.own_segments())
-            leave_out(out + segment.server, setup_.layout.slice_begin + segment.begin, segment.numel);
 }
 
 } // namespace dsopt
