@@ -11,8 +11,7 @@ CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compr
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
     if (args.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.reserved is %d, must be 0", args.reserved);
-    if (args.count < 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", static_cast<long long>(args.count));
+    if (args.count < 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", ll(args.count));
     if (args.count > 0 && args.tensors == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.tensors is NULL");
     std::vector<int64_t> numels;
     int64_t total = 0;
@@ -29,17 +28,14 @@ CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compr
             throw Error(DSOPT_ERR_SHAPE, "the compressed tensors have more than 2^56 elements");
     }
     node = check_node(comm, node, args.compat);
-    if (node != nullptr)
-        return CompressLayout::two_level(comm->ranks(), comm->rank(), node->ranks(), node->rank(), numels);
-    return args.compat == DSOPT_COMPAT_DEEPSPEED ? CompressLayout::padded(comm->ranks(), comm->rank(), numels)
-                                                 : CompressLayout::bucket(comm->ranks(), comm->rank(), numels);
+    return layout_for(data_rank_of(comm, node), args.compat == DSOPT_COMPAT_DEEPSPEED, numels);
 }
 
 void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args) {
     const CompressLayout layout = make_layout(&comm, node, args);
     for (int64_t i = 0; i < args.count; ++i)
         if (args.tensors[i].data == nullptr && args.tensors[i].numel != 0)
-            throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", static_cast<long long>(i));
+            throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", ll(i));
     if (layout.all().worker_numel == 0) return; // nothing to send, on any rank
     if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");

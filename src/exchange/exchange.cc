@@ -18,6 +18,19 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     return node->ranks() > 1 ? node : nullptr;
 }
 
+DataRank data_rank_of(const Comm *data, const Comm *node) {
+    const int count = data != nullptr ? data->ranks() : 1, node_ranks = node != nullptr ? node->ranks() : 1;
+    const int in_data = data != nullptr ? data->rank() : 0, in_node = node != nullptr ? node->rank() : 0;
+    return {in_data + in_node * count, count * node_ranks, node_ranks};
+}
+
+CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels) {
+    const auto [rank, ranks, node_ranks] = own;
+    const int nodes = ranks / node_ranks;
+    if (node_ranks > 1) return CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
+    return compat ? CompressLayout::padded(ranks, rank, numels) : CompressLayout::bucket(ranks, rank, numels);
+}
+
 namespace {
 /// From rows to rows of results on every rank of `comm`.
 void exchange_rows(const Device &device, Comm &comm, const ExchangeBuffers &buffers, const Parallel &parallel,

@@ -7,6 +7,15 @@
 
 namespace dsopt {
 
+/// A rank among the data-parallel ones, which come in nodes. Two levels: in the order of the chunks that they serve, so
+/// those that share a slice follow one another.
+struct DataRank {
+    int rank, ranks, node_ranks;
+};
+DataRank data_rank_of(const Comm *data, const Comm *node);
+/// How such a rank exchanges tensors of these sizes; `compat`: as the original does.
+CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels);
+
 /// From what a rank brings (rows; with two levels the message) to rows of results on every rank. With one node the
 /// result is the exact mean, in the message. `data` is NULL on one node, `node` with one level.
 void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,

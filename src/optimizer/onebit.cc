@@ -50,10 +50,9 @@ void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
 
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                          const dsopt_optimizer_desc &desc, DataRank own) {
-    const auto [rank, count, node_ranks] = own;
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     follow(groups, compat);
-    compresses = count > 1;
+    compresses = own.ranks > 1;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of parts
@@ -64,7 +63,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         mean.push_back(-1);
         if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
-            mean_numel += round_up(param.numel, int64_t(node_ranks));
+            mean_numel += round_up(param.numel, int64_t(own.node_ranks));
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
@@ -79,12 +78,8 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         worker.push_back(numels.back()); // within the part, whose begin is added below
         numels.back() += param.numel;
     }
-    if (node_ranks > 1) {
-        const int nodes = count / node_ranks;
-        layout = CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
-        if (layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
-    } else if (compresses)
-        layout = compat ? CompressLayout::padded(count, rank, numels) : CompressLayout::bucket(count, rank, numels);
+    if (compresses) layout = layout_for(own, compat, numels);
+    if (layout.has_levels() && layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.all().parts[size_t(part[i])].begin;
 }

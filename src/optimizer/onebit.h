@@ -11,11 +11,6 @@
 
 namespace dsopt {
 
-/// A rank among the data-parallel ones, which come in nodes.
-struct DataRank {
-    int rank, ranks, node_ranks;
-};
-
 /// How the parameters of an optimizer go into exchanges; follows from groups, parameters and ranks.
 struct OneBitSetup {
     ScheduleRules rules{};

@@ -59,13 +59,6 @@ Optimizer::~Optimizer() {
     with_.experts.clear();
 }
 
-DataRank Optimizer::data_rank() const {
-    const int ranks = int(data_ranks(with_.data.get(), with_.node.get()));
-    const int node_ranks = with_.node ? with_.node->ranks() : 1;
-    const int in_data = with_.data ? with_.data->rank() : 0, in_node = with_.node ? with_.node->rank() : 0;
-    return {in_data + in_node * (ranks / node_ranks), ranks, node_ranks};
-}
-
 void check_groups(const Optimizer &optimizer) {
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
 }

@@ -75,8 +75,7 @@ public:
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
-    /// Two levels: in the order of the chunks that they serve, so those that share a slice follow one another.
-    DataRank data_rank() const;
+    DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
     /// Which of the original's wrappers compat mode stands for.
     Wrapper wrapper() const { return wrapper_; }
     /// How many tensors have a trust ratio that other model ranks have a part in.
