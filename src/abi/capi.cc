@@ -453,21 +453,19 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
 dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
                                     int64_t *server, size_t *workspace) {
     return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
-        const CompressLayout layout = make_layout(&data, node, known);
+        const CompressLayout layout = make_layout(data, node, known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
         if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
-    return with(comm, args, [&](Comm &data, Comm *node, const dsopt_compressed &known) {
-        compressed_allreduce(*data.context(), data, node, known);
-    });
+    return with(comm, args, compressed_allreduce);
 }
 dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
                                      float *server) {
     return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
-        compressed_errors(*data.context(), data, node, known, worker, server);
+        compressed_errors(data, node, known, worker, server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,

@@ -34,9 +34,8 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
 void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
-CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);
-void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args);
-void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
-                       float *worker, float *server);
+CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args);
+void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args);
+void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server);
 
 } // namespace dsopt
