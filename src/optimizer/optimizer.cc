@@ -304,12 +304,8 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
                     params_.size());
     if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
-    for (size_t i = 0; i < params_.size(); ++i) {
-        if (grads[i].data == nullptr) continue;
-        const Label label{"gradient of", params_[i].name.c_str()};
-        check_float_tensor(grads[i], label);
-        check_numel(grads[i], params_[i].numel, label);
-    }
+    for (size_t i = 0; i < params_.size(); ++i)
+        if (grads[i].data != nullptr) check_beside(grads[i], params_[i], "gradient of");
     call_list_.reserve(state_.size());
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
