@@ -131,12 +131,8 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     request.own_schedule = !complete && own;
     run(request, state, workspace_.data());
     // Jobs of the 1-bit family and accumulated gradients differ from step to step.
-    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers()) {
-        if (is_new)
-            last_step_.keep(step, request.flags);
-        else
-            last_step_.keep_on(step, repeats);
-    }
+    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers())
+        last_step_.keep(step, request.flags, repeats);
     lists_compared_ = true;
     calls_ = std::min(calls_ + 1, kMostCalls);
     if (request.flags & DSOPT_STEP_ACCUMULATED)
