@@ -138,7 +138,7 @@ private:
     void check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const;
     void carry_contents();
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
-    void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
+    void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
     void take_step(const dsopt_step &step, bool &met);
     void take_apply(const dsopt_step &step, bool &met) const;
