@@ -88,7 +88,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     for (size_t i = first; i < last; ++i) {
         if (!takes(groups_[i])) continue;
         const dsopt_group changed = changed_group(groups_[i], key, value);
-        check_group(changed, desc_.compat != DSOPT_COMPAT_NONE);
+        check_group(changed, compat());
         if (const MomentInfo *const moment = first_difference(moments_of(groups_[i]), moments_of(changed)))
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",

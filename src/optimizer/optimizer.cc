@@ -23,7 +23,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                               DSOPT_OPTIMIZER_MOMENTUM_BITS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
-    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_COMPAT_NONE)
+    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
@@ -36,15 +36,14 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (random && !no_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
-    if (random && desc.compat != DSOPT_COMPAT_NONE)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
+    if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
     if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if (!random && desc.seed != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
-    if (desc.compat != DSOPT_COMPAT_NONE && with_.scaler && with_.scaler->rules().hysteresis > 1)
+    if (compat() && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
@@ -64,7 +63,7 @@ void check_groups(const Optimizer &optimizer) {
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
-    check_group(group, desc_.compat != DSOPT_COMPAT_NONE);
+    check_group(group, compat());
     grow(&group, params, count);
 }
 void Optimizer::add_params(const dsopt_param *params, int64_t count) {
@@ -79,9 +78,9 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
     if (count > 0 && given == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
-    const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
-    const bool shares_trust = !compat && with_.model && with_.model->ranks() > 1; // the original has one ratio a shard
-    std::vector<bool> used(compat && named_groups ? groups_.size() : 0); // the original's groups are in one piece
+    const bool shares_trust =
+        !compat() && with_.model && with_.model->ranks() > 1;              // the original has one ratio a shard
+    std::vector<bool> used(compat() && named_groups ? groups_.size() : 0); // the original's groups are in one piece
     if (!used.empty())
         for (const Param &param : params_) used[size_t(param.group)] = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -102,7 +101,7 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
         memory_map_->check(param.tensor(), label);
         added.memory.add(param.tensor(), label);
         // The original's wrappers step once when they are made, with all that a group has then.
-        if (named_groups && compat && !state_list_.empty())
+        if (named_groups && compat() && !state_list_.empty())
             throw Error(DSOPT_ERR_STATE,
                         "in compat mode parameters come before the state is made: add a group for '%s'",
                         param.name.c_str());
@@ -122,7 +121,7 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
         const bool shared =
             shares_trust && (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups_[size_t(group)]);
         param.trust_slot = shared ? trust_slots_++ : -1;
-        if (param.has_master && compat)
+        if (param.has_master && compat())
             wrapper_ = desc_.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
         params_.push_back(std::move(param));
     }
@@ -135,7 +134,7 @@ void Optimizer::add_param_state(int64_t index) {
     const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
     if (param.has_master) state_.add(StateKind::master, index, param.numel);
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-    const int32_t type = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    const int32_t type = compat() && no_master ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
     for (int k = 0; k < moments.count; ++k)
         state_.add({kMomentKinds[k], index, type, 0, param.numel, nullptr, &moments.at[k]});
@@ -160,7 +159,7 @@ void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
 
 /// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
 int64_t Optimizer::find_family(size_t first_new) const {
-    const bool compat = desc_.compat != DSOPT_COMPAT_NONE, joins = is_onebit(groups_.back().algorithm);
+    const bool joins = is_onebit(groups_.back().algorithm);
     if (family_ < 0 && !joins) {
         if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
@@ -171,8 +170,8 @@ int64_t Optimizer::find_family(size_t first_new) const {
     if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
         throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
     const int64_t family = family_ >= 0 ? family_ : int64_t(groups_.size()) - 1;
-    if (joins) check_family(groups_[size_t(family)], groups_.back(), compat);
-    for (size_t i = family_ >= 0 ? first_new : 0; compat && i < params_.size(); ++i)
+    if (joins) check_family(groups_[size_t(family)], groups_.back(), compat());
+    for (size_t i = family_ >= 0 ? first_new : 0; compat() && i < params_.size(); ++i)
         if (!is_onebit(groups_[size_t(params_[i].group)].algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
     return family;

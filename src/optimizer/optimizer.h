@@ -67,6 +67,7 @@ public:
 
     const Context &context() const { return *context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
+    bool compat() const { return desc_.compat != DSOPT_COMPAT_NONE; }
     const Attachments &attachments() const { return with_; }
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }

@@ -160,7 +160,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         for (int64_t i = 0; i < step.count; ++i) table.jobs[i].grad = step.grads[i].data;
     } else if (request.repeats == Repeats::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
-        plan_groups(groups, desc.compat == DSOPT_COMPAT_DEEPSPEED, table.groups);
+        plan_groups(groups, optimizer.compat(), table.groups);
     }
     bool clips = desc.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups.size(); ++i) {
