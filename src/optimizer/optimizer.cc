@@ -199,25 +199,20 @@ void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept
                         params_[i].name.c_str());
 }
 
-/// Into the tensors of the lists as they are now, in new memory.
+/// Into the tensors of the lists as they are now, in new memory. Each is still there: groups only come.
 void Optimizer::carry_contents() {
     if (kept_.empty()) return;
     const Device &device = context_->device();
-    std::vector<StateEntry *> longer;
     size_t bytes = 0;
-    for (const Kept &one : kept_) {
-        const int64_t slot = state_.slot(one.kind);
-        longer.push_back(slot >= 0 ? &state_[size_t(slot)] : nullptr);
-        if (slot >= 0) bytes += round_up(longer.back()->bytes());
-    }
+    for (const Kept &one : kept_) bytes += round_up(state_.find(one.kind)->bytes());
     Memory memory(context_, std::max(bytes, kLine), nullptr);
     device.clear(memory.data(), bytes, nullptr);
     char *at = static_cast<char *>(memory.data());
-    for (size_t i = 0; i < kept_.size(); ++i) {
-        if (longer[i] == nullptr) continue;
-        device.copy(at, kept_[i].contents.data(), kept_[i].contents.size());
-        longer[i]->data = at;
-        at += round_up(longer[i]->bytes());
+    for (const Kept &one : kept_) {
+        StateEntry &entry = state_[size_t(state_.slot(one.kind))];
+        device.copy(at, one.contents.data(), one.contents.size());
+        entry.data = at;
+        at += round_up(entry.bytes());
     }
     device.synchronize();
     carried_ = std::move(memory);
