@@ -141,9 +141,8 @@ void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
     if (count > 0) not_null(list, role);
     for (int64_t i = 0; i < count; ++i) {
-        char name[24];
-        std::snprintf(name, sizeof name, "%lld", ll(i));
-        check_float_tensor(list[i], {role, name});
+        const std::string name = std::to_string(i); // short enough to need no heap
+        check_float_tensor(list[i], {role, name.c_str()});
     }
 }
 
