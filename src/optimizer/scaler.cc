@@ -143,12 +143,8 @@ void Scaler::set(int32_t what, double value) {
 
 namespace {
 
-/// The list of the two state tensors, "loss_scale" and "scaler".
-struct ScalerArrays {
-    float *scale;
-    ScalerState *state;
-};
-ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
+/// From a list of the two state tensors, "loss_scale" and "scaler".
+PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const ScalerRules &rules) {
     if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
     if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
     const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
@@ -160,28 +156,27 @@ ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
     };
     check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);
     check(list[1], "scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
-    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
+    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data), rules};
 }
 
-void move_scale(const Context &context, const ScalerRules &rules, ScalerArrays arrays, const int32_t *overflow,
-                void *stream) {
+void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
     if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
                     static_cast<const void *>(overflow));
-    context.device().loops().update_scaler(rules, arrays.state, arrays.scale, overflow, stream);
+    context.device().loops().update_scaler(scaler.rules, scaler.state, scaler.scale, overflow, stream);
 }
 
 } // namespace
 
 void Scaler::update(const int32_t *overflow, void *stream) {
-    move_scale(*context_, rules(), {scale(), state()}, overflow, stream);
+    move_scale(*context_, {scale(), state(), rules()}, overflow, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
-    move_scale(*context_, rules(), check_arrays(state, count), overflow, stream);
+    move_scale(*context_, check_arrays(state, count, rules()), overflow, stream);
 }
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
-    const ScalerArrays arrays = check_arrays(state, count);
-    context_->device().loops().write_scaler(first_state(), arrays.state, arrays.scale, stream);
+    const PlannedScaler scaler = check_arrays(state, count, rules());
+    context_->device().loops().write_scaler(first_state(), scaler.state, scaler.scale, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
