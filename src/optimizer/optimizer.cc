@@ -178,21 +178,22 @@ int64_t Optimizer::find_family(size_t first_new) const {
 }
 
 /// What the tensors of the whole optimizer hold that grow with its lists: all but what starts anew, on the host.
-std::vector<Optimizer::Kept> Optimizer::keep_contents(const std::vector<StateEntry> &own) const {
-    std::vector<Kept> kept;
+Optimizer::Kept Optimizer::keep_contents(const std::vector<StateEntry> &own) const {
+    Kept kept;
     for (const StateEntry &entry : own) {
         if (entry.data == nullptr || entry.of_scaler() || record_of(entry.kind).growth == Growth::anew) continue;
-        kept.push_back({entry.kind, std::vector<char>(entry.bytes())});
-        context_->device().copy(kept.back().contents.data(), entry.data, entry.bytes());
+        std::vector<char> &contents = kept[entry.kind];
+        contents.resize(entry.bytes());
+        context_->device().copy(contents.data(), entry.data, contents.size());
     }
     return kept;
 }
 
 /// Throws STATE for a parameter that would go into exchanges whose variance is frozen.
-void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const {
+void Optimizer::check_not_frozen(size_t first_new, const Kept &kept) const {
     ScheduleState now{};
-    for (const Kept &one : kept)
-        if (one.kind == StateKind::schedule) std::memcpy(&now, one.contents.data(), sizeof now);
+    if (const auto schedule = kept.find(StateKind::schedule); schedule != kept.end())
+        std::memcpy(&now, schedule->second.data(), sizeof now);
     for (size_t i = first_new; now.frozen && i < params_.size(); ++i)
         if (goes_into_exchanges(groups_[size_t(params_[i].group)]))
             throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
@@ -204,13 +205,13 @@ void Optimizer::carry_contents() {
     if (kept_.empty()) return;
     const Device &device = context_->device();
     size_t bytes = 0;
-    for (const Kept &one : kept_) bytes += round_up(state_.find(one.kind)->bytes());
+    for (const auto &[kind, contents] : kept_) bytes += round_up(state_.find(kind)->bytes());
     Memory memory(context_, std::max(bytes, kLine), nullptr);
     device.clear(memory.data(), bytes, nullptr);
     char *at = static_cast<char *>(memory.data());
-    for (const Kept &one : kept_) {
-        StateEntry &entry = state_[size_t(state_.slot(one.kind))];
-        device.copy(at, one.contents.data(), one.contents.size());
+    for (const auto &[kind, contents] : kept_) {
+        StateEntry &entry = state_[size_t(state_.slot(kind))];
+        device.copy(at, contents.data(), contents.size());
         entry.data = at;
         at += round_up(entry.bytes());
     }
@@ -228,7 +229,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
     const std::vector<StateEntry> own = state_.of_optimizer(); // these follow the parameters' and grow with them
-    std::vector<Kept> kept = keep_contents(own);               // empty also where an earlier group's are in kept_
+    Kept kept = keep_contents(own);                            // empty also where an earlier group's are in kept_
     int64_t family = -1;
     Added added;
     try {

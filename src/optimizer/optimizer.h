@@ -10,6 +10,7 @@
 #include "step/drive.h"
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -131,12 +132,10 @@ private:
     int64_t find_family(size_t first_new) const;
     void add_param_state(int64_t index);
     void add_own_state(const OneBit *onebit, bool trust);
-    struct Kept { // of a tensor of the whole optimizer, while groups or parameters come
-        StateKind kind;
-        std::vector<char> contents;
-    };
-    std::vector<Kept> keep_contents(const std::vector<StateEntry> &own) const;
-    void check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const;
+    /// Contents of tensors of the whole optimizer, while groups or parameters come.
+    using Kept = std::map<StateKind, std::vector<char>>;
+    Kept keep_contents(const std::vector<StateEntry> &own) const;
+    void check_not_frozen(size_t first_new, const Kept &kept) const;
     void carry_contents();
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
@@ -164,7 +163,7 @@ private:
     int32_t trust_slots_ = 0;
     StateTable state_;
     std::vector<Memory> memory_;          // what the engine owns of the state
-    std::vector<Kept> kept_;              // until settle()
+    Kept kept_;                           // until settle()
     Memory carried_;                      // where it went
     std::optional<MemoryMap> memory_map_; // of parameters and state; nullopt: to be made anew
     Memory workspace_;
