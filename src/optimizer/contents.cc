@@ -62,13 +62,14 @@ bool has_meaning(StateKind kind) {
            kind == StateKind::scaler || kind == StateKind::step;
 }
 
-void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *contents, const ScalerRules &rules,
-                    dsopt_status status, const char *where) {
+void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *contents, const char *where,
+                    dsopt_status status, const ScalerRules *rules) {
     const Words words{entry, contents, status, where};
     if (entry.kind == StateKind::schedule)
         // A file has the momentum itself.
         check_schedule(words, status != DSOPT_ERR_FORMAT && optimizer.state().find(StateKind::exp_avg_bits) != nullptr);
-    if (entry.kind == StateKind::scaler) check_scaler(words, rules);
+    if (entry.kind == StateKind::scaler)
+        check_scaler(words, rules != nullptr ? *rules : optimizer.attachments().scaler->rules());
     if (entry.kind == StateKind::loss_scale) words.scale("the value", double(words.at<float>(0)));
     if (entry.kind == StateKind::lr_sum)
         for (int64_t i = 0; i < entry.numel / 2; ++i) words.finite("group", i, words.at<double>(i));
@@ -78,12 +79,6 @@ void check_contents(const Optimizer &optimizer, const StateEntry &entry, const v
         const std::string field = "the counter of '" + optimizer.params()[size_t(i)].name + "'";
         words.in_range(field.c_str(), words.at<int32_t>(i), 0, INT32_MAX);
     }
-}
-
-void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *words, const char *where) {
-    const Scaler *const scaler = optimizer.attachments().scaler.get();
-    check_contents(optimizer, entry, words, scaler != nullptr ? scaler->rules() : ScalerRules{}, DSOPT_ERR_ARGUMENT,
-                   where);
 }
 
 } // namespace dsopt
