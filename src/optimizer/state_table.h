@@ -114,9 +114,9 @@ public:
     /// Tensors of a parameter follow one another, and those of the optimizer follow all parameters'.
     void add(const StateEntry &entry) {
         const auto owner = size_t(entry.param + 1);
-        if (owner >= slots_.size()) slots_.resize(owner + 1, no_slots());
-        slots_[owner][size_t(entry.kind)] = int32_t(entries_.size());
+        if (owner >= slots_.size()) slots_.resize(owner + 1);
         entries_.push_back(entry);
+        slots_[owner][size_t(entry.kind)] = int32_t(entries_.size());
     }
     /// As its record has it.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
@@ -132,13 +132,13 @@ public:
     void truncate(int64_t params) {
         while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) entries_.pop_back();
         if (slots_.size() > size_t(params + 1)) slots_.resize(size_t(params + 1));
-        slots_[0] = no_slots();
+        slots_[0] = {};
     }
 
     /// Its index in lists of all state tensors; -1: there is none.
     int64_t slot(StateKind kind, int64_t param = kOptimizer) const {
         const auto owner = size_t(param + 1);
-        return owner < slots_.size() ? slots_[owner][size_t(kind)] : -1;
+        return owner < slots_.size() ? slots_[owner][size_t(kind)] - 1 : -1;
     }
     const StateEntry *find(StateKind kind, int64_t param = kOptimizer) const {
         const int64_t at = slot(kind, param);
@@ -169,15 +169,10 @@ public:
     auto end() const { return entries_.end(); }
 
 private:
-    using Slots = std::array<int32_t, size_t(StateKind::step) + 1>;
-    static Slots no_slots() {
-        Slots none;
-        none.fill(-1);
-        return none;
-    }
+    using Slots = std::array<int32_t, size_t(StateKind::step) + 1>; // one more than the index; 0: there is none
 
     std::vector<StateEntry> entries_;
-    std::vector<Slots> slots_{no_slots()}; // of the optimizer, then of each parameter
+    std::vector<Slots> slots_ = std::vector<Slots>(1); // of the optimizer, then of each parameter
 };
 
 } // namespace dsopt
