@@ -200,13 +200,11 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
 int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const {
     ScheduleState now{};
     if (call == 0) {
-        const StateEntry *const entry = state.find(StateKind::schedule);
-        if (entry != nullptr && entry->data != nullptr) now = read_schedule(entry->data, true, nullptr);
+        const void *const data = state.find(StateKind::schedule)->data;
+        if (data != nullptr) now = read_schedule(data, true, nullptr);
         // What the original's wrapper does when it is made, the engine does when its state is first needed.
         if (now.step == 0 && first_call_is_spent) now.step = 1;
-        return reduction_of(stage_of(setup_.rules, now));
-    }
-    if (setup_.rules.compat)
+    } else if (setup_.rules.compat)
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
     for (int64_t i = 1; i < call; ++i) (void)advance_schedule(setup_.rules, now);
     return reduction_of(stage_of(setup_.rules, now));
