@@ -498,7 +498,7 @@ dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, i
                                  void *stream) {
     return fence([&] {
         const Context &context = *object_of(ctx, "ctx");
-        if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);
+        require(limit > 0, "limit", limit, "above 0");
         check_list(list, count, "tensor");
         context.device().loops().clamp(list, count, float(limit), context.parallel(), stream);
     });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_compressed_allreduce and what belongs to it: exchanges without an optimizer.
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "base/tensor_list.h"
 #include "exchange/exchange.h"
 
@@ -12,7 +13,7 @@ CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compr
     if (args.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.reserved is %d, must be 0", args.reserved);
     if (args.count < 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", ll(args.count));
-    if (args.count > 0 && args.tensors == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.tensors is NULL");
+    if (args.count > 0) not_null(args.tensors, "dsopt_compressed.tensors");
     std::vector<int64_t> numels;
     int64_t total = 0;
     for (int64_t i = 0; i < args.count; ++i) {

@@ -33,8 +33,8 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     } else if (key == DSOPT_KEY_BIAS_CORRECTION)
         set_flag(DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0);
     else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
-        if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
-            throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
+        require(value >= 1 && value < INT32_MAX && std::floor(value) == value, "freeze_step", value,
+                "a whole number in [1, 2^31 - 1)");
         group.freeze_step = int64_t(value);
     } else if (key == DSOPT_KEY_FREEZE_STEP)
         throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");

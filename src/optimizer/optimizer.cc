@@ -3,6 +3,7 @@
 // state_memory.cc, the step itself in step.cc.
 #include "optimizer/optimizer.h"
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "rules/group.h"
 #include <algorithm>
 #include <cstring>
@@ -298,7 +299,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     if (count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
                     params_.size());
-    if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
+    if (count > 0) not_null(grads, "the list of gradients");
     for (size_t i = 0; i < params_.size(); ++i)
         if (grads[i].data != nullptr) check_beside(grads[i], params_[i], "gradient of");
     call_list_.reserve(state_.size());

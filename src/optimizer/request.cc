@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call brings is checked before anything is enqueued.
+#include "base/struct_io.h"
 #include "optimizer/plan.h"
 
 namespace dsopt {
@@ -15,8 +16,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
     if (step.count != int64_t(params.size()))
         throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count),
                     params.size());
-    if (step.count > 0 && !accumulated && step.grads == nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+    if (step.count > 0 && !accumulated) not_null(step.grads, "dsopt_step.grads");
     if (accumulated && step.grads != nullptr)
         throw Error(DSOPT_ERR_ARGUMENT,
                     "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "optimizer/contents.h"
 #include <algorithm>
 
@@ -122,7 +123,7 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
 
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required) {
     const StateTable &state = optimizer.state();
-    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the state list is NULL");
+    not_null(list, "the state list");
     if (count != int64_t(state.size()))
         throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
                     state.size());
@@ -154,7 +155,7 @@ MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     if (count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld parameters, registered are %zu", ll(count), params_.size());
-    if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
+    if (count > 0) not_null(list, "the list of parameters");
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
     last_step_.forget();
