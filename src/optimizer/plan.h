@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, step.cc runs.
+// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, rank_check.cc compares with other
+// ranks, step.cc runs.
 #pragma once
 #include "optimizer/optimizer.h"
 
@@ -54,5 +55,13 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
 /// DSOPT_CONTEXT_CHECK_POINTERS.
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
+
+/// DSOPT_OPTIMIZER_CHECK_RANKS: whether every step is compared.
+bool checks_ranks(const Optimizer &optimizer);
+/// `lists_only`: the lists of parameters and nothing of the step. `remembers`: calls are counted, as in
+/// dsopt_optimizer_step. Throws MISMATCH naming what differs.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers);
+/// In place of check_ranks() where this rank takes no part: the others must not wait for it.
+void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept;
 
 } // namespace dsopt

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare what they are about to do before the first
+// collective of a step; where they will exchange bits, they compare their lists before the first step in any case.
+//
 // One all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell
 // every rank whether all have the same x, and so all come to the same end.
-#include "optimizer/rank_check.h"
+#include "optimizer/plan.h"
 #include "rules/rounding.h"
 #include <algorithm>
 #include <iterator>

@@ -2,7 +2,6 @@
 // One step: check the lists, make the plan, hand it to the driver.
 #include "base/sizes.h"
 #include "optimizer/plan.h"
-#include "optimizer/rank_check.h"
 #include <algorithm>
 
 namespace dsopt {
