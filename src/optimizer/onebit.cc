@@ -211,7 +211,6 @@ int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first
 }
 
 void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &params) const {
-    if (!(desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     const StateEntry *const bits = table.find(StateKind::exp_avg_bits);
     const StateEntry *const schedule = table.find(StateKind::schedule);
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
@@ -239,14 +238,13 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
 void OneBit::forget_like_original(const StateTable &table) const {
     if (!setup_.rules.compat) return;
     const Device &device = context_.device();
-    const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
     device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
-    kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
+    kept.frozen = setup_.rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM && schedule.step >= setup_.rules.freeze_step;
     device.copy(entry.data, &kept, sizeof kept);
     const auto forgets = [&](StateKind kind) {
         switch (kind) {

@@ -79,9 +79,9 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
     if (count > 0 && given == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
-    const bool shares_trust =
-        !compat() && with_.model && with_.model->ranks() > 1;              // the original has one ratio a shard
-    std::vector<bool> used(compat() && named_groups ? groups_.size() : 0); // the original's groups are in one piece
+    // The original has one trust ratio a shard, and its groups are in one piece.
+    const bool shares_trust = !compat() && with_.model && with_.model->ranks() > 1;
+    std::vector<bool> used(compat() && named_groups ? groups_.size() : 0);
     if (!used.empty())
         for (const Param &param : params_) used[size_t(param.group)] = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -132,10 +132,9 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
 void Optimizer::add_param_state(int64_t index) {
     const Param &param = params_[size_t(index)];
     const dsopt_group &group = groups_[size_t(param.group)];
-    const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
     if (param.has_master) state_.add(StateKind::master, index, param.numel);
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-    const int32_t type = compat() && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    const int32_t type = compat() && (desc_.flags & DSOPT_OPTIMIZER_NO_MASTER) ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
     for (int k = 0; k < moments.count; ++k)
         state_.add({kMomentKinds[k], index, type, 0, param.numel, nullptr, &moments.at[k]});
@@ -144,7 +143,7 @@ void Optimizer::add_param_state(int64_t index) {
 }
 
 /// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
-void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
+void Optimizer::add_own_state(const OneBit *onebit) {
     const auto count = int64_t(params_.size());
     const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
         state_.add(kind, StateTable::kOptimizer, numel, data);
@@ -154,7 +153,7 @@ void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
         add(StateKind::loss_scale, 1, with_.scaler->scale());
         add(StateKind::scaler, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (trust) add(StateKind::trust_ratio, count);
+    if (std::ranges::any_of(groups_, has_trust)) add(StateKind::trust_ratio, count);
     add(StateKind::step, count);
 }
 
@@ -256,7 +255,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     names_.merge(added.names);
     memory_map_->merge(added.memory);
     const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
-    if (std::any_of(own.begin(), own.end(), has_memory)) memory_map_.reset(); // that is not the optimizer's any more
+    if (std::ranges::any_of(own, has_memory)) memory_map_.reset(); // that is not the optimizer's any more
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();
@@ -271,7 +270,7 @@ void Optimizer::settle() {
     try {
         std::unique_ptr<OneBit> onebit;
         if (family_ >= 0) onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
-        add_own_state(onebit.get(), std::any_of(groups_.begin(), groups_.end(), has_trust));
+        add_own_state(onebit.get());
         carry_contents();
         onebit_ = std::move(onebit);
     } catch (...) {

@@ -131,7 +131,7 @@ private:
     void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
     int64_t find_family(size_t first_new) const;
     void add_param_state(int64_t index);
-    void add_own_state(const OneBit *onebit, bool trust);
+    void add_own_state(const OneBit *onebit);
     /// Contents of tensors of the whole optimizer, while groups or parameters come.
     using Kept = std::map<StateKind, std::vector<char>>;
     Kept keep_contents(const std::vector<StateEntry> &own) const;
