@@ -151,6 +151,7 @@ size_t Optimizer::workspace_bytes() const { return with_slack(StepMemory(*this, 
 
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit) {
+    const Context &context = optimizer.context();
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const std::vector<dsopt_group> &groups = optimizer.groups();
     const Attachments &with = optimizer.attachments();
@@ -197,8 +198,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
             .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
             .report = step.report,
             .outcome = memory.outcome,
-            .how = {step.stream, request.parallel, optimizer.context().chunk(), memory.extra, nullptr,
-                    (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
+            .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(), memory.extra,
+                    nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
             .control = memory.control,
             .scalars = memory.scalars,
             .divisors = memory.divisors,

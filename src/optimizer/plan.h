@@ -9,8 +9,7 @@ namespace dsopt {
 /// A call after checking.
 struct StepRequest {
     const dsopt_step &step;
-    uint32_t flags; // those of `step`, and what follows from them
-    Parallel parallel;
+    uint32_t flags;                     // those of `step`, and what follows from them
     bool initial = false;               // the original's step on zero gradients when a wrapper is made
     bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
     bool own_schedule = false;          // and so is the schedule
@@ -18,8 +17,8 @@ struct StepRequest {
     char *host = nullptr;               // the engine's for StepMemory::host_bytes; NULL: some of the pool
     bool *met = nullptr;                // set once the ranks have compared what they do
 };
-/// `functional`: dsopt_optimizer_apply.
-StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
+/// Returns StepRequest::flags. `functional`: dsopt_optimizer_apply.
+uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
 /// What must be zero before the first step in a workspace: its first two pieces.
 constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);

@@ -5,7 +5,7 @@
 
 namespace dsopt {
 
-StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
+uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
     check_groups(optimizer);
     const std::vector<Param> &params = optimizer.params();
     constexpr int32_t known =
@@ -72,7 +72,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
     if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
-    return {step, flags, optimizer.context().parallel(step.parallel_for, step.parallel_user)};
+    return flags;
 }
 
 } // namespace dsopt

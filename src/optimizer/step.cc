@@ -70,7 +70,7 @@ void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor
     dsopt_step step{};
     step.params = params;
     step.stream = stream;
-    run({step, 0, context_->parallel(), /*initial=*/true}, state, workspace);
+    run({step, 0, /*initial=*/true}, state, workspace);
 }
 
 void Optimizer::step(const dsopt_step &step) {
@@ -95,9 +95,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     check_scaler();
     const Repeats repeats = last_step_.repeats(step);
     const bool is_new = repeats == Repeats::nothing;
-    StepRequest request = is_new ? check_step(*this, step, false)
-                                 : StepRequest{step, last_step_.request_flags(),
-                                               context_->parallel(step.parallel_for, step.parallel_user)};
+    StepRequest request{step, is_new ? check_step(*this, step, false) : last_step_.request_flags()};
     request.met = &met;
     request.repeats = repeats;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -139,7 +137,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
 }
 
 void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
-    StepRequest request = check_step(*this, step, true);
+    StepRequest request{step, check_step(*this, step, true)};
     request.met = &met;
     check_state_list(*this, step.state, step.state_count, true);
     const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + slack_of(step.workspace);
