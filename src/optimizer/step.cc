@@ -86,8 +86,8 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
         (void)context_->device().finished(step.stream); // refuses a stream that is being captured
         context_->device().synchronize();
     }
-    if (const Outcome *known = outcome_.known();
-        known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
+    const Outcome *const known = outcome_.known();
+    if (known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
         throw Error(DSOPT_ERR_SKIPS,
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
@@ -141,7 +141,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
     request.met = &met;
     check_state_list(*this, step.state, step.state_count, true);
     const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + slack_of(step.workspace);
-    if (bytes != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
+    if (step.workspace == nullptr || step.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
@@ -153,7 +153,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
 void Optimizer::ensure_workspace(void *stream) {
     const Device &device = context_->device();
     if (workspace_.data() == nullptr) {
-        Memory workspace(context_, std::max<size_t>(workspace_bytes(), 64), stream);
+        Memory workspace(context_, workspace_bytes(), stream);
         device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()), kZeroedBytes, stream);
         host_memory_.resize(StepMemory(*this, nullptr, nullptr).host_bytes);
         workspace_ = std::move(workspace);
