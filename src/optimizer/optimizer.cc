@@ -153,7 +153,7 @@ void Optimizer::add_own_state(const OneBit *onebit) {
         add(StateKind::loss_scale, 1, with_.scaler->scale());
         add(StateKind::scaler, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (std::ranges::any_of(groups_, has_trust)) add(StateKind::trust_ratio, count);
+    if (std::any_of(groups_.begin(), groups_.end(), has_trust)) add(StateKind::trust_ratio, count);
     add(StateKind::step, count);
 }
 
@@ -255,7 +255,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     names_.merge(added.names);
     memory_map_->merge(added.memory);
     const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
-    if (std::ranges::any_of(own, has_memory)) memory_map_.reset(); // that is not the optimizer's any more
+    if (std::any_of(own.begin(), own.end(), has_memory)) memory_map_.reset(); // that is not the optimizer's any more
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();

@@ -58,7 +58,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     std::vector<size_t> missing, offsets;
     for (size_t i = 0; i < state_.size(); ++i)
         if (state_[i].data == nullptr) missing.push_back(i);
-    std::ranges::stable_sort(missing, {}, flat_group);
+    std::stable_sort(missing.begin(), missing.end(), [&](size_t a, size_t b) { return flat_group(a) < flat_group(b); });
     std::vector<dsopt_tensor> list = state_.list();
     if (missing.empty()) {
         state_list_.swap(list);
