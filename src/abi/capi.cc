@@ -22,15 +22,19 @@ using namespace dsopt;
 // Handles keep shared ownership, so an object lives as long as one made from it.
 struct dsopt_context {
     std::shared_ptr<const Context> object;
+    const Context &context() const { return *object; }
 };
 struct dsopt_comm {
     std::shared_ptr<Comm> object;
+    const Context &context() const { return *object->context(); }
 };
 struct dsopt_scaler {
     std::shared_ptr<Scaler> object;
+    const Context &context() const { return object->context(); }
 };
 struct dsopt_optimizer {
     std::shared_ptr<Optimizer> object;
+    const Context &context() const { return object->context(); }
 };
 
 namespace {
@@ -55,13 +59,18 @@ template <class F> dsopt_status fence(F &&body) noexcept {
     }
 }
 
+/// What is behind a handle, which in a child of fork() can only be destroyed.
+template <class Handle> const auto &object_of(const Handle *handle, const char *what) {
+    not_null(handle, what)->context().check_process();
+    return handle->object;
+}
+
 /// What a call asks of an optimizer: groups and parameters alone, or also what follows from all of them.
 enum class Asks { groups, everything };
 /// For calls that change an optimizer.
 template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
-        Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
-        optimizer.context().check_process();
+        Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Exclusive alone(optimizer.in_use());
         if (A == Asks::everything) optimizer.settle();
         body(optimizer);
@@ -70,8 +79,7 @@ template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer 
 /// For readers, any number at once.
 template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) noexcept {
     return fence([&] {
-        Optimizer &optimizer = *not_null(handle, "the optimizer")->object;
-        optimizer.context().check_process();
+        Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Shared with_others(optimizer.in_use());
         if (A == Asks::everything) optimizer.settle();
         body(std::as_const(optimizer));
@@ -91,28 +99,21 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
         throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
     if (!entry.of_scaler()) optimizer.ensure_state(nullptr, nullptr); // the scaler has its memory from the start
-    return entry_at(optimizer, index);
+    return entry;
 }
 
 template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) noexcept {
-    return fence([&] {
-        Scaler &scaler = *not_null(handle, "the scaler")->object;
-        scaler.context().check_process();
-        body(scaler);
-    });
+    return fence([&] { body(*object_of(handle, "the scaler")); });
 }
 
-const std::shared_ptr<Comm> &comm_of(const dsopt_comm *handle, const char *what = "the comm") {
-    const std::shared_ptr<Comm> &comm = not_null(handle, what)->object;
-    comm->context()->check_process();
-    return comm;
+std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) {
+    return handle != nullptr ? object_of(handle, "the comm") : nullptr;
 }
-std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) { return handle != nullptr ? comm_of(handle) : nullptr; }
 
 /// For exchanges that stand alone.
 template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) noexcept {
     return fence([&] {
-        Comm &data = *comm_of(handle);
+        Comm &data = *object_of(handle, "the comm");
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
         body(data, comm_if_any(known.node).get(), known);
     });
@@ -120,10 +121,7 @@ template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compr
 
 Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     Attachments with;
-    if (desc.scaler != nullptr) {
-        desc.scaler->object->context().check_process();
-        with.scaler = desc.scaler->object;
-    }
+    if (desc.scaler != nullptr) with.scaler = object_of(desc.scaler, "the scaler");
     with.data = comm_if_any(desc.data);
     with.model = comm_if_any(desc.model);
     with.node = comm_if_any(desc.node);
@@ -133,7 +131,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
                     desc.experts != nullptr ? "given" : "NULL");
     for (int32_t i = 0; i < desc.expert_count; ++i)
-        with.experts.push_back(comm_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
+        with.experts.push_back(object_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
     return with;
 }
 
@@ -143,16 +141,9 @@ void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
     if (count > 0) not_null(list, role);
     for (int64_t i = 0; i < count; ++i) {
-        char name[24];
-        std::snprintf(name, sizeof name, "%lld", ll(i));
-        check_float_tensor(list[i], {role, name});
+        const std::string name = std::to_string(i); // short enough to need no heap
+        check_float_tensor(list[i], {role, name.c_str()});
     }
-}
-
-const Context &context_of(const dsopt_context *ctx) {
-    const Context &context = *not_null(ctx, "ctx")->object;
-    context.check_process();
-    return context;
 }
 
 std::string make_build_info() {
@@ -224,18 +215,18 @@ dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
 }
 dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm) {
     return fence([&] {
-        (void)context_of(ctx);
+        const auto &context = object_of(ctx, "ctx");
         not_null(comm, "comm");
-        *comm = new dsopt_comm{make_comm(ctx->object, read_struct(desc, "dsopt_comm_desc"))};
+        *comm = new dsopt_comm{make_comm(context, read_struct(desc, "dsopt_comm_desc"))};
     });
 }
 dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsopt_comm_info *info) {
-    return fence([&] { write_struct(info, comm_of(comm)->info(), "dsopt_comm_info"); });
+    return fence([&] { write_struct(info, object_of(comm, "the comm")->info(), "dsopt_comm_info"); });
 }
 dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count, int32_t op,
                                    void *stream) {
     return fence([&] {
-        Comm &object = *comm_of(comm);
+        Comm &object = *object_of(comm, "the comm");
         if (op != DSOPT_OP_SUM && op != DSOPT_OP_MAX && op != DSOPT_OP_MEAN)
             throw Error(DSOPT_ERR_ARGUMENT, "op is %d, not SUM, MAX or MEAN", op);
         check_list(list, count, "tensor");
@@ -243,16 +234,17 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
     });
 }
 void dsopt_comm_abort(dsopt_comm *comm) {
-    if (comm != nullptr) (void)fence([&] { comm_of(comm)->abort(); }); // after fork() the parent's ranks go on
+    if (comm != nullptr)
+        (void)fence([&] { object_of(comm, "the comm")->abort(); }); // not after fork(): the parent's ranks go on
 }
 void dsopt_comm_destroy(dsopt_comm *comm) { delete comm; }
 
 // ------------------------------------------------------------------------------------------------------------ scaler
 dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler) {
     return fence([&] {
-        (void)context_of(ctx);
+        const auto &context = object_of(ctx, "ctx");
         not_null(scaler, "scaler");
-        *scaler = new dsopt_scaler{std::make_shared<Scaler>(ctx->object, read_struct(desc, "dsopt_scaler_desc"))};
+        *scaler = new dsopt_scaler{std::make_shared<Scaler>(context, read_struct(desc, "dsopt_scaler_desc"))};
     });
 }
 void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
@@ -295,8 +287,7 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
     return fence([&] {
         not_null(group, "group");
         check_size<dsopt_group>(size, "dsopt_group");
-        dsopt_group defaults = default_group(algorithm);
-        defaults.size = size;
+        const dsopt_group defaults = default_group(algorithm);
         std::memset(group, 0, size);
         group->size = size;
         write_struct(group, defaults, "dsopt_group");
@@ -305,20 +296,20 @@ dsopt_status dsopt_group_init(dsopt_group *group, size_t size, int32_t algorithm
 
 dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_desc *desc, dsopt_optimizer **opt) {
     return fence([&] {
-        not_null(ctx, "ctx")->object->check_process();
+        const auto &context = object_of(ctx, "ctx");
         not_null(opt, "opt");
         dsopt_optimizer_desc known = read_struct(desc, "dsopt_optimizer_desc");
         Attachments with = attachments_of(known);
         known.experts = nullptr; // the caller's array is not kept
-        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(ctx->object, known, std::move(with))};
+        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(context, known, std::move(with))};
     });
 }
 void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
 dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
     return fence([&] {
-        not_null(opt, "the optimizer")->object->context().check_process();
+        const auto &object = object_of(opt, "the optimizer");
         not_null(other, "other"); // before there is a handle that nobody would get
-        *other = new dsopt_optimizer{opt->object};
+        *other = new dsopt_optimizer{object};
     });
 }
 
@@ -380,7 +371,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
-        if (has_meaning(entry.kind) && bytes != 0) check_contents(optimizer, entry, host, "import");
+        check_contents(optimizer, entry, host, "import");
         optimizer.decode_momentum();
         optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();
@@ -425,8 +416,7 @@ dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, 
     const auto answer = [&](const Optimizer &optimizer) {
         *not_null(reduction, "reduction") = next_reduction(optimizer, call);
     };
-    if (call == 0) return with(opt, [&](Optimizer &optimizer) { answer(optimizer); });
-    return with(static_cast<const dsopt_optimizer *>(opt), answer);
+    return call == 0 ? with(opt, answer) : with(static_cast<const dsopt_optimizer *>(opt), answer);
 }
 dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
     return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });
@@ -449,7 +439,7 @@ dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const 
 // ------------------------------------------------------------------------------------------------------------- lists
 dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t count, int32_t how, void *stream) {
     return fence([&] {
-        const Context &context = context_of(ctx);
+        const Context &context = *object_of(ctx, "ctx");
         if (how != DSOPT_ZERO_FILL && how != DSOPT_ZERO_NONE)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
         check_list(grads, count, "gradient");
@@ -462,27 +452,25 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
 dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
                                     int64_t *server, size_t *workspace) {
     return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
-        const CompressLayout layout = make_layout(&data, node, known);
+        const CompressLayout layout = make_layout(data, node, known);
         if (worker != nullptr) *worker = layout.worker_floats();
         if (server != nullptr) *server = layout.server_floats();
         if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
-    return with(comm, args, [&](Comm &data, Comm *node, const dsopt_compressed &known) {
-        compressed_allreduce(*data.context(), data, node, known);
-    });
+    return with(comm, args, compressed_allreduce);
 }
 dsopt_status dsopt_compressed_errors(const dsopt_comm *comm, const dsopt_compressed *args, float *worker,
                                      float *server) {
     return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
-        compressed_errors(*data.context(), data, node, known, worker, server);
+        compressed_errors(data, node, known, worker, server);
     });
 }
 dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, int32_t norm,
                                 double max_norm, dsopt_comm *comm, dsopt_norm_result *result, void *stream) {
     return fence([&] {
-        const Context &context = context_of(ctx);
+        const Context &context = *object_of(ctx, "ctx");
         if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX)
             throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
         if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
@@ -496,7 +484,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
 dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt_tensor *x, float b,
                                  const dsopt_tensor *y, int64_t count, void *stream) {
     return fence([&] {
-        const Context &context = context_of(ctx);
+        const Context &context = *object_of(ctx, "ctx");
         check_list(x, count, "x");
         check_list(y, count, "y");
         for (int64_t i = 0; i < count; ++i)
@@ -509,8 +497,8 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
 dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,
                                  void *stream) {
     return fence([&] {
-        const Context &context = context_of(ctx);
-        if (!(limit > 0)) throw Error(DSOPT_ERR_ARGUMENT, "limit is %g, must be above 0", limit);
+        const Context &context = *object_of(ctx, "ctx");
+        require(limit > 0, "limit", limit, "above 0");
         check_list(list, count, "tensor");
         context.device().loops().clamp(list, count, float(limit), context.parallel(), stream);
     });

@@ -100,7 +100,7 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
         words.resize(transfer.bytes);
         files.file().verify(transfer.index, words.data());
         if (transfer.per_param) reorder(words.data(), order);
-        check_contents(optimizer, *entry, words.data(), rules, DSOPT_ERR_FORMAT, "the checkpoint");
+        check_contents(optimizer, *entry, words.data(), "the checkpoint", DSOPT_ERR_FORMAT, &rules);
     }
 }
 

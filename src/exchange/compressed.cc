@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_compressed_allreduce and what belongs to it: exchanges without an optimizer.
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "base/tensor_list.h"
 #include "exchange/exchange.h"
 
 namespace dsopt {
 
-CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args) {
+CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args) {
     if (args.compat != DSOPT_COMPAT_NONE && args.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
     if (args.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.reserved is %d, must be 0", args.reserved);
-    if (args.count < 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", static_cast<long long>(args.count));
-    if (args.count > 0 && args.tensors == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.tensors is NULL");
+    if (args.count < 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.count is %lld", ll(args.count));
+    if (args.count > 0) not_null(args.tensors, "dsopt_compressed.tensors");
     std::vector<int64_t> numels;
     int64_t total = 0;
     for (int64_t i = 0; i < args.count; ++i) {
@@ -28,46 +28,42 @@ CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compr
         if (total > (int64_t(1) << 56))
             throw Error(DSOPT_ERR_SHAPE, "the compressed tensors have more than 2^56 elements");
     }
-    node = check_node(comm, node, args.compat);
-    if (node != nullptr)
-        return CompressLayout::two_level(comm->ranks(), comm->rank(), node->ranks(), node->rank(), numels);
-    return args.compat == DSOPT_COMPAT_DEEPSPEED ? CompressLayout::padded(comm->ranks(), comm->rank(), numels)
-                                                 : CompressLayout::bucket(comm->ranks(), comm->rank(), numels);
+    node = check_node(&comm, node, args.compat);
+    return layout_for(data_rank_of(&comm, node), args.compat == DSOPT_COMPAT_DEEPSPEED, numels);
 }
 
-void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args) {
-    const CompressLayout layout = make_layout(&comm, node, args);
+void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) {
+    const CompressLayout layout = make_layout(comm, node, args);
     for (int64_t i = 0; i < args.count; ++i)
         if (args.tensors[i].data == nullptr && args.tensors[i].numel != 0)
-            throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", static_cast<long long>(i));
+            throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", ll(i));
     if (layout.all().worker_numel == 0) return; // nothing to send, on any rank
     if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
-    for (const void *buffer :
-         {static_cast<const void *>(args.worker_error), static_cast<const void *>(args.server_error)})
+    for (const void *buffer : {args.worker_error, args.server_error})
         if (reinterpret_cast<uintptr_t>(buffer) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "an error buffer is at %p, not aligned to 4 bytes", buffer);
     const size_t slack = slack_of(args.workspace), needed = layout.workspace_bytes() + slack;
     if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
-    const Device &device = context.device();
+    const Context &context = *comm.context();
+    const Loops &loops = context.device().loops();
     const Parallel parallel = context.parallel();
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error,
                                   static_cast<char *>(args.workspace) + slack);
-    device.loops().compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
+    loops.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
     exchange(context, &comm, layout.has_levels() ? node : nullptr, buffers, parallel, args.stream);
-    device.loops().compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
+    loops.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
 }
 
-void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
-                       float *worker, float *server) {
-    const CompressLayout layout = make_layout(&comm, node, args);
+void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server) {
+    const CompressLayout layout = make_layout(comm, node, args);
     if (layout.worker_numel == 0) return; // or nothing is kept
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error, nullptr);
-    owed_errors(context.device(), buffers, worker, server);
+    owed_errors(comm.context()->device(), buffers, worker, server);
 }
 
 } // namespace dsopt

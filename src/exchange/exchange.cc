@@ -18,6 +18,19 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     return node->ranks() > 1 ? node : nullptr;
 }
 
+DataRank data_rank_of(const Comm *data, const Comm *node) {
+    const int count = data != nullptr ? data->ranks() : 1, node_ranks = node != nullptr ? node->ranks() : 1;
+    const int in_data = data != nullptr ? data->rank() : 0, in_node = node != nullptr ? node->rank() : 0;
+    return {in_data + in_node * count, count * node_ranks, node_ranks};
+}
+
+CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels) {
+    const auto [rank, ranks, node_ranks] = own;
+    const int nodes = ranks / node_ranks;
+    if (node_ranks > 1) return CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
+    return compat ? CompressLayout::padded(ranks, rank, numels) : CompressLayout::bucket(ranks, rank, numels);
+}
+
 namespace {
 /// From rows to rows of results on every rank of `comm`.
 void exchange_rows(const Device &device, Comm &comm, const ExchangeBuffers &buffers, const Parallel &parallel,
@@ -56,28 +69,33 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
 
 void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server) {
     const CompressLayout &layout = *buffers.layout;
-    std::vector<float> copy;
-    const auto on_host = [&](const float *data, int64_t floats) -> const float * {
-        if (device.is_host()) return data;
-        copy.resize(size_t(floats));
-        device.copy(copy.data(), data, size_t(floats) * sizeof(float));
+    const auto on_host = [&]<class T>(const T *data, int64_t count, std::vector<T> &copy) -> const T * {
+        if (device.is_host() || data == nullptr) return data;
+        copy.resize(size_t(count));
+        device.copy(copy.data(), data, size_t(count) * sizeof(T));
         return copy.data();
     };
-    const auto owe = [](const float *kept, float scale, int64_t n, float *errors) {
-        for (int64_t k = 0; k < n; ++k) errors[k] = error_of(kept[k], scale);
+    std::vector<float> copy;
+    std::vector<int32_t> copy_of_active;
+    const int32_t *const active = on_host(buffers.active, layout.used_words(), copy_of_active);
+    const auto owe = [&](const float *kept, float scale, int64_t begin, int64_t n, float *errors) {
+        for (int64_t k = 0; k < n; ++k) // what takes no part is kept at 0, and the others' scale is not its own
+            errors[k] = takes_part(active, layout.slice_begin + begin + k) ? error_of(kept[k], scale) : 0;
     };
     if (worker != nullptr) {
-        const float *kept = on_host(buffers.worker, layout.worker_floats()), *scales = kept + layout.worker_numel;
+        const float *kept = on_host(buffers.worker, layout.worker_floats(), copy), *scales = kept + layout.worker_numel;
         std::fill_n(worker, layout.worker_numel, 0.0f);
-        for (size_t i = 0; i < layout.parts.size(); ++i)
-            owe(kept + layout.parts[i].begin, scales[i], layout.parts[i].numel, worker + layout.parts[i].begin);
+        for (size_t i = 0; i < layout.parts.size(); ++i) {
+            const auto &[begin, numel, used, unit] = layout.parts[i];
+            owe(kept + begin, scales[i], begin, numel, worker + begin);
+        }
     }
     if (server == nullptr) return;
-    const float *kept = on_host(buffers.server, layout.server_floats()), *scales = kept + layout.server_numel;
+    const float *kept = on_host(buffers.server, layout.server_floats(), copy), *scales = kept + layout.server_numel;
     std::fill_n(server, layout.server_numel, 0.0f);
     for (const CompressLayout::Segment &segment : layout.own_segments())
-        owe(kept + segment.server, scales[segment.part - layout.first_part[size_t(layout.rank)]], segment.numel,
-            server + segment.server);
+        owe(kept + segment.server, scales[segment.part - layout.first_part[size_t(layout.rank)]], segment.begin,
+            segment.numel, server + segment.server);
 }
 
 } // namespace dsopt

@@ -7,6 +7,15 @@
 
 namespace dsopt {
 
+/// A rank among the data-parallel ones, which come in nodes. Two levels: in the order of the chunks that they serve, so
+/// those that share a slice follow one another.
+struct DataRank {
+    int rank, ranks, node_ranks;
+};
+DataRank data_rank_of(const Comm *data, const Comm *node);
+/// How such a rank exchanges tensors of these sizes; `compat`: as the original does.
+CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels);
+
 /// From what a rank brings (rows; with two levels the message) to rows of results on every rank. With one node the
 /// result is the exact mean, in the message. `data` is NULL on one node, `node` with one level.
 void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,
@@ -25,9 +34,8 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
 void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server);
 
 /// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
-CompressLayout make_layout(const Comm *comm, const Comm *node, const dsopt_compressed &args);
-void compressed_allreduce(const Context &context, Comm &comm, Comm *node, const dsopt_compressed &args);
-void compressed_errors(const Context &context, const Comm &comm, const Comm *node, const dsopt_compressed &args,
-                       float *worker, float *server);
+CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args);
+void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args);
+void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server);
 
 } // namespace dsopt

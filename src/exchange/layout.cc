@@ -106,7 +106,6 @@ CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, in
     own.node_ranks = node_ranks;
     own.slice = ranks * whole->server_numel;
     own.slice_begin = node_rank * own.slice;
-    own.count_leaves();
     if (ranks == 1) {
         own.part_leaf.push_back(leaves_of(own.slice)); // how the slice is shared out among threads
         return own;

@@ -7,38 +7,29 @@ namespace dsopt {
 namespace {
 
 /// Checks of one tensor, which know how to begin a message.
-class Words {
-public:
-    Words(const StateEntry &entry, const void *words, dsopt_status status, const char *where) :
-        entry_(entry),
-        words_(words),
-        status_(status),
-        where_(where) {}
+struct Words {
+    const StateEntry &entry;
+    const void *words;
+    dsopt_status status;
+    const char *where;
     template <class T> T at(int64_t index) const {
         T value;
-        std::memcpy(&value, static_cast<const char *>(words_) + size_t(index) * sizeof value, sizeof value);
+        std::memcpy(&value, static_cast<const char *>(words) + size_t(index) * sizeof value, sizeof value);
         return value;
     }
-    int64_t count() const { return entry_.numel; }
     void in_range(const char *field, int64_t value, int64_t least, int64_t most) const {
         if (value < least || value > most)
-            throw Error(status_, "%s: %s of 'optimizer.%s' is %lld, not in [%lld, %lld]", where_, field, entry_.name(),
+            throw Error(status, "%s: %s of 'optimizer.%s' is %lld, not in [%lld, %lld]", where, field, entry.name(),
                         ll(value), ll(least), ll(most));
     }
     void scale(const char *field, double value) const {
         if (!is_loss_scale(value))
-            throw Error(status_, "%s: %s of 'optimizer.%s' is no loss scale: %g", where_, field, entry_.name(), value);
+            throw Error(status, "%s: %s of 'optimizer.%s' is no loss scale: %g", where, field, entry.name(), value);
     }
     void finite(const char *field, int64_t index, double value) const {
         if (!std::isfinite(value))
-            throw Error(status_, "%s: %s %lld of 'optimizer.%s' is %g", where_, field, ll(index), entry_.name(), value);
+            throw Error(status, "%s: %s %lld of 'optimizer.%s' is %g", where, field, ll(index), entry.name(), value);
     }
-
-private:
-    const StateEntry &entry_;
-    const void *words_;
-    dsopt_status status_;
-    const char *where_;
 };
 
 void check_schedule(const Words &words, bool has_bits) {
@@ -71,28 +62,23 @@ bool has_meaning(StateKind kind) {
            kind == StateKind::scaler || kind == StateKind::step;
 }
 
-void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *contents, const ScalerRules &rules,
-                    dsopt_status status, const char *where) {
-    const Words words(entry, contents, status, where);
+void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *contents, const char *where,
+                    dsopt_status status, const ScalerRules *rules) {
+    const Words words{entry, contents, status, where};
     if (entry.kind == StateKind::schedule)
         // A file has the momentum itself.
         check_schedule(words, status != DSOPT_ERR_FORMAT && optimizer.state().find(StateKind::exp_avg_bits) != nullptr);
-    if (entry.kind == StateKind::scaler) check_scaler(words, rules);
+    if (entry.kind == StateKind::scaler)
+        check_scaler(words, rules != nullptr ? *rules : optimizer.attachments().scaler->rules());
     if (entry.kind == StateKind::loss_scale) words.scale("the value", double(words.at<float>(0)));
     if (entry.kind == StateKind::lr_sum)
-        for (int64_t i = 0; i < words.count() / 2; ++i) words.finite("group", i, words.at<double>(i));
+        for (int64_t i = 0; i < entry.numel / 2; ++i) words.finite("group", i, words.at<double>(i));
     if (entry.kind != StateKind::step) return;
-    for (int64_t i = 0; i < words.count(); ++i) {
+    for (int64_t i = 0; i < entry.numel; ++i) {
         if (words.at<int32_t>(i) >= 0) continue;
         const std::string field = "the counter of '" + optimizer.params()[size_t(i)].name + "'";
         words.in_range(field.c_str(), words.at<int32_t>(i), 0, INT32_MAX);
     }
-}
-
-void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *words, const char *where) {
-    const Scaler *const scaler = optimizer.attachments().scaler.get();
-    check_contents(optimizer, entry, words, scaler != nullptr ? scaler->rules() : ScalerRules{}, DSOPT_ERR_ARGUMENT,
-                   where);
 }
 
 } // namespace dsopt

@@ -33,8 +33,8 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     } else if (key == DSOPT_KEY_BIAS_CORRECTION)
         set_flag(DSOPT_GROUP_NO_BIAS_CORRECTION, value == 0);
     else if (key == DSOPT_KEY_FREEZE_STEP && is_onebit(group.algorithm)) {
-        if (!(value >= 1 && value < INT32_MAX && std::floor(value) == value))
-            throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is %g, must be a whole number in [1, 2^31 - 1)", value);
+        require(value >= 1 && value < INT32_MAX && std::floor(value) == value, "freeze_step", value,
+                "a whole number in [1, 2^31 - 1)");
         group.freeze_step = int64_t(value);
     } else if (key == DSOPT_KEY_FREEZE_STEP)
         throw Error(DSOPT_ERR_UNSUPPORTED, "freeze_step has an effect in the 1-bit family only");
@@ -88,7 +88,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     for (size_t i = first; i < last; ++i) {
         if (!takes(groups_[i])) continue;
         const dsopt_group changed = changed_group(groups_[i], key, value);
-        check_group(changed, desc_.compat != DSOPT_COMPAT_NONE);
+        check_group(changed, compat());
         if (const MomentInfo *const moment = first_difference(moments_of(groups_[i]), moments_of(changed)))
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",

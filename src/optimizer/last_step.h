@@ -21,28 +21,24 @@ public:
         if (grads_.equals(step.grads)) return Repeats::all;
         return grads_.may_be_at(step.grads) ? Repeats::all_but_places : Repeats::nothing;
     }
-    /// `request_flags`: what the checks made of those of the call.
-    void keep(const dsopt_step &step, uint32_t request_flags) noexcept {
-        kept_ = false;
-        step_ = without_lists(step);
-        request_flags_ = request_flags;
+    /// After forget(). `request_flags`: what the checks made of those of the call. `repeats`: how much is there still.
+    void keep(const dsopt_step &step, uint32_t request_flags, Repeats repeats) noexcept {
         try {
-            // For the lists that this call did not bring, too: no step after the first one allocates.
-            for (List *list : {&grads_, &params_, &out_}) list->tensors.reserve(size_t(step.count));
-            grads_.assign(step.grads, step.count);
-            params_.assign(step.params, step.count);
-            out_.assign(step.out, step.count);
-            state_.assign(step.state, step.state_count);
+            if (repeats == Repeats::nothing) {
+                step_ = without_lists(step);
+                request_flags_ = request_flags;
+                // For the lists that this call did not bring, too: no step after the first one allocates.
+                for (List *list : {&grads_, &params_, &out_}) list->tensors.reserve(size_t(step.count));
+                params_.assign(step.params, step.count);
+                out_.assign(step.out, step.count);
+                state_.assign(step.state, step.state_count);
+            }
+            if (repeats != Repeats::all) grads_.assign(step.grads, step.count);
             kept_ = true;
         } catch (const std::bad_alloc &) { // the step was taken; the next one is checked anew
         }
     }
     void forget() { kept_ = false; }
-    /// After forget(), where the same was called again.
-    void keep_on(const dsopt_step &step, Repeats repeats) {
-        if (repeats != Repeats::all) grads_.assign(step.grads, step.count); // into the memory of those before
-        kept_ = true;
-    }
     uint32_t request_flags() const { return request_flags_; }
 
 private:

@@ -50,10 +50,9 @@ void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
 
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                          const dsopt_optimizer_desc &desc, DataRank own) {
-    const auto [rank, count, node_ranks] = own;
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     follow(groups, compat);
-    compresses = count > 1;
+    compresses = own.ranks > 1;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of parts
@@ -64,7 +63,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         mean.push_back(-1);
         if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
-            mean_numel += round_up(param.numel, int64_t(node_ranks));
+            mean_numel += round_up(param.numel, int64_t(own.node_ranks));
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
@@ -79,12 +78,8 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         worker.push_back(numels.back()); // within the part, whose begin is added below
         numels.back() += param.numel;
     }
-    if (node_ranks > 1) {
-        const int nodes = count / node_ranks;
-        layout = CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
-        if (layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
-    } else if (compresses)
-        layout = compat ? CompressLayout::padded(count, rank, numels) : CompressLayout::bucket(count, rank, numels);
+    if (compresses) layout = layout_for(own, compat, numels);
+    if (layout.has_levels() && layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.all().parts[size_t(part[i])].begin;
 }
@@ -101,14 +96,11 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
     }
     if (param.dtype != DSOPT_DTYPE_F32 && !param.has_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s': the 1-bit family needs F32 weights or masters", name);
-    const auto add = [&](StateKind kind, int32_t flags) {
-        state.add({kind, index, DSOPT_DTYPE_F32, flags, param.numel});
-    };
     if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-        add(desc.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator,
-            DSOPT_STATE_RANK_LOCAL);
-    if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) add(StateKind::exp_avg_sq_fresh, 0);
-    if (masked) add(StateKind::mask, 0);
+        state.add(desc.compat == DSOPT_COMPAT_NONE ? StateKind::anchor : StateKind::momentum_accumulator, index,
+                  param.numel);
+    if (group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB) state.add(StateKind::exp_avg_sq_fresh, index, param.numel);
+    if (masked) state.add(StateKind::mask, index, param.numel);
     if (!(desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     if (masked)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
@@ -117,41 +109,38 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
 }
 
 void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const {
-    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, int32_t flags = 0) {
-        state.add({kind, StateTable::kOptimizer, dtype, flags, numel});
-    };
+    const auto add = [&](StateKind kind, int64_t numel) { state.add(kind, StateTable::kOptimizer, numel); };
     const CompressLayout &layout = setup_.layout;
     const bool compat = setup_.rules.compat;
     if (setup_.compresses && !layout.is_exact()) {
-        add(StateKind::worker_error, DSOPT_DTYPE_F32, layout.worker_floats(), DSOPT_STATE_RANK_LOCAL);
-        add(StateKind::server_error, DSOPT_DTYPE_F32, layout.server_floats(), DSOPT_STATE_RANK_LOCAL);
-        if (!compat) add(StateKind::active, DSOPT_DTYPE_I32, layout.used_words());
-        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-            add(StateKind::exp_avg_bits, DSOPT_DTYPE_I32, layout.all().rows_bytes() / 4);
+        add(StateKind::worker_error, layout.worker_floats());
+        add(StateKind::server_error, layout.server_floats());
+        if (!compat) add(StateKind::active, layout.used_words());
+        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) add(StateKind::exp_avg_bits, layout.all().rows_bytes() / 4);
     }
-    add(StateKind::schedule, DSOPT_DTYPE_I32, sizeof(ScheduleState) / 4);
-    if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, DSOPT_DTYPE_I32, 2 * groups);
+    add(StateKind::schedule, sizeof(ScheduleState) / 4);
+    if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, 2 * groups);
     if (setup_.rules.algorithm != DSOPT_ALGORITHM_ONEBIT_LAMB) return;
     for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
                                  compat ? StateKind::trust_scaling : StateKind::trust_weight})
-        add(kind, DSOPT_DTYPE_F32, params);
+        add(kind, params);
     if (compat && setup_.compresses && !layout.parts.empty())
-        add(StateKind::exp_avg_pad, DSOPT_DTYPE_F32, layout.worker_numel - layout.parts[0].used);
+        add(StateKind::exp_avg_pad, layout.worker_numel - layout.parts[0].used);
 }
 
 ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
     ScheduleState state;
     const Device &device = context_.device();
-    if (own && known_.valid) return known_.state;
+    if (own && known_) return *known_;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     device.copy(&state, data, sizeof state);
     return state;
 }
 
 void OneBit::count_step(const OneBitPlan &plan) const {
-    known_.valid = !plan.compat && !context_.device().is_host();
-    known_.state = plan.now;
-    (void)advance_schedule(setup_.rules, known_.state);
+    if (plan.compat || context_.device().is_host()) return;
+    known_ = plan.now;
+    (void)advance_schedule(setup_.rules, *known_);
 }
 
 void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
@@ -184,7 +173,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .padding = floats(StateKind::exp_avg_pad),
                     .momentum = state.data<char>(list, StateKind::exp_avg_bits)};
     for (size_t i = 0; i < params.size(); ++i) {
-        const auto of_param = [&](StateKind kind) { return state.data<float>(list, int64_t(i), kind); };
+        const auto of_param = [&](StateKind kind) { return state.data<float>(list, kind, int64_t(i)); };
         jobs[i] = {.anchor = of_param(StateKind::anchor),
                    .drift = of_param(StateKind::momentum_accumulator),
                    .fresh = of_param(StateKind::exp_avg_sq_fresh),
@@ -211,20 +200,17 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
 int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const {
     ScheduleState now{};
     if (call == 0) {
-        const StateEntry *const entry = state.find(StateKind::schedule);
-        if (entry != nullptr && entry->data != nullptr) now = read_schedule(entry->data, true, nullptr);
+        const void *const data = state.find(StateKind::schedule)->data;
+        if (data != nullptr) now = read_schedule(data, true, nullptr);
         // What the original's wrapper does when it is made, the engine does when its state is first needed.
         if (now.step == 0 && first_call_is_spent) now.step = 1;
-        return reduction_of(stage_of(setup_.rules, now));
-    }
-    if (setup_.rules.compat)
+    } else if (setup_.rules.compat)
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
     for (int64_t i = 1; i < call; ++i) (void)advance_schedule(setup_.rules, now);
     return reduction_of(stage_of(setup_.rules, now));
 }
 
 void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &params) const {
-    if (!(desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     const StateEntry *const bits = table.find(StateKind::exp_avg_bits);
     const StateEntry *const schedule = table.find(StateKind::schedule);
     if (bits == nullptr || bits->data == nullptr || schedule->data == nullptr) return;
@@ -238,7 +224,7 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
     for (size_t i = 0; i < params.size(); ++i) {
         if (setup_.worker[i] < 0) continue;
-        moments.push_back(table.find(int64_t(i), StateKind::first_moment)->tensor());
+        moments.push_back(table.find(StateKind::first_moment, int64_t(i))->tensor());
         if (moments.back().data == nullptr && params[i].numel != 0)
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());
@@ -252,14 +238,13 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
 void OneBit::forget_like_original(const StateTable &table) const {
     if (!setup_.rules.compat) return;
     const Device &device = context_.device();
-    const bool zero_one = setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
     device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
     // 0/1 Adam writes the answer to an attribute that nothing reads.
-    kept.frozen = !zero_one && schedule.step >= setup_.rules.freeze_step;
+    kept.frozen = setup_.rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM && schedule.step >= setup_.rules.freeze_step;
     device.copy(entry.data, &kept, sizeof kept);
     const auto forgets = [&](StateKind kind) {
         switch (kind) {
@@ -281,26 +266,13 @@ void OneBit::forget_like_original(const StateTable &table) const {
 void OneBit::export_errors(const StateTable &table, const StateEntry &entry, float *out) const {
     const bool worker = entry.kind == StateKind::worker_error;
     auto *data = static_cast<float *>(entry.data);
-    const ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
+    if (const StateEntry *const active = table.find(StateKind::active))
+        exchange.active = static_cast<const int32_t *>(active->data);
     owed_errors(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
     const int64_t elements = worker ? setup_.layout.worker_numel : setup_.layout.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
-    const StateEntry *const active = table.find(StateKind::active);
-    if (active == nullptr) return;
-    // What takes no part is kept at 0 and owes nothing, though the others' scale says so.
-    std::vector<int32_t> words(size_t(active->numel));
-    context_.device().copy(words.data(), active->data, active->bytes());
-    const auto leave_out = [&](float *errors, int64_t element, int64_t count) {
-        for (int64_t i = 0; i < count; ++i, ++element)
-            if (!takes_part(words.data(), element)) errors[i] = 0;
-    };
-    if (worker)
-        for (const CompressLayout::Part &part : setup_.layout.parts)
-            leave_out(out + part.begin, setup_.layout.slice_begin + part.begin, part.numel);
-    else
-        for (const CompressLayout::Segment &segment : setup_.layout.own_segments())
-            leave_out(out + segment.server, setup_.layout.slice_begin + segment.begin, segment.numel);
 }
 
 } // namespace dsopt

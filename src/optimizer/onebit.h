@@ -7,13 +7,9 @@
 #include "optimizer/state_table.h"
 #include "rules/onebit_family.h"
 #include "step/average.h"
+#include <optional>
 
 namespace dsopt {
-
-/// A rank among the data-parallel ones, which come in nodes.
-struct DataRank {
-    int rank, ranks, node_ranks;
-};
 
 /// How the parameters of an optimizer go into exchanges; follows from groups, parameters and ranks.
 struct OneBitSetup {
@@ -79,7 +75,7 @@ public:
     /// After a step with the engine's schedule.
     void count_step(const OneBitPlan &plan) const;
     /// The memory may have been written to.
-    void forget_schedule() const { known_.valid = false; }
+    void forget_schedule() const { known_.reset(); }
 
     /// What the next calls do with gradients, DSOPT_REDUCTION_...; `first_call_is_spent`: by a wrapper that was made.
     int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
@@ -91,14 +87,10 @@ public:
     void export_errors(const StateTable &state, const StateEntry &entry, float *host) const;
 
 private:
-    struct KnownSchedule {
-        bool valid = false;
-        ScheduleState state{};
-    };
     const Context &context_;
     const dsopt_optimizer_desc desc_;
     OneBitSetup setup_;
-    mutable KnownSchedule known_; // `apply` may be given the memory that it is about
+    mutable std::optional<ScheduleState> known_; // `apply` may be given the memory that it is about
 };
 
 } // namespace dsopt

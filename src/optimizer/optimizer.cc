@@ -3,6 +3,7 @@
 // state_memory.cc, the step itself in step.cc.
 #include "optimizer/optimizer.h"
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "rules/group.h"
 #include <algorithm>
 #include <cstring>
@@ -23,7 +24,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                               DSOPT_OPTIMIZER_MOMENTUM_BITS;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
-    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && desc.compat != DSOPT_COMPAT_NONE)
+    if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
@@ -36,15 +37,14 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (random && !no_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
-    if (random && desc.compat != DSOPT_COMPAT_NONE)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
+    if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
     if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if (!random && desc.seed != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
-    if (desc.compat != DSOPT_COMPAT_NONE && with_.scaler && with_.scaler->rules().hysteresis > 1)
+    if (compat() && with_.scaler && with_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
@@ -59,19 +59,12 @@ Optimizer::~Optimizer() {
     with_.experts.clear();
 }
 
-DataRank Optimizer::data_rank() const {
-    const int ranks = int(data_ranks(with_.data.get(), with_.node.get()));
-    const int node_ranks = with_.node ? with_.node->ranks() : 1;
-    const int in_data = with_.data ? with_.data->rank() : 0, in_node = with_.node ? with_.node->rank() : 0;
-    return {in_data + in_node * (ranks / node_ranks), ranks, node_ranks};
-}
-
 void check_groups(const Optimizer &optimizer) {
     if (optimizer.groups().empty()) throw Error(DSOPT_ERR_STATE, "the optimizer has no groups yet");
 }
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
-    check_group(group, desc_.compat != DSOPT_COMPAT_NONE);
+    check_group(group, compat());
     grow(&group, params, count);
 }
 void Optimizer::add_params(const dsopt_param *params, int64_t count) {
@@ -86,9 +79,9 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
     if (count > 0 && given == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
     if (count > INT32_MAX - int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params_.size(), ll(count));
-    const bool compat = desc_.compat != DSOPT_COMPAT_NONE;
-    const bool shares_trust = !compat && with_.model && with_.model->ranks() > 1; // the original has one ratio a shard
-    std::vector<bool> used(compat && named_groups ? groups_.size() : 0); // the original's groups are in one piece
+    // The original has one trust ratio a shard, and its groups are in one piece.
+    const bool shares_trust = !compat() && with_.model && with_.model->ranks() > 1;
+    std::vector<bool> used(compat() && named_groups ? groups_.size() : 0);
     if (!used.empty())
         for (const Param &param : params_) used[size_t(param.group)] = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -106,10 +99,10 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
         if (!is_new || names_.contains(param.name))
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
         const Label label{"parameter", name->c_str()};
-        memory_map_.check(param.tensor(), label);
+        memory_map_->check(param.tensor(), label);
         added.memory.add(param.tensor(), label);
         // The original's wrappers step once when they are made, with all that a group has then.
-        if (named_groups && compat && !state_list_.empty())
+        if (named_groups && compat() && !state_list_.empty())
             throw Error(DSOPT_ERR_STATE,
                         "in compat mode parameters come before the state is made: add a group for '%s'",
                         param.name.c_str());
@@ -129,47 +122,44 @@ void Optimizer::append_params(const dsopt_param *given, int64_t count, bool name
         const bool shared =
             shares_trust && (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups_[size_t(group)]);
         param.trust_slot = shared ? trust_slots_++ : -1;
-        if (param.has_master && compat)
+        if (param.has_master && compat())
             wrapper_ = desc_.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
         params_.push_back(std::move(param));
     }
 }
 
 /// Its state tensors, in the order of the table in dsopt.h.
-void Optimizer::add_param_state(size_t index) {
-    const Param &param = params_[index];
+void Optimizer::add_param_state(int64_t index) {
+    const Param &param = params_[size_t(index)];
     const dsopt_group &group = groups_[size_t(param.group)];
-    const bool no_master = desc_.flags & DSOPT_OPTIMIZER_NO_MASTER;
-    const auto add = [&](StateKind kind, int32_t dtype, int32_t flags, const MomentInfo *moment = nullptr) {
-        state_.add({kind, int64_t(index), dtype, flags, param.numel, nullptr, moment});
-    };
-    if (param.has_master) add(StateKind::master, DSOPT_DTYPE_F32, DSOPT_STATE_FROM_PARAM);
+    if (param.has_master) state_.add(StateKind::master, index, param.numel);
     // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
-    const int32_t type = desc_.compat == DSOPT_COMPAT_DEEPSPEED && no_master ? param.dtype : DSOPT_DTYPE_F32;
+    const int32_t type = compat() && (desc_.flags & DSOPT_OPTIMIZER_NO_MASTER) ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
-    for (int k = 0; k < moments.count; ++k) add(kMomentKinds[k], type, 0, &moments.at[k]);
-    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) add(StateKind::grad_accum, DSOPT_DTYPE_F32, 0);
-    OneBit::add_param_state(param, int64_t(index), group, desc_, state_);
+    for (int k = 0; k < moments.count; ++k)
+        state_.add({kMomentKinds[k], index, type, 0, param.numel, nullptr, &moments.at[k]});
+    if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) state_.add(StateKind::grad_accum, index, param.numel);
+    OneBit::add_param_state(param, index, group, desc_, state_);
 }
 
 /// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
-void Optimizer::add_own_state(const OneBit *onebit, bool trust) {
+void Optimizer::add_own_state(const OneBit *onebit) {
     const auto count = int64_t(params_.size());
-    const auto add = [&](StateKind kind, int32_t dtype, int64_t numel, void *data = nullptr) {
-        state_.add({kind, StateTable::kOptimizer, dtype, 0, numel, data});
+    const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
+        state_.add(kind, StateTable::kOptimizer, numel, data);
     };
     if (onebit != nullptr) onebit->add_state(int64_t(groups_.size()), count, state_);
     if (with_.scaler) {
-        add(StateKind::loss_scale, DSOPT_DTYPE_F32, 1, with_.scaler->scale());
-        add(StateKind::scaler, DSOPT_DTYPE_I32, sizeof(ScalerState) / 4, with_.scaler->state());
+        add(StateKind::loss_scale, 1, with_.scaler->scale());
+        add(StateKind::scaler, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (trust) add(StateKind::trust_ratio, DSOPT_DTYPE_F32, count);
-    add(StateKind::step, DSOPT_DTYPE_I32, count);
+    if (std::any_of(groups_.begin(), groups_.end(), has_trust)) add(StateKind::trust_ratio, count);
+    add(StateKind::step, count);
 }
 
 /// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
 int64_t Optimizer::find_family(size_t first_new) const {
-    const bool compat = desc_.compat != DSOPT_COMPAT_NONE, joins = is_onebit(groups_.back().algorithm);
+    const bool joins = is_onebit(groups_.back().algorithm);
     if (family_ < 0 && !joins) {
         if (desc_.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
@@ -180,74 +170,66 @@ int64_t Optimizer::find_family(size_t first_new) const {
     if (desc_.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
         throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
     const int64_t family = family_ >= 0 ? family_ : int64_t(groups_.size()) - 1;
-    if (joins) check_family(groups_[size_t(family)], groups_.back(), compat);
-    for (size_t i = family_ >= 0 ? first_new : 0; compat && i < params_.size(); ++i)
+    if (joins) check_family(groups_[size_t(family)], groups_.back(), compat());
+    for (size_t i = family_ >= 0 ? first_new : 0; compat() && i < params_.size(); ++i)
         if (!is_onebit(groups_[size_t(params_[i].group)].algorithm))
             throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
     return family;
 }
 
 /// What the tensors of the whole optimizer hold that grow with its lists: all but what starts anew, on the host.
-std::vector<Optimizer::Kept> Optimizer::keep_contents(const std::vector<StateEntry> &own) const {
-    std::vector<Kept> kept;
+Optimizer::Kept Optimizer::keep_contents(const std::vector<StateEntry> &own) const {
+    Kept kept;
     for (const StateEntry &entry : own) {
         if (entry.data == nullptr || entry.of_scaler() || record_of(entry.kind).growth == Growth::anew) continue;
-        kept.push_back({entry.kind, std::vector<char>(entry.bytes())});
-        context_->device().copy(kept.back().contents.data(), entry.data, entry.bytes());
+        std::vector<char> &contents = kept[entry.kind];
+        contents.resize(entry.bytes());
+        context_->device().copy(contents.data(), entry.data, contents.size());
     }
     return kept;
 }
 
 /// Throws STATE for a parameter that would go into exchanges whose variance is frozen.
-void Optimizer::check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const {
-    const auto schedule =
-        std::find_if(kept.begin(), kept.end(), [](const Kept &one) { return one.kind == StateKind::schedule; });
-    if (schedule == kept.end()) return;
-    ScheduleState now;
-    std::memcpy(&now, schedule->contents.data(), sizeof now);
-    const auto joins = [&](const Param &param) { return goes_into_exchanges(groups_[size_t(param.group)]); };
-    const auto first = std::find_if(params_.begin() + int64_t(first_new), params_.end(), joins);
-    if (now.frozen && first != params_.end())
-        throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
-                    first->name.c_str());
+void Optimizer::check_not_frozen(size_t first_new, const Kept &kept) const {
+    ScheduleState now{};
+    if (const auto schedule = kept.find(StateKind::schedule); schedule != kept.end())
+        std::memcpy(&now, schedule->second.data(), sizeof now);
+    for (size_t i = first_new; now.frozen && i < params_.size(); ++i)
+        if (goes_into_exchanges(groups_[size_t(params_[i].group)]))
+            throw Error(DSOPT_ERR_STATE, "the variance is frozen: '%s' would have none, and never move",
+                        params_[i].name.c_str());
 }
 
-/// Into the tensors of the lists as they are now, in new memory.
+/// Into the tensors of the lists as they are now, in new memory. Each is still there: groups only come.
 void Optimizer::carry_contents() {
     if (kept_.empty()) return;
     const Device &device = context_->device();
-    std::vector<StateEntry *> longer;
     size_t bytes = 0;
-    for (const Kept &one : kept_) {
-        const int64_t slot = state_.slot(StateTable::kOptimizer, one.kind);
-        longer.push_back(slot >= 0 ? &state_[size_t(slot)] : nullptr);
-        if (slot >= 0) bytes += round_up(longer.back()->bytes());
-    }
+    for (const auto &[kind, contents] : kept_) bytes += round_up(state_.find(kind)->bytes());
     Memory memory(context_, std::max(bytes, kLine), nullptr);
     device.clear(memory.data(), bytes, nullptr);
     char *at = static_cast<char *>(memory.data());
-    for (size_t i = 0; i < kept_.size(); ++i) {
-        if (longer[i] == nullptr) continue;
-        device.copy(at, kept_[i].contents.data(), kept_[i].contents.size());
-        longer[i]->data = at;
-        at += round_up(longer[i]->bytes());
+    for (const auto &[kind, contents] : kept_) {
+        StateEntry &entry = state_[size_t(state_.slot(kind))];
+        device.copy(at, contents.data(), contents.size());
+        entry.data = at;
+        at += round_up(entry.bytes());
     }
     device.synchronize();
     carried_ = std::move(memory);
     kept_.clear();
-    mapped_ = false;
+    memory_map_.reset();
 }
 
 /// Everything that can fail comes before the live lists stay as they have become: a failure puts them back.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
     decode_momentum(); // its rows are those of the list as it is
-    if (!mapped_) memory_map_ = map_memory(nullptr, nullptr);
-    mapped_ = true;
+    if (!memory_map_) memory_map_ = map_memory(nullptr, nullptr);
     const size_t old_groups = groups_.size(), old_params = params_.size();
     const Wrapper old_wrapper = wrapper_;
     const int32_t old_slots = trust_slots_;
     const std::vector<StateEntry> own = state_.of_optimizer(); // these follow the parameters' and grow with them
-    std::vector<Kept> kept = keep_contents(own);               // empty also where an earlier group's are in kept_
+    Kept kept = keep_contents(own);                            // empty also where an earlier group's are in kept_
     int64_t family = -1;
     Added added;
     try {
@@ -256,7 +238,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         family = find_family(old_params);
         check_not_frozen(old_params, kept.empty() ? kept_ : kept);
         state_.truncate(int64_t(old_params));
-        for (size_t i = old_params; i < params_.size(); ++i) add_param_state(i);
+        for (size_t i = old_params; i < params_.size(); ++i) add_param_state(int64_t(i));
     } catch (...) {
         state_.truncate(int64_t(old_params));
         for (const StateEntry &entry : own) state_.add(entry);
@@ -271,9 +253,9 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     if (!kept.empty()) kept_.swap(kept);
     settled_.store(false, std::memory_order_release);
     names_.merge(added.names);
-    memory_map_.merge(added.memory);
+    memory_map_->merge(added.memory);
     const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
-    mapped_ = !std::any_of(own.begin(), own.end(), has_memory); // that is not the optimizer's any more
+    if (std::any_of(own.begin(), own.end(), has_memory)) memory_map_.reset(); // that is not the optimizer's any more
     workspace_ = Memory();
     cache_.reset(); // it describes that
     last_step_.forget();
@@ -288,7 +270,7 @@ void Optimizer::settle() {
     try {
         std::unique_ptr<OneBit> onebit;
         if (family_ >= 0) onebit = std::make_unique<OneBit>(*context_, groups_, params_, desc_, data_rank());
-        add_own_state(onebit.get(), std::any_of(groups_.begin(), groups_.end(), has_trust));
+        add_own_state(onebit.get());
         carry_contents();
         onebit_ = std::move(onebit);
     } catch (...) {
@@ -316,18 +298,14 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     if (count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
                     params_.size());
-    if (count > 0 && grads == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of gradients is NULL");
-    for (size_t i = 0; i < params_.size(); ++i) {
-        if (grads[i].data == nullptr) continue;
-        const Label label{"gradient of", params_[i].name.c_str()};
-        check_float_tensor(grads[i], label);
-        check_numel(grads[i], params_[i].numel, label);
-    }
+    if (count > 0) not_null(grads, "the list of gradients");
+    for (size_t i = 0; i < params_.size(); ++i)
+        if (grads[i].data != nullptr) check_beside(grads[i], params_[i], "gradient of");
     call_list_.reserve(state_.size());
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());
     for (size_t i = 0; i < params_.size(); ++i)
-        call_list_[i] = *state_.find(state_list_.data(), int64_t(i), StateKind::grad_accum);
+        call_list_[i] = *state_.find(state_list_.data(), StateKind::grad_accum, int64_t(i));
     context_->device().loops().axpby({}, grads, 1, call_list_.data(), count, context_->parallel(), stream);
     for (size_t i = 0; i < params_.size(); ++i)
         params_[i].accumulated = params_[i].accumulated || grads[i].data != nullptr;

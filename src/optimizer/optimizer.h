@@ -10,8 +10,10 @@
 #include "step/drive.h"
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -66,6 +68,7 @@ public:
 
     const Context &context() const { return *context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
+    bool compat() const { return desc_.compat != DSOPT_COMPAT_NONE; }
     const Attachments &attachments() const { return with_; }
     const std::vector<dsopt_group> &groups() const { return groups_; }
     const std::vector<Param> &params() const { return params_; }
@@ -74,8 +77,7 @@ public:
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     int64_t calls() const { return calls_; }
-    /// Two levels: in the order of the chunks that they serve, so those that share a slice follow one another.
-    DataRank data_rank() const;
+    DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
     /// Which of the original's wrappers compat mode stands for.
     Wrapper wrapper() const { return wrapper_; }
     /// How many tensors have a trust ratio that other model ranks have a part in.
@@ -128,17 +130,15 @@ private:
     };
     void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
     int64_t find_family(size_t first_new) const;
-    void add_param_state(size_t index);
-    void add_own_state(const OneBit *onebit, bool trust);
-    struct Kept { // of a tensor of the whole optimizer, while groups or parameters come
-        StateKind kind;
-        std::vector<char> contents;
-    };
-    std::vector<Kept> keep_contents(const std::vector<StateEntry> &own) const;
-    void check_not_frozen(size_t first_new, const std::vector<Kept> &kept) const;
+    void add_param_state(int64_t index);
+    void add_own_state(const OneBit *onebit);
+    /// Contents of tensors of the whole optimizer, while groups or parameters come.
+    using Kept = std::map<StateKind, std::vector<char>>;
+    Kept keep_contents(const std::vector<StateEntry> &own) const;
+    void check_not_frozen(size_t first_new, const Kept &kept) const;
     void carry_contents();
     MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
-    void initialize(const StateEntry &entry, const void *source, void *data, void *stream) const;
+    void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
     void take_step(const dsopt_step &step, bool &met);
     void take_apply(const dsopt_step &step, bool &met) const;
@@ -162,11 +162,10 @@ private:
     Wrapper wrapper_ = Wrapper::none;
     int32_t trust_slots_ = 0;
     StateTable state_;
-    std::vector<Memory> memory_; // what the engine owns of the state
-    std::vector<Kept> kept_;     // until settle()
-    Memory carried_;             // where it went
-    MemoryMap memory_map_;       // of parameters and state, while `mapped_`
-    bool mapped_ = false;
+    std::vector<Memory> memory_;          // what the engine owns of the state
+    Kept kept_;                           // until settle()
+    Memory carried_;                      // where it went
+    std::optional<MemoryMap> memory_map_; // of parameters and state; nullopt: to be made anew
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
     std::vector<dsopt_tensor> call_list_;  // the same with what a call brings

@@ -29,6 +29,12 @@ struct Param {
 
 /// One parameter, checked by itself. `first_leaf` and `trust_slot` follow from others and are left to the caller.
 Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc);
+/// A float tensor with as many elements, such as a gradient. `role` as in Label.
+inline void check_beside(const dsopt_tensor &given, const Param &param, const char *role) {
+    const Label label{role, param.name.c_str()};
+    check_float_tensor(given, label);
+    check_numel(given, param.numel, label);
+}
 /// A tensor in place of the registered one.
 void check_param(const dsopt_tensor &given, const Param &param);
 

@@ -19,15 +19,11 @@ void set_moment(Moment &moment, const dsopt_tensor *state) {
 class Pieces {
 public:
     explicit Pieces(const void *memory) : begin_(reinterpret_cast<uintptr_t>(memory)), at_(begin_) {}
-    template <class T> void take(T *&piece, size_t count) {
+    template <class T> void take_bytes(T *&piece, size_t bytes) {
         piece = reinterpret_cast<T *>(at_);
-        at_ += round_up(count * sizeof(T));
+        at_ += round_up(bytes);
     }
-    char *take_bytes(size_t count) {
-        char *piece;
-        take(piece, count);
-        return piece;
-    }
+    template <class T> void take(T *&piece, size_t count) { take_bytes(piece, count * sizeof(T)); }
     size_t bytes() const { return at_ - begin_; }
 
 private:
@@ -37,6 +33,7 @@ private:
 
 void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                const OneBitPlan *onebit, TensorJob *jobs) {
+    const dsopt_step &step = request.step;
     const std::vector<Param> &params = optimizer.params();
     const std::shared_ptr<Comm> &model = optimizer.attachments().model;
     const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED;
@@ -47,15 +44,15 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
-        const auto own = [&](StateKind kind) { return optimizer.state().find(state, int64_t(i), kind); };
-        void *data = request.params != nullptr ? request.params[i].data : param.data;
-        const dsopt_tensor *out = request.out != nullptr && request.out[i].data != nullptr ? &request.out[i] : nullptr;
+        const auto own = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
+        void *data = step.params != nullptr ? step.params[i].data : param.data;
+        const dsopt_tensor *out = step.out != nullptr && step.out[i].data != nullptr ? &step.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;
         const dsopt_tensor *grad = nullptr;
         if (accumulated)
             grad = param.accumulated ? own(StateKind::grad_accum) : nullptr;
-        else if (!request.initial && request.step.grads[i].data != nullptr)
-            grad = &request.step.grads[i];
+        else if (!request.initial && step.grads[i].data != nullptr)
+            grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
                    .weight = param.has_master ? own(StateKind::master)->data : data,
@@ -137,13 +134,13 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     pieces.take(sums_b, leaves);
     pieces.take(bad, leaves);
     pieces.take(factors, lamb ? leaves : 0);
-    shards = reinterpret_cast<ShardSums *>(pieces.take_bytes(ShardTable{nullptr, optimizer.trust_slots()}.bytes()));
-    extra = pieces.take_bytes(device.loops().extra_bytes(shape));
-    exchange = pieces.take_bytes(shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
+    pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots()}.bytes());
+    pieces.take_bytes(extra, device.loops().extra_bytes(shape));
+    pieces.take_bytes(exchange, shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
     pieces.take(mean, onebit != nullptr ? size_t(onebit->mean_numel + onebit->mean_scratch) : 0);
     Pieces apart(host);
     Pieces &host_pieces = device.is_host() ? pieces : apart;
-    table = host_pieces.take_bytes(StepTable::bytes(shape));
+    host_pieces.take_bytes(table, StepTable::bytes(shape));
     host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * count : 0);
     host_pieces.take(host_norms, device.is_host() ? 0 : size_t(table_of_norms.size_with_message()));
     bytes = pieces.bytes();
@@ -154,17 +151,18 @@ size_t Optimizer::workspace_bytes() const { return with_slack(StepMemory(*this, 
 
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit) {
+    const Context &context = optimizer.context();
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const std::vector<dsopt_group> &groups = optimizer.groups();
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
+    const dsopt_step &step = request.step;
     if (request.repeats == Repeats::all_but_places) {
-        for (int64_t i = 0; i < request.step.count; ++i) table.jobs[i].grad = request.step.grads[i].data;
+        for (int64_t i = 0; i < step.count; ++i) table.jobs[i].grad = step.grads[i].data;
     } else if (request.repeats == Repeats::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
-        plan_groups(groups, desc.compat == DSOPT_COMPAT_DEEPSPEED, table.groups);
+        plan_groups(groups, optimizer.compat(), table.groups);
     }
-    const dsopt_step &step = request.step;
     bool clips = desc.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups.size(); ++i) {
         clips = clips || table.groups[i].max_norm > 0;
@@ -200,8 +198,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
             .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
             .report = step.report,
             .outcome = memory.outcome,
-            .how = {step.stream, request.parallel, optimizer.context().chunk(), memory.extra, nullptr,
-                    (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
+            .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(), memory.extra,
+                    nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
             .control = memory.control,
             .scalars = memory.scalars,
             .divisors = memory.divisors,

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, step.cc runs.
+// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, rank_check.cc compares with other
+// ranks, step.cc runs.
 #pragma once
 #include "optimizer/optimizer.h"
 
 namespace dsopt {
 
-/// The lists of one call after checking.
+/// A call after checking.
 struct StepRequest {
     const dsopt_step &step;
-    const dsopt_tensor *params; // NULL: where they are bound
-    const dsopt_tensor *out;
-    uint32_t flags;
-    Parallel parallel;
+    uint32_t flags;                     // those of `step`, and what follows from them
     bool initial = false;               // the original's step on zero gradients when a wrapper is made
     bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
     bool own_schedule = false;          // and so is the schedule
@@ -19,8 +17,8 @@ struct StepRequest {
     char *host = nullptr;               // the engine's for StepMemory::host_bytes; NULL: some of the pool
     bool *met = nullptr;                // set once the ranks have compared what they do
 };
-/// `functional`: dsopt_optimizer_apply.
-StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
+/// Returns StepRequest::flags. `functional`: dsopt_optimizer_apply.
+uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
 /// What must be zero before the first step in a workspace: its first two pieces.
 constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);
@@ -56,5 +54,13 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
 /// DSOPT_CONTEXT_CHECK_POINTERS.
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
+
+/// DSOPT_OPTIMIZER_CHECK_RANKS: whether every step is compared.
+bool checks_ranks(const Optimizer &optimizer);
+/// `lists_only`: the lists of parameters and nothing of the step. `remembers`: calls are counted, as in
+/// dsopt_optimizer_step. Throws MISMATCH naming what differs.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers);
+/// In place of check_ranks() where this rank takes no part: the others must not wait for it.
+void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept;
 
 } // namespace dsopt

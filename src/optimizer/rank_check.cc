@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare what they are about to do before the first
+// collective of a step; where they will exchange bits, they compare their lists before the first step in any case.
+//
 // One all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell
 // every rank whether all have the same x, and so all come to the same end.
-#include "optimizer/rank_check.h"
+#include "optimizer/plan.h"
 #include "rules/rounding.h"
 #include <algorithm>
 #include <iterator>
@@ -54,13 +57,15 @@ void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *s
             comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
 }
 
-/// The first entry whose key is not the same on all ranks.
-int64_t first_different(const Optimizer &optimizer, const std::vector<uint64_t> &keys, void *stream) {
-    std::vector<uint64_t> both = keys;
-    for (const uint64_t key : keys) both.push_back(~key);
+/// The first parameter whose key is not the same on all ranks, -1 if none.
+int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
+    const size_t count = optimizer.params().size();
+    std::vector<uint64_t> both;
+    for (size_t i = 0; i < count; ++i) both.push_back(key(i));
+    for (size_t i = 0; i < count; ++i) both.push_back(~both[i]);
     reduce_words(optimizer, both.data(), both.size() * sizeof(uint64_t), stream);
-    for (size_t i = 0; i < keys.size(); ++i) // halves are compared as integers, each by itself
-        if (both[i] != ~both[keys.size() + i]) return int64_t(i);
+    for (size_t i = 0; i < count; ++i) // halves are compared as integers, each by itself
+        if (both[i] != ~both[count + i]) return int64_t(i);
     return -1;
 }
 
@@ -92,19 +97,17 @@ bool checks_ranks(const Optimizer &optimizer) {
 
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers) {
     const std::vector<Param> &params = optimizer.params();
-    const auto own_key = [&](const Param &param) { return key_of(param, optimizer.groups()[size_t(param.group)]); };
+    const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
     Words words;
     uint64_t list = 0, gradients = 0;
-    for (const Param &param : params) list = mix(list, own_key(param));
+    for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
     // Where the caller averages, what is absent on one rank must be absent on all. Elsewhere it counts as zeros, or
     // concerns one rank alone.
     const bool full = plan.onebit == nullptr ||
                       (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
-    const auto counts = [&](int64_t i) {
-        return full && plan.wrapper == Wrapper::none && params[size_t(i)].expert == 0;
-    };
-    for (int64_t i = 0; i < plan.count; ++i)
-        if (counts(i)) gradients = mix(gradients, uint64_t(2 * i + plan.jobs[i].present));
+    const auto counts = [&](size_t i) { return full && plan.wrapper == Wrapper::none && params[i].expert == 0; };
+    for (size_t i = 0; i < params.size(); ++i)
+        if (counts(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
     for (int word = Words::calls; word < Words::count; ++word) words.set(word, 0);
@@ -125,9 +128,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
                     words.least(Words::params), words.most(Words::params), rank, ll(plan.count));
     if (!words.same(Words::list)) {
-        std::vector<uint64_t> keys;
-        for (const Param &param : params) keys.push_back(own_key(param));
-        const int64_t i = first_different(optimizer, keys, plan.how.stream);
+        const int64_t i = first_different(optimizer, key, plan.how.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
@@ -146,9 +147,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
                     name_of(Stage(words.least(Words::stage))), name_of(Stage(words.most(Words::stage))), rank,
                     name_of(plan.onebit->stage));
     if (!words.same(Words::gradients)) {
-        std::vector<uint64_t> keys;
-        for (int64_t i = 0; i < plan.count; ++i) keys.push_back(counts(i) && plan.jobs[i].present);
-        const int64_t i = std::max<int64_t>(first_different(optimizer, keys, plan.how.stream), 0);
+        const auto present = [&](size_t i) { return counts(i) && plan.jobs[i].present; };
+        const int64_t i = std::max<int64_t>(first_different(optimizer, present, plan.how.stream), 0);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
                     params[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the last steps came to, and what the next one does with gradients.
+#include "base/struct_io.h"
 #include "optimizer/optimizer.h"
 #include <cmath>
 #include <cstring>
@@ -79,7 +80,7 @@ dsopt_report Optimizer::report() const {
 
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream) {
     check_groups(optimizer);
-    if (reduction == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "reduction is NULL");
+    not_null(reduction, "reduction");
     if (reinterpret_cast<uintptr_t>(reduction) % sizeof *reduction != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "reduction is at %p, not aligned to 4 bytes", static_cast<void *>(reduction));
     const StateEntry *const entry = optimizer.state().find(StateKind::schedule);

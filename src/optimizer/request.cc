@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call brings is checked before anything is enqueued.
+#include "base/struct_io.h"
 #include "optimizer/plan.h"
 
 namespace dsopt {
 
-StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
+uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
     check_groups(optimizer);
     const std::vector<Param> &params = optimizer.params();
     constexpr int32_t known =
@@ -15,8 +16,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
     if (step.count != int64_t(params.size()))
         throw Error(DSOPT_ERR_SHAPE, "dsopt_step.count is %lld, registered are %zu parameters", ll(step.count),
                     params.size());
-    if (step.count > 0 && !accumulated && step.grads == nullptr)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.grads is NULL");
+    if (step.count > 0 && !accumulated) not_null(step.grads, "dsopt_step.grads");
     if (accumulated && step.grads != nullptr)
         throw Error(DSOPT_ERR_ARGUMENT,
                     "dsopt_step.grads with DSOPT_STEP_ACCUMULATED: the gradients are in the accumulators");
@@ -33,9 +33,8 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.lr and hyper: the rows of hyper have the learning rate");
     if ((step.flags & DSOPT_STEP_NO_NAN) && step.report == nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_NO_NAN has no effect without dsopt_step.report");
-    for (const void *scalar : {static_cast<const void *>(step.lr), static_cast<const void *>(step.hyper),
-                               static_cast<const void *>(step.grad_scale), static_cast<const void *>(step.skip),
-                               static_cast<const void *>(step.grad_norms), static_cast<const void *>(step.report)})
+    const void *const scalars[] = {step.lr, step.hyper, step.grad_scale, step.skip, step.grad_norms, step.report};
+    for (const void *scalar : scalars)
         if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
             throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
 
@@ -49,26 +48,17 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
         const Param &param = params[i];
         const char *name = param.name.c_str();
         bool present = accumulated ? param.accumulated : step.grads[i].data != nullptr;
-        if (present && !accumulated) {
-            check_float_tensor(step.grads[i], {"gradient of", name});
-            check_numel(step.grads[i], param.numel, {"gradient of", name});
-        }
+        if (present && !accumulated) check_beside(step.grads[i], param, "gradient of");
         // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
         present = present || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
-                  optimizer.state().find(int64_t(i), StateKind::anchor) != nullptr;
-        const void *data = param.data;
-        if (step.params != nullptr) {
-            const dsopt_tensor &given = step.params[i];
-            check_param(given, param);
-            data = given.data;
-        }
+                  optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
+        if (step.params != nullptr) check_param(step.params[i], param);
+        const void *const data = step.params != nullptr ? step.params[i].data : param.data;
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
-        if (wanted) {
-            check_float_tensor(step.out[i], {"output of", name});
-            check_numel(step.out[i], param.numel, {"output of", name});
-        } else if ((flags & DSOPT_STEP_OUT_ONLY) && param.numel != 0) {
+        if (wanted)
+            check_beside(step.out[i], param, "output of");
+        else if ((flags & DSOPT_STEP_OUT_ONLY) && param.numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "output of '%s' has no memory: OUT_ONLY and DELTA need every one", name);
-        }
         if ((flags & DSOPT_STEP_DELTA) && param.has_master)
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
@@ -82,7 +72,7 @@ StepRequest check_step(const Optimizer &optimizer, const dsopt_step &step, bool 
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
     if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
-    return {step, step.params, step.out, flags, optimizer.context().parallel(step.parallel_for, step.parallel_user)};
+    return flags;
 }
 
 } // namespace dsopt

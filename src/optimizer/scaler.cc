@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/scaler.h"
-#include "base/status.h"
+#include "base/struct_io.h"
 #include "base/tensor_list.h"
 #include <cmath>
 
@@ -55,14 +55,35 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     return rules;
 }
 
+/// From a list of the two state tensors, "loss_scale" and "scaler".
+PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const ScalerRules &rules) {
+    not_null(list, "the list of the scaler's state");
+    if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
+    const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
+        const Label label{name, "the scaler"};
+        check_tensor(tensor, label);
+        check_dtype(tensor, dtype, label);
+        check_numel(tensor, numel, label);
+        if (tensor.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", name);
+    };
+    check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);
+    check(list[1], "scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
+    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data), rules};
+}
+
+void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
+    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
+                    static_cast<const void *>(overflow));
+    context.device().loops().update_scaler(scaler.rules, scaler.state, scaler.scale, overflow, stream);
+}
+
 } // namespace
 
 void Scaler::check(const ScalerRules &rules) {
-    if (!std::isfinite(rules.factor) || rules.factor <= 1)
-        throw Error(DSOPT_ERR_ARGUMENT, "the scale factor is %g, must be above 1", rules.factor);
-    // A static scale has no minimum.
-    if (!is_loss_scale(rules.min) && !(rules.min == 0 && (rules.flags & DSOPT_SCALER_STATIC)))
-        throw Error(DSOPT_ERR_ARGUMENT, "the minimum scale is %g, must be positive and finite in fp32", rules.min);
+    require(std::isfinite(rules.factor) && rules.factor > 1, "the scale factor", rules.factor, "above 1");
+    const bool no_minimum = rules.min == 0 && (rules.flags & DSOPT_SCALER_STATIC);
+    require(no_minimum || is_loss_scale(rules.min), "the minimum scale", rules.min, "positive and finite in fp32");
     if (!(rules.max >= rules.min))
         throw Error(DSOPT_ERR_ARGUMENT, "the maximum scale is %g, the minimum %g", rules.max, rules.min);
     if (rules.window < 1) throw Error(DSOPT_ERR_ARGUMENT, "the scale window is %d, must be at least 1", rules.window);
@@ -127,8 +148,7 @@ void Scaler::set(int32_t what, double value) {
         state.overridden = 0;
         state.forced = 0;
     } else if (what == DSOPT_SCALE_VALUE || what == DSOPT_SCALE_OVERRIDE) {
-        if (!is_loss_scale(value))
-            throw Error(DSOPT_ERR_ARGUMENT, "the loss scale is %g, must be positive and finite in fp32", value);
+        require(is_loss_scale(value), "the loss scale", value, "positive and finite in fp32");
         if (what == DSOPT_SCALE_VALUE)
             state.dynamic = value;
         else {
@@ -141,47 +161,15 @@ void Scaler::set(int32_t what, double value) {
     write(state);
 }
 
-namespace {
-
-/// The list of the two state tensors, "loss_scale" and "scaler".
-struct ScalerArrays {
-    float *scale;
-    ScalerState *state;
-};
-ScalerArrays check_arrays(const dsopt_tensor *list, int64_t count) {
-    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of the scaler's state is NULL");
-    if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
-    const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
-        const Label label{name, "the scaler"};
-        check_tensor(tensor, label);
-        check_dtype(tensor, dtype, label);
-        check_numel(tensor, numel, label);
-        if (tensor.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", name);
-    };
-    check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);
-    check(list[1], "scaler", DSOPT_DTYPE_I32, sizeof(ScalerState) / 4);
-    return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data)};
-}
-
-void move_scale(const Context &context, const ScalerRules &rules, ScalerArrays arrays, const int32_t *overflow,
-                void *stream) {
-    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
-                    static_cast<const void *>(overflow));
-    context.device().loops().update_scaler(rules, arrays.state, arrays.scale, overflow, stream);
-}
-
-} // namespace
-
 void Scaler::update(const int32_t *overflow, void *stream) {
-    move_scale(*context_, rules(), {scale(), state()}, overflow, stream);
+    move_scale(*context_, {scale(), state(), rules()}, overflow, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
-    move_scale(*context_, rules(), check_arrays(state, count), overflow, stream);
+    move_scale(*context_, check_arrays(state, count, rules()), overflow, stream);
 }
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
-    const ScalerArrays arrays = check_arrays(state, count);
-    context_->device().loops().write_scaler(first_state(), arrays.state, arrays.scale, stream);
+    const PlannedScaler scaler = check_arrays(state, count, rules());
+    context_->device().loops().write_scaler(first_state(), scaler.state, scaler.scale, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "optimizer/contents.h"
 #include <algorithm>
 
@@ -26,7 +27,7 @@ void fill(const Device &device, const dsopt_tensor &tensor, float value, void *s
 
 } // namespace
 
-void Optimizer::initialize(const StateEntry &entry, const void *source, void *data, void *stream) const {
+void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const {
     const Device &device = context_->device();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
         device.clear(data, entry.bytes(), stream);
@@ -37,11 +38,11 @@ void Optimizer::initialize(const StateEntry &entry, const void *source, void *da
     }
     const Param &param = params_[size_t(entry.param)];
     if (entry.numel == 0) return;
+    void *const source = params != nullptr ? params[entry.param].data : param.data;
     if (source == nullptr)
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
-    const dsopt_tensor from{const_cast<void *>(source), entry.numel, param.dtype, 0},
-        to{data, entry.numel, DSOPT_DTYPE_F32, 0};
+    const dsopt_tensor from{source, entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_DTYPE_F32, 0};
     device.loops().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
@@ -77,10 +78,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         const StateEntry &entry = state_[missing[k]];
         void *const data = list[missing[k]].data = static_cast<char *>(arena.data()) + offsets[k];
         counters = counters || entry.per_param();
-        if (masters_follow && (entry.flags & DSOPT_STATE_FROM_PARAM)) continue;
-        const void *source = nullptr;
-        if (entry.param >= 0) source = params != nullptr ? params[entry.param].data : params_[size_t(entry.param)].data;
-        initialize(entry, source, data, stream);
+        if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM)) initialize(entry, params, data, stream);
     }
     const bool initial_step = counters && wrapper_ != Wrapper::none && !masters_follow;
     memory_.reserve(memory_.size() + 1);
@@ -92,7 +90,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     memory_.push_back(std::move(arena));
     for (const size_t i : missing) state_[i].data = list[i].data;
     state_list_.swap(list);
-    mapped_ = false;
+    memory_map_.reset();
     last_step_.forget();
 }
 
@@ -116,8 +114,7 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
         if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
             with_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
-            initialize(entry, entry.param >= 0 && params != nullptr ? params[entry.param].data : nullptr, state[i].data,
-                       stream);
+            initialize(entry, params, state[i].data, stream);
     }
     const dsopt_tensor *const schedule = state_.find(state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - state)].data) state_changed();
@@ -126,7 +123,7 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
 
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required) {
     const StateTable &state = optimizer.state();
-    if (list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the state list is NULL");
+    not_null(list, "the state list");
     if (count != int64_t(state.size()))
         throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
                     state.size());
@@ -158,10 +155,9 @@ MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     if (count != int64_t(params_.size()))
         throw Error(DSOPT_ERR_SHAPE, "the list has %lld parameters, registered are %zu", ll(count), params_.size());
-    if (count > 0 && list == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the list of parameters is NULL");
+    if (count > 0) not_null(list, "the list of parameters");
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
-    mapped_ = true;
     last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
@@ -180,7 +176,6 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < bound.size(); ++i)
         if (list[i].data != nullptr) bound[i].data = list[i].data;
     memory_map_ = map_memory(nullptr, bound.data());
-    mapped_ = true;
     for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
     state_list_.clear();
     last_step_.forget();
@@ -199,7 +194,7 @@ void Optimizer::reset(int32_t what, void *stream) {
     decode_momentum(); // which counters tell
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr && (what & record_of(entry.kind).reset))
-            initialize(entry, entry.param < 0 ? nullptr : params_[size_t(entry.param)].data, entry.data, stream);
+            initialize(entry, nullptr, entry.data, stream);
     state_changed();
     if (what & DSOPT_RESET_COUNTERS) {
         calls_ = 0;

@@ -53,33 +53,36 @@ struct StateRecord {
     const char *name;  // in dsopt_state_info and in checkpoints; of moments see StateEntry::name
     int32_t reset = 0; // DSOPT_RESET_..., which set it back
     Growth growth = Growth::anew;
+    int32_t dtype = DSOPT_DTYPE_F32; // of moments see Optimizer::add_param_state()
+    int32_t flags = 0;               // DSOPT_STATE_...
 };
 constexpr StateRecord record_of(StateKind kind) {
     constexpr int32_t moments = DSOPT_RESET_MOMENTS, counters = DSOPT_RESET_COUNTERS, errors = DSOPT_RESET_ERRORS;
+    constexpr int32_t f32 = DSOPT_DTYPE_F32, i32 = DSOPT_DTYPE_I32, local = DSOPT_STATE_RANK_LOCAL;
     switch (kind) {
-    case StateKind::master: return {"master", DSOPT_RESET_MASTERS};
+    case StateKind::master: return {"master", DSOPT_RESET_MASTERS, Growth::anew, f32, DSOPT_STATE_FROM_PARAM};
     case StateKind::first_moment:
     case StateKind::second_moment: return {"moment", moments};
     case StateKind::grad_accum: return {"grad_accum", DSOPT_RESET_GRADS};
-    case StateKind::anchor: return {"anchor", moments};
-    case StateKind::momentum_accumulator: return {"momentum_accumulator", moments};
+    case StateKind::anchor: return {"anchor", moments, Growth::anew, f32, local};
+    case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::anew, f32, local};
     case StateKind::exp_avg_sq_fresh: return {"exp_avg_sq_fresh", moments};
     case StateKind::mask: return {"mask"}; // the caller's
-    case StateKind::worker_error: return {"worker_error", errors};
-    case StateKind::server_error: return {"server_error", errors};
-    case StateKind::active: return {"active", moments | counters, Growth::carried}; // whose variance is not 0
-    case StateKind::exp_avg_bits: return {"exp_avg_bits", counters};
-    case StateKind::schedule: return {"schedule", counters, Growth::carried};
-    case StateKind::lr_sum: return {"lr_sum", counters, Growth::carried};
+    case StateKind::worker_error: return {"worker_error", errors, Growth::anew, f32, local};
+    case StateKind::server_error: return {"server_error", errors, Growth::anew, f32, local};
+    case StateKind::active: return {"active", moments | counters, Growth::carried, i32}; // whose variance is not 0
+    case StateKind::exp_avg_bits: return {"exp_avg_bits", counters, Growth::anew, i32};
+    case StateKind::schedule: return {"schedule", counters, Growth::carried, i32};
+    case StateKind::lr_sum: return {"lr_sum", counters, Growth::carried, i32};
     case StateKind::trust_average: return {"trust_average", counters, Growth::per_param};
     case StateKind::trust_factor: return {"trust_factor", counters, Growth::per_param};
     case StateKind::trust_scaling: return {"trust_scaling", counters, Growth::per_param};
     case StateKind::trust_weight: return {"trust_weight", counters, Growth::per_param};
     case StateKind::exp_avg_pad: return {"exp_avg_pad", counters};
     case StateKind::loss_scale: return {"loss_scale"}; // the scaler is its own
-    case StateKind::scaler: return {"scaler"};
+    case StateKind::scaler: return {"scaler", 0, Growth::anew, i32};
     case StateKind::trust_ratio: return {"trust_ratio", counters, Growth::per_param};
-    case StateKind::step: return {"step", counters, Growth::per_param};
+    case StateKind::step: return {"step", counters, Growth::per_param, i32};
     }
     return {""};
 }
@@ -110,9 +113,14 @@ public:
 
     /// Tensors of a parameter follow one another, and those of the optimizer follow all parameters'.
     void add(const StateEntry &entry) {
-        if (entry.param >= int64_t(of_params_.size())) of_params_.resize(size_t(entry.param) + 1, no_slots());
-        slots(entry.param)[size_t(entry.kind)] = int32_t(entries_.size());
+        const auto owner = size_t(entry.param + 1);
+        if (owner >= slots_.size()) slots_.resize(owner + 1);
         entries_.push_back(entry);
+        slots_[owner][size_t(entry.kind)] = int32_t(entries_.size());
+    }
+    /// As its record has it.
+    void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
+        add({kind, param, record_of(kind).dtype, record_of(kind).flags, numel, data});
     }
     /// Those of the whole optimizer, which are the last ones.
     std::vector<StateEntry> of_optimizer() const {
@@ -123,33 +131,28 @@ public:
     /// Leaves the tensors of the first `params` parameters and no others.
     void truncate(int64_t params) {
         while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) entries_.pop_back();
-        if (of_params_.size() > size_t(params)) of_params_.resize(size_t(params));
-        of_optimizer_ = no_slots();
+        if (slots_.size() > size_t(params + 1)) slots_.resize(size_t(params + 1));
+        slots_[0] = {};
     }
 
     /// Its index in lists of all state tensors; -1: there is none.
-    int64_t slot(int64_t param, StateKind kind) const {
-        if (param >= int64_t(of_params_.size())) return -1;
-        return (param < 0 ? of_optimizer_ : of_params_[size_t(param)])[size_t(kind)];
+    int64_t slot(StateKind kind, int64_t param = kOptimizer) const {
+        const auto owner = size_t(param + 1);
+        return owner < slots_.size() ? slots_[owner][size_t(kind)] - 1 : -1;
     }
-    const StateEntry *find(int64_t param, StateKind kind) const {
-        const int64_t at = slot(param, kind);
+    const StateEntry *find(StateKind kind, int64_t param = kOptimizer) const {
+        const int64_t at = slot(kind, param);
         return at >= 0 ? &entries_[size_t(at)] : nullptr;
     }
-    const StateEntry *find(StateKind kind) const { return find(kOptimizer, kind); }
     /// In such a list.
-    const dsopt_tensor *find(const dsopt_tensor *list, int64_t param, StateKind kind) const {
-        const int64_t at = slot(param, kind);
+    const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
+        const int64_t at = slot(kind, param);
         return at >= 0 ? list + at : nullptr;
     }
-    const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind) const { return find(list, kOptimizer, kind); }
     /// Its memory in such a list; NULL: there is no such tensor.
-    template <class T> T *data(const dsopt_tensor *list, int64_t param, StateKind kind) const {
-        const dsopt_tensor *const tensor = find(list, param, kind);
+    template <class T> T *data(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
+        const dsopt_tensor *const tensor = find(list, kind, param);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
-    }
-    template <class T> T *data(const dsopt_tensor *list, StateKind kind) const {
-        return data<T>(list, kOptimizer, kind);
     }
     std::vector<dsopt_tensor> list() const {
         std::vector<dsopt_tensor> tensors;
@@ -162,23 +165,14 @@ public:
     bool empty() const { return entries_.empty(); }
     StateEntry &operator[](size_t i) { return entries_[i]; }
     const StateEntry &operator[](size_t i) const { return entries_[i]; }
-    auto begin() { return entries_.begin(); }
     auto begin() const { return entries_.begin(); }
-    auto end() { return entries_.end(); }
     auto end() const { return entries_.end(); }
 
 private:
-    using Slots = std::array<int32_t, size_t(StateKind::step) + 1>;
-    static Slots no_slots() {
-        Slots none;
-        none.fill(-1);
-        return none;
-    }
-    Slots &slots(int64_t param) { return param < 0 ? of_optimizer_ : of_params_[size_t(param)]; }
+    using Slots = std::array<int32_t, size_t(StateKind::step) + 1>; // one more than the index; 0: there is none
 
     std::vector<StateEntry> entries_;
-    std::vector<Slots> of_params_;
-    Slots of_optimizer_ = no_slots();
+    std::vector<Slots> slots_ = std::vector<Slots>(1); // of the optimizer, then of each parameter
 };
 
 } // namespace dsopt

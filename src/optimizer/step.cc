@@ -2,7 +2,6 @@
 // One step: check the lists, make the plan, hand it to the driver.
 #include "base/sizes.h"
 #include "optimizer/plan.h"
-#include "optimizer/rank_check.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -59,8 +58,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
-                                                                         : onebit.buffers.slices,
-           .zeroes_originals = (request.flags & DSOPT_STEP_ZERO_GRADS) != 0});
+                                                                         : onebit.buffers.slices});
     if (request.remembers && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (own_schedule) onebit_->count_step(onebit.plan);
 }
@@ -70,8 +68,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
 void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
                                   void *stream) const {
     dsopt_step step{};
+    step.params = params;
     step.stream = stream;
-    run({step, params, nullptr, 0, context_->parallel(), /*initial=*/true}, state, workspace);
+    run({step, 0, /*initial=*/true}, state, workspace);
 }
 
 void Optimizer::step(const dsopt_step &step) {
@@ -87,8 +86,8 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
         (void)context_->device().finished(step.stream); // refuses a stream that is being captured
         context_->device().synchronize();
     }
-    if (const Outcome *known = outcome_.known();
-        known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
+    const Outcome *const known = outcome_.known();
+    if (known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
         throw Error(DSOPT_ERR_SKIPS,
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
@@ -96,9 +95,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     check_scaler();
     const Repeats repeats = last_step_.repeats(step);
     const bool is_new = repeats == Repeats::nothing;
-    StepRequest request = is_new ? check_step(*this, step, false)
-                                 : StepRequest{step, step.params, step.out, last_step_.request_flags(),
-                                               context_->parallel(step.parallel_for, step.parallel_user)};
+    StepRequest request{step, is_new ? check_step(*this, step, false) : last_step_.request_flags()};
     request.met = &met;
     request.repeats = repeats;
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -131,12 +128,8 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     request.own_schedule = !complete && own;
     run(request, state, workspace_.data());
     // Jobs of the 1-bit family and accumulated gradients differ from step to step.
-    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers()) {
-        if (is_new)
-            last_step_.keep(step, request.flags);
-        else
-            last_step_.keep_on(step, repeats);
-    }
+    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers())
+        last_step_.keep(step, request.flags, repeats);
     lists_compared_ = true;
     calls_ = std::min(calls_ + 1, kMostCalls);
     if (request.flags & DSOPT_STEP_ACCUMULATED)
@@ -144,11 +137,11 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
 }
 
 void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
-    StepRequest request = check_step(*this, step, true);
+    StepRequest request{step, check_step(*this, step, true)};
     request.met = &met;
     check_state_list(*this, step.state, step.state_count, true);
     const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + slack_of(step.workspace);
-    if (bytes != 0 && (step.workspace == nullptr || step.workspace_bytes < needed))
+    if (step.workspace == nullptr || step.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
@@ -160,7 +153,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
 void Optimizer::ensure_workspace(void *stream) {
     const Device &device = context_->device();
     if (workspace_.data() == nullptr) {
-        Memory workspace(context_, std::max<size_t>(workspace_bytes(), 64), stream);
+        Memory workspace(context_, workspace_bytes(), stream);
         device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()), kZeroedBytes, stream);
         host_memory_.resize(StepMemory(*this, nullptr, nullptr).host_bytes);
         workspace_ = std::move(workspace);

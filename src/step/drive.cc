@@ -4,17 +4,6 @@
 #include "step/onebit.h"
 
 namespace dsopt {
-namespace {
-
-/// Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
-void update(const StepRun &run, StepLoops &loops) {
-    const bool shards = begin_shards(run, false);
-    loops.update();
-    if (shards) agree_on_shards(run, false);
-    if (run.plan.has_lamb) loops.update_weights(shards);
-}
-
-} // namespace
 
 void drive(const StepRun &run) {
     const Device &device = run.context.device();
@@ -30,12 +19,16 @@ void drive(const StepRun &run) {
         loops.decide();
         loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
         if (loops.onebit() != nullptr) update_onebit(run, loops);
-        update(run, loops);
+        // Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
+        const bool shards = begin_shards(run, false);
+        loops.update();
+        if (shards) agree_on_shards(run, false);
+        if (run.plan.has_lamb) loops.update_weights(shards);
         if (loops.onebit() != nullptr) end_onebit(run, loops);
         loops.finish();
         loops.mark(DSOPT_MS_BASIC_STEP);
     });
-    if (run.means != nullptr && run.zeroes_originals) run.means->zero_originals(device, how);
+    if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS)) run.means->zero_originals(device, how);
 }
 
 } // namespace dsopt

@@ -14,7 +14,6 @@ struct StepRun {
     double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
     const GradientMeans *means; // NULL where the engine averages no gradients
     float *mean_scratch;        // for sum_over_ranks()
-    bool zeroes_originals;      // of `means`
 };
 
 /// Average gradients, inspect, agree over comms, decide, exchange, update, finish.
