@@ -48,8 +48,7 @@ struct Api {
     Result (*query_stream)(Stream stream, StreamStatus *status) = runtime.need("aclrtStreamQuery");
 };
 
-inline constexpr const char *kName = "libhccl.so", *kKnown = "HcclGetRootInfo", *kVariable = "DSOPT_HCCL_LIBRARY";
-inline constexpr const char *kRuntimeName = "libascendcl.so", *kRuntimeKnown = "aclrtMalloc",
-                            *kRuntimeVariable = "DSOPT_ASCENDCL_LIBRARY";
+inline constexpr LibraryNames kLibrary = {"libhccl.so", "HcclGetRootInfo", "DSOPT_HCCL_LIBRARY"},
+                              kRuntime = {"libascendcl.so", "aclrtMalloc", "DSOPT_ASCENDCL_LIBRARY"};
 
 } // namespace dsopt::hccl

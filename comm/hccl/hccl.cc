@@ -204,22 +204,18 @@ int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
     });
 }
 
-Api load(const Library &hccl) { return {hccl, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable)}; }
+Api load(const Library &hccl) { return {hccl, Library::any(kRuntime)}; }
 
 } // namespace
 
 void make_hccl_id(void *id) {
-    const Api api = load(Library::any(kName, kKnown, kVariable));
+    const Api api = load(Library::any(kLibrary));
     const Result result = api.root_info(static_cast<RootInfo *>(id));
     if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
 }
 
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    Library library = Library::loaded(kName, kKnown);
-    if (desc.native != nullptr && !library)
-        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kName);
-    if (desc.native == nullptr) library = Library::any(kName, kKnown, kVariable);
-    const Api api = load(library);
+    const Api api = load(Library::for_comm(kLibrary, desc));
     auto endpoint = std::make_unique<Endpoint>(api, context, desc);
     endpoint->open(desc);
     dsopt_comm_table table{};
@@ -231,6 +227,6 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     return comm_of(std::move(context), std::move(endpoint), table);
 }
 
-const char *hccl_state() { return Library::state(kName, kKnown); }
+const char *hccl_state() { return Library::state(kLibrary); }
 
 } // namespace dsopt

@@ -265,7 +265,7 @@ void borrow(const Session &session, dsopt_comm_table &table) {
 } // namespace
 
 void make_nccl_id(void *id) {
-    const Api api{Library::any(kSoname, kKnown, kVariable)};
+    const Api api{Library::any(kLibrary)};
     const Result result = api.get_unique_id(static_cast<UniqueId *>(id));
     if (result != success) throw Error(DSOPT_ERR_COMM, "ncclGetUniqueId: %s", api.error_string(result));
 }
@@ -273,13 +273,9 @@ void make_nccl_id(void *id) {
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     if (context->device().is_host())
         throw Error(DSOPT_ERR_UNSUPPORTED, "NCCL works in device memory: it needs a CUDA context");
-    Library library = Library::loaded(kSoname, kKnown);
-    if (desc.native != nullptr && !library)
-        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kSoname);
-    if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
     const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
     const auto session = std::make_shared<Session>(
-        Session{Api{library}, context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
+        Session{Api{Library::for_comm(kLibrary, desc)}, context, desc.native, desc.native == nullptr, enqueues});
     const int timeout_ms = timeout_of(desc);
     dsopt_comm_table table{};
     table.rank = desc.rank;
@@ -298,7 +294,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
 
 const char *nccl_state() {
     if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
-    return Library::state(kSoname, kKnown);
+    return Library::state(kLibrary);
 }
 
 } // namespace dsopt
