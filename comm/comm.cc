@@ -47,7 +47,13 @@ Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table
     device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->device().is_host()) {}
 
 Comm::~Comm() {
-    if (table_.destroy != nullptr) table_.destroy(table_.self);
+    if (table_.destroy == nullptr) return;
+    try {
+        if (!provider_.own_codes) context_->check_process();
+    } catch (const Error &) {
+        return; // after fork() an end may be locked, and waited in, by threads that did not come along: kept
+    }
+    table_.destroy(table_.self);
 }
 
 void Comm::begin() {

@@ -38,18 +38,29 @@ inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
 }
 
-/// A comm whose table has `endpoint` as self, and frees it in `destroy` unless the table says how.
+/// A comm whose functions are methods of `endpoint`, which it keeps. `table` has rank, ranks and memory.
 template <class Endpoint>
 std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
                               dsopt_comm_table table, Provider provider = {}) {
     table.size = sizeof table;
     table.self = endpoint.get();
+    table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                          void *stream) -> int {
+        return static_cast<Endpoint *>(self)->all_reduce(send, recv, count, dtype, op, stream);
+    };
+    if (endpoint->has_all_to_all())
+        table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) -> int {
+            return static_cast<Endpoint *>(self)->all_to_all(send, recv, bytes, stream);
+        };
+    table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) -> int {
+        return static_cast<Endpoint *>(self)->all_gather(send, recv, bytes, stream);
+    };
     table.error = [](void *self, char *text, size_t capacity) {
         static_cast<Endpoint *>(self)->describe(text, capacity);
         return 0;
     };
     table.abort = [](void *self) { static_cast<Endpoint *>(self)->abort(); };
-    if (table.destroy == nullptr) table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
+    table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
     auto comm = std::make_unique<Comm>(std::move(context), table, provider);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;

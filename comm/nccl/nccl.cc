@@ -67,33 +67,63 @@ public:
         PolledEndpoint(ranks, timeout_ms),
         session_(std::move(session)) {}
 
-    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
-    template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
-        return inside([&](const Deadline &deadline) {
-            const dsopt_status status = until_called(enqueue(), deadline);
-            if (status != DSOPT_OK) return status;
-            return session_->enqueues ? look() : wait(stream, deadline);
+    ~Endpoint() {
+        if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
+    }
+
+    dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
+        DataType type;
+        switch (dtype) {
+        case DSOPT_DTYPE_F32: type = float32; break;
+        case DSOPT_DTYPE_F64: type = float64; break;
+        case DSOPT_DTYPE_I32: type = int32; break;
+        default: return DSOPT_ERR_DTYPE;
+        }
+        return call(stream, [&](const Api &api, Communicator comm) {
+            return api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, comm, stream);
+        });
+    }
+    dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *stream) {
+        return call(stream, [&](const Api &api, Communicator comm) {
+            return api.all_gather(send, recv, size_t(bytes), uint8, comm, stream);
+        });
+    }
+    bool has_all_to_all() const { return session_->api.send != nullptr && session_->api.recv != nullptr; }
+    dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
+        return call(stream, [&](const Api &api, Communicator comm) {
+            int ranks = 0;
+            Result result = api.count(comm, &ranks);
+            if (result != success) return result;
+            result = api.group_start();
+            if (result != success) return result;
+            const auto goes_on = [](Result said) { return said == success || said == in_progress; };
+            for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
+                const char *const from = static_cast<const char *>(send) + peer * bytes;
+                char *const to = static_cast<char *>(recv) + peer * bytes;
+                result = api.send(from, size_t(bytes), uint8, peer, comm, stream);
+                if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, comm, stream);
+            }
+            const Result ended = api.group_end(); // also after a failure: the group is the thread's
+            return goes_on(result) ? ended : result;
         });
     }
     dsopt_status wait(void *stream) {
         return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
-
-    ~Endpoint() {
-        try {
-            session_->context->check_process();
-        } catch (const Error &) {
-            return; // after fork() the communicator is the parent's
-        }
-        if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
-    }
     void abort() noexcept {
         ask_to_abort();
         stop_if_asked();
     }
-    const Session &session() const { return *session_; }
 
 private:
+    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
+    template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
+        return inside([&](const Deadline &deadline) {
+            const dsopt_status status = until_called(enqueue(session_->api, session_->comm), deadline);
+            if (status != DSOPT_OK) return status;
+            return session_->enqueues ? look() : wait(stream, deadline);
+        });
+    }
     /// Nobody else is in the communicator; after a failure nobody will be.
     template <class Body> dsopt_status inside(const Body &body) {
         dsopt_status status = DSOPT_ERR_INTERNAL;
@@ -158,51 +188,6 @@ private:
     std::mutex busy_;
     bool ended_ = false;
 };
-
-// ---------------------------------------------------------------------------------------------------------- the table
-Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
-
-int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    DataType type;
-    switch (dtype) {
-    case DSOPT_DTYPE_F32: type = float32; break;
-    case DSOPT_DTYPE_F64: type = float64; break;
-    case DSOPT_DTYPE_I32: type = int32; break;
-    default: return DSOPT_ERR_DTYPE;
-    }
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        return session.api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, session.comm,
-                                      stream);
-    });
-}
-int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        return session.api.all_gather(send, recv, size_t(bytes), uint8, session.comm, stream);
-    });
-}
-int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        const Api &api = session.api;
-        int ranks = 0;
-        Result result = api.count(session.comm, &ranks);
-        if (result != success) return result;
-        result = api.group_start();
-        if (result != success) return result;
-        const auto goes_on = [](Result said) { return said == success || said == in_progress; };
-        for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
-            const char *const from = static_cast<const char *>(send) + peer * bytes;
-            char *const to = static_cast<char *>(recv) + peer * bytes;
-            result = api.send(from, size_t(bytes), uint8, peer, session.comm, stream);
-            if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, session.comm, stream);
-        }
-        const Result ended = api.group_end(); // also after a failure: the group is the thread's
-        return goes_on(result) ? ended : result;
-    });
-}
-int wait(void *self, void *stream) { return of(self).wait(stream); }
 
 // ------------------------------------------------------------------------------------------------------------- making
 /// Fills `session->comm`.
@@ -281,15 +266,14 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_BACKEND;
-    table.all_reduce = all_reduce;
-    table.all_gather = all_gather;
-    if (session->api.send != nullptr && session->api.recv != nullptr) table.all_to_all = all_to_all;
     if (session->owned)
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
     return comm_of(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms), table,
-                   Provider{.enqueues = enqueues, .wait = wait});
+                   Provider{.enqueues = enqueues, .wait = [](void *self, void *stream) -> int {
+                                return static_cast<Endpoint *>(self)->wait(stream);
+                            }});
 }
 
 const char *nccl_state() {
