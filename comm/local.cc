@@ -143,16 +143,6 @@ std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
     return meeting;
 }
 
-template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t count, int32_t op, T *result) {
-    const T *first = static_cast<const T *>(offers[0].data);
-    std::copy(first, first + count, result);
-    for (size_t rank = 1; rank < offers.size(); ++rank) {
-        const T *next = static_cast<const T *>(offers[rank].data);
-        for (int64_t i = 0; i < count; ++i)
-            result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
-    }
-}
-
 /// One rank's end, of a meeting that it has joined.
 class Endpoint {
 public:
@@ -188,7 +178,10 @@ private:
         const size_t bytes = size_t(own.count) * sizeof(T);
         result_.resize(bytes);
         const dsopt_status status = meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
-            reduce_as(offers, own.count, own.op, reinterpret_cast<T *>(result_.data()));
+            T *const result = reinterpret_cast<T *>(result_.data());
+            std::copy_n(static_cast<const T *>(offers[0].data), own.count, result);
+            for (size_t rank = 1; rank < offers.size(); ++rank)
+                reduce_into(result, static_cast<const T *>(offers[rank].data), own.count, own.op);
         });
         if (status == DSOPT_OK) std::memcpy(recv, result_.data(), bytes);
         return status;

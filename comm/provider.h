@@ -3,6 +3,7 @@
 #pragma once
 #include "base/sizes.h"
 #include "comm/comm.h"
+#include <algorithm>
 #include <string>
 
 namespace dsopt {
@@ -36,6 +37,12 @@ inline std::string not_all_came(int ranks, int timeout_ms) {
 /// For the table's `error`: as much as fits.
 inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
+}
+
+/// A rank's elements to those of the ranks before it: in the order of ranks every rank computes the same bits.
+template <class T> void reduce_into(T *result, const T *next, int64_t count, int32_t op) {
+    for (int64_t i = 0; i < count; ++i)
+        result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
 }
 
 /// A comm whose functions are methods of `endpoint`, which it keeps. `table` has rank, ranks and memory.

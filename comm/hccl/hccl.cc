@@ -72,8 +72,7 @@ public:
     }
 
     dsopt_status all_reduce(const void *from, void *to, int64_t count, int32_t dtype, int32_t op, void *) {
-        if (dtype == DSOPT_DTYPE_F64)
-            return reduce_doubles(static_cast<const double *>(from), static_cast<double *>(to), count, op);
+        if (dtype == DSOPT_DTYPE_F64) return reduce_doubles(from, static_cast<double *>(to), count, op);
         if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
         return call(from, count * 4, to, count * 4, [&](void *send, void *recv) {
             return api_.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_DTYPE_F32 ? float32 : int32,
@@ -122,18 +121,12 @@ private:
         }
     }
     /// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
-    dsopt_status reduce_doubles(const double *from, double *to, int64_t count, int32_t op) {
+    dsopt_status reduce_doubles(const void *from, double *to, int64_t count, int32_t op) {
         rows_.resize(size_t(count) * size_t(ranks()));
         const dsopt_status status = all_gather(from, rows_.data(), count * int64_t(sizeof(double)), nullptr);
         if (status != DSOPT_OK) return status;
-        for (int64_t i = 0; i < count; ++i) {
-            double total = rows_[size_t(i)];
-            for (int rank = 1; rank < ranks(); ++rank) {
-                const double next = rows_[size_t(rank) * size_t(count) + size_t(i)];
-                total = op == DSOPT_OP_SUM ? total + next : std::max(total, next);
-            }
-            to[i] = total;
-        }
+        std::copy_n(rows_.data(), count, to);
+        for (int rank = 1; rank < ranks(); ++rank) reduce_into(to, rows_.data() + rank * count, count, op);
         return DSOPT_OK;
     }
     void join(const dsopt_comm_desc &desc) {
