@@ -30,6 +30,12 @@ struct Session {
         if (last != nullptr && last[0] != 0) text += std::string(", ") + last;
         return text;
     }
+    /// What the communicator has come to, or why it cannot say.
+    Result state() const {
+        Result state = success;
+        const Result looked = api.async_error(comm, &state);
+        return looked != success ? looked : state;
+    }
     /// Politely, which takes the other ranks, or by force.
     void end(bool politely, const Deadline &deadline) const {
         // Where there is no other way to be polite, destroying waits for the stream, and nothing could end that.
@@ -149,20 +155,15 @@ private:
     /// Waits until a call of a communicator that does not block has been made.
     dsopt_status until_called(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
-            if (result == in_progress) {
-                const Result looked = session_->api.async_error(session_->comm, &result);
-                if (looked != success) result = looked;
-            }
+            if (result == in_progress) result = session_->state();
             if (result == in_progress) return {};
             return result == success ? DSOPT_OK : refused(result);
         });
     }
     /// Whether the communicator has come upon an error.
     dsopt_status look() {
-        Result error = success;
-        const Result looked = session_->api.async_error(session_->comm, &error);
-        if (looked != success) return refused(looked);
-        return error == success || error == in_progress ? DSOPT_OK : refused(error);
+        const Result state = session_->state();
+        return state == success || state == in_progress ? DSOPT_OK : refused(state);
     }
     dsopt_status wait(void *stream, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
@@ -216,8 +217,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
             // Success, too, only means that it has begun.
             if ((result != success && result != in_progress) || session->comm == nullptr) return;
             (void)poll(deadline, [&] {
-                const Result looked = api.async_error(session->comm, &result);
-                if (looked != success) result = looked;
+                result = session->state();
                 return result != in_progress;
             });
         });
@@ -235,9 +235,7 @@ void borrow(const Session &session, dsopt_comm_table &table) {
         if (result != success)
             throw Error(DSOPT_ERR_COMM, "dsopt_comm_desc.native: %s", session.describe(result).c_str());
     };
-    Result state = success;
-    check(session.api.async_error(session.comm, &state));
-    check(state);
+    check(session.state());
     int device = 0;
     check(session.api.user_rank(session.comm, &table.rank));
     check(session.api.count(session.comm, &table.ranks));
