@@ -31,24 +31,16 @@ private:
     std::chrono::steady_clock::time_point at_;
 };
 
-/// Naps between two looks: none at first, because most exchanges are short, a millisecond in the end.
-class Pause {
-public:
-    void operator()() {
-        if (++looks_ < 200)
-            std::this_thread::yield();
-        else
-            std::this_thread::sleep_for(std::chrono::microseconds(looks_ < 1200 ? 50 : 1000));
-    }
-
-private:
-    int looks_ = 0;
-};
-
 /// Calls look() until it says that what it looks at is over. False: it was not by then.
 template <class Look> bool poll(const Deadline &deadline, const Look &look) {
-    for (Pause pause; !look(); pause())
+    for (int looks = 1; !look(); ++looks) {
         if (deadline.over()) return false;
+        // No naps at first, because most exchanges are short; of a millisecond in the end.
+        if (looks < 200)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(looks < 1200 ? 50 : 1000));
+    }
     return true;
 }
 

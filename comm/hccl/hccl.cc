@@ -90,7 +90,6 @@ public:
             return api_.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, comm_, stream_);
         });
     }
-    void abort() { ask_to_abort(); }
 
 private:
     /// On the device, kept for the next call.

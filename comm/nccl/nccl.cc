@@ -117,7 +117,7 @@ public:
         return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
     void abort() noexcept {
-        ask_to_abort();
+        PolledEndpoint::abort();
         stop_if_asked();
     }
 
