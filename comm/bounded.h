@@ -3,7 +3,7 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
-#include <memory>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -23,6 +23,11 @@ public:
     bool wait(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, const Done &done) const {
         if (bounded_) return changed.wait_until(lock, at_, done);
         changed.wait(lock, done);
+        return true;
+    }
+    template <class T> bool wait(const std::future<T> &result) const {
+        if (bounded_) return result.wait_until(at_) == std::future_status::ready;
+        result.wait();
         return true;
     }
 
@@ -47,29 +52,16 @@ template <class Look> bool poll(const Deadline &deadline, const Look &look) {
 /// Runs `body` on a thread of its own. Nothing if it has not returned by then, or no thread could be had: the thread
 /// and what `body` holds are left behind.
 template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> std::optional<decltype(body())> {
-    struct Shared {
-        explicit Shared(Body &&b) : body(std::move(b)) {}
-        Body body;
-        std::mutex mutex;
-        std::condition_variable changed;
-        std::optional<decltype(body())> result;
-    };
     try {
-        const auto shared = std::make_shared<Shared>(std::move(body));
-        std::thread thread([shared] {
-            const auto result = shared->body();
-            const std::lock_guard lock(shared->mutex);
-            shared->result = result;
-            shared->changed.notify_all();
-        });
-        std::unique_lock lock(shared->mutex);
-        if (!deadline.wait(shared->changed, lock, [&] { return shared->result.has_value(); })) {
+        std::packaged_task<decltype(body())()> task(std::move(body));
+        auto result = task.get_future();
+        std::thread thread(std::move(task));
+        if (!deadline.wait(result)) {
             thread.detach();
             return {};
         }
-        lock.unlock();
         thread.join();
-        return shared->result;
+        return result.get();
     } catch (const std::exception &) { return {}; }
 }
 
