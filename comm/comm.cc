@@ -7,18 +7,6 @@
 
 namespace dsopt {
 
-namespace {
-
-/// Device memory that a lost exchange may still write to: given back to nobody.
-void keep_forever(Memory &&memory) {
-    static std::mutex mutex;
-    static auto *const all = new std::vector<Memory>; // reachable, so no leak to a tool that looks for them
-    const std::lock_guard lock(mutex);
-    all->push_back(std::move(memory));
-}
-
-} // namespace
-
 char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
         bytes = round_up(bytes, 256);
@@ -34,8 +22,11 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
 void Comm::Scratch::leave_behind() {
-    if (device_.data() != nullptr) keep_forever(std::move(device_));
-    for (Memory &memory : outgrown_) keep_forever(std::move(memory));
+    static std::mutex mutex;
+    static auto &kept = *new std::vector<Memory>; // for ever, but reachable: no leak to a tool that looks for them
+    const std::lock_guard lock(mutex);
+    if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
+    for (Memory &memory : outgrown_) kept.push_back(std::move(memory));
     outgrown_.clear();
     bytes_ = 0;
 }

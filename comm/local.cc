@@ -121,21 +121,14 @@ private:
     std::string reason_;
 };
 
-/// Meetings by id. One is kept alive by its ranks, so the map never outgrows them.
-struct Registry {
-    std::mutex mutex;
-    std::map<std::string, std::weak_ptr<Meeting>> meetings;
-};
-Registry &registry() {
-    static Registry *const one = new Registry; // never destroyed: ranks may outlive static destructors
-    return *one;
-}
-
+/// The meeting of an id. One is kept alive by its ranks, so the map never outgrows them.
 std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
-    Registry &all = registry();
-    const std::lock_guard lock(all.mutex);
-    std::erase_if(all.meetings, [](const auto &item) { return item.second.expired(); });
-    std::weak_ptr<Meeting> &entry = all.meetings[id];
+    static std::mutex mutex;
+    // Never destroyed: ranks may outlive static destructors.
+    static auto &meetings = *new std::map<std::string, std::weak_ptr<Meeting>>;
+    const std::lock_guard lock(mutex);
+    std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
+    std::weak_ptr<Meeting> &entry = meetings[id];
     std::shared_ptr<Meeting> meeting = entry.lock();
     if (!meeting) entry = meeting = std::make_shared<Meeting>(ranks);
     if (meeting->ranks() != ranks)
