@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.h"
 #include "base/sizes.h"
-#include <chrono>
+#include "comm/bounded.h"
 #include <mutex>
-#include <thread>
 
 namespace dsopt {
 
@@ -78,15 +77,10 @@ void Comm::fail(int result, const char *what, void *stream) {
     if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
     if (device_) {
         // What is still on the stream may write to scratch memory, and giving that back would wait for it.
-        bool over = false;
+        bool over = true;
         try {
-            for (int i = 0; i < 100 && !over; ++i) {
-                over = context_->device().finished(stream);
-                if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-            }
-        } catch (const std::exception &) { // the stream has failed: nothing runs any more
-            over = true;
-        }
+            over = poll(Deadline(200), [&] { return context_->device().finished(stream); });
+        } catch (const std::exception &) {} // the stream has failed: nothing runs any more
         if (!over)
             for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
     }
