@@ -36,18 +36,28 @@ private:
     std::vector<float> scales_;
 };
 
-bool is_active(const std::vector<int32_t> &active, int64_t element) { return takes_part(active.data(), element); }
+std::vector<std::unique_ptr<SafetensorsReader>> open_files(const char *path, const dsopt_io &io) {
+    std::vector<std::unique_ptr<SafetensorsReader>> files;
+    for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
+        const char *const name = io.paths != nullptr ? io.paths[i] : path;
+        dsopt_io own = io;
+        if (io.users != nullptr) {
+            own.user = io.users[i];
+            own.total = io.totals[i];
+        }
+        files.push_back(
+            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(own)));
+    }
+    return files;
+}
 
 /// Who saved a file.
-struct Origin {
-    int32_t rank, ranks, node_ranks;
-    explicit Origin(const SafetensorsReader &file) {
-        const Fields fields(file);
-        ranks = fields.number<int32_t>("ranks");
-        node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // only there with two levels
-        rank = fields.number<int32_t>("rank");
-    }
-};
+DataRank origin_of(const SafetensorsReader &file) {
+    const Fields fields(file);
+    const auto ranks = fields.number<int32_t>("ranks");
+    const auto node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // with two levels
+    return {fields.number<int32_t>("rank"), ranks, node_ranks};
+}
 
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
     const size_t index = file.find(name);
@@ -60,51 +70,33 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 } // namespace
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
+    files_(open_files(path, io)),
     list_(io.files != 0),
     own_(optimizer.data_rank()) {
-    open(path, io);
     for (const auto &file : files_)
         if (Fields(*file).text("format") != "dsopt")
             throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
-    const Origin origin(*files_[0]);
-    saved_ = origin.ranks;
-    saved_node_ = origin.node_ranks;
-    saved_rank_ = origin.rank;
-    if (saved_ < 1 || saved_ > kMostRanks || saved_rank_ < 0 || saved_rank_ >= saved_)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
-    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
+    saved_ = origin_of(*files_[0]);
+    if (saved_.ranks < 1 || saved_.ranks > kMostRanks || saved_.rank < 0 || saved_.rank >= saved_.ranks)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_.rank, saved_.ranks);
+    if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
     if (!list_) return;
     sort_by_rank();
     check_one_save();
     main_ = resharded() ? 0 : own_.rank;
 }
 
-void RankFiles::open(const char *path, const dsopt_io &io) {
-    const auto add = [&](std::unique_ptr<Source> source) {
-        files_.push_back(std::make_unique<SafetensorsReader>(std::move(source)));
-    };
-    for (int32_t i = 0; i < io.files; ++i) {
-        dsopt_io own = io;
-        if (io.users != nullptr) {
-            own.user = io.users[i];
-            own.total = io.totals[i];
-        }
-        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(own));
-    }
-    if (!list_) add(path != nullptr ? file_source(path) : callback_source(io));
-}
-
 void RankFiles::sort_by_rank() {
-    std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_)};
+    std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_.ranks)};
     for (size_t i = 0; i < files_.size(); ++i) {
-        const Origin origin(*files_[i]);
-        if (origin.ranks != saved_ || origin.rank < 0 || origin.rank >= origin.ranks)
+        const DataRank origin = origin_of(*files_[i]);
+        if (origin.ranks != saved_.ranks || origin.rank < 0 || origin.rank >= origin.ranks)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
-                        origin.ranks, saved_rank_, saved_);
-        if (origin.node_ranks != saved_node_)
+                        origin.ranks, saved_.rank, saved_.ranks);
+        if (origin.node_ranks != saved_.node_ranks)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
-                        saved_node_);
+                        saved_.node_ranks);
         auto &slot = sorted[size_t(origin.rank)];
         if (slot)
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
@@ -113,7 +105,7 @@ void RankFiles::sort_by_rank() {
     for (size_t rank = 0; rank < sorted.size(); ++rank)
         if (!sorted[rank])
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
-                        saved_, rank);
+                        saved_.ranks, rank);
     files_ = std::move(sorted);
 }
 
@@ -135,18 +127,18 @@ void RankFiles::check_one_save() const {
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
     if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
     if (!resharded()) {
-        if (errors && !list_ && saved_rank_ != own_.rank)
-            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_rank_,
-                        saved_, own_.rank);
+        if (errors && !list_ && saved_.rank != own_.rank)
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_.rank,
+                        saved_.ranks, own_.rank);
         return;
     }
     // One rank alone always has the common parameters, and all gradients.
-    if (saved_ > 1 && !is_zero(file(), "optimizer.lr_sum"))
+    if (saved_.ranks > 1 && !is_zero(file(), "optimizer.lr_sum"))
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
                     "its %d ranks have no common parameters, and %d cannot go on with them",
-                    saved_, own_.ranks);
-    if (saved_ > 1)
+                    saved_.ranks, own_.ranks);
+    if (saved_.ranks > 1)
         for (const auto &file : files_) {
             const auto found = file->metadata().find("accumulated");
             if (found == file->metadata().end() || found->second.find('1') == std::string::npos) continue;
@@ -154,13 +146,13 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
             throw Error(DSOPT_ERR_MISMATCH,
                         "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
                         "ranks has its own, and %d cannot go on with them",
-                        param, saved_, own_.ranks);
+                        param, saved_.ranks, own_.ranks);
         }
     if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
-                    saved_rank_, saved_, own_.rank, own_.ranks);
+                    saved_.rank, saved_.ranks, own_.rank, own_.ranks);
 }
 
 void RankFiles::check_alike(size_t index) const {
@@ -205,7 +197,7 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
 }
 
 CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
-    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_, 1}).layout;
+    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
 }
 
 /// Elements that take no part owe nothing, whatever their kept sum and its scale say.
@@ -239,7 +231,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
 /// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
 std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
     const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout;
-    const std::vector<int32_t> takes_part = active(optimizer);
+    const std::vector<int32_t> active_words = active(optimizer);
     const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
     const int64_t slice = from.server_numel * nodes;
     std::vector<Kept> ranks;
@@ -258,7 +250,8 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
-                if (is_active(takes_part, whole + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
+                if (takes_part(active_words.data(), whole + k))
+                    result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
         }
     return result;
 }
@@ -266,7 +259,7 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
 /// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
 std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
     const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout.all();
-    const std::vector<int32_t> takes_part = active(optimizer);
+    const std::vector<int32_t> active_words = active(optimizer);
     std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk
     for (const CompressLayout::Segment &segment : to.own_segments()) own[size_t(segment.part)] = &segment;
@@ -284,7 +277,7 @@ std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
                 kept.errors(theirs.server + at - their_begin, count, theirs.part - from.first_part[rank],
                             errors.data());
                 for (int64_t k = 0; k < count; ++k)
-                    if (is_active(takes_part, mine->begin + at - my_begin + k))
+                    if (takes_part(active_words.data(), mine->begin + at - my_begin + k))
                         result[size_t(mine->server + at - my_begin + k)] = errors[size_t(k)];
             }
         }
