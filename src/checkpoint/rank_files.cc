@@ -36,8 +36,10 @@ private:
     std::vector<float> scales_;
 };
 
-std::vector<std::unique_ptr<SafetensorsReader>> open_files(const char *path, const dsopt_io &io) {
-    std::vector<std::unique_ptr<SafetensorsReader>> files;
+using Files = std::vector<std::unique_ptr<SafetensorsReader>>;
+
+Files open_files(const char *path, const dsopt_io &io) {
+    Files files;
     for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
         const char *const name = io.paths != nullptr ? io.paths[i] : path;
         dsopt_io own = io;
@@ -57,6 +59,45 @@ DataRank origin_of(const SafetensorsReader &file) {
     const auto ranks = fields.number<int32_t>("ranks");
     const auto node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // with two levels
     return {fields.number<int32_t>("rank"), ranks, node_ranks};
+}
+
+/// A list of files, of which the first was saved by `first`: every rank once.
+Files sort_by_rank(Files files, const DataRank &first) {
+    Files sorted{size_t(first.ranks)};
+    for (size_t i = 0; i < files.size(); ++i) {
+        const DataRank origin = origin_of(*files[i]);
+        if (origin.ranks != first.ranks || origin.rank < 0 || origin.rank >= origin.ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
+                        origin.ranks, first.rank, first.ranks);
+        if (origin.node_ranks != first.node_ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
+                        first.node_ranks);
+        auto &slot = sorted[size_t(origin.rank)];
+        if (slot)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
+        slot = std::move(files[i]);
+    }
+    for (size_t rank = 0; rank < sorted.size(); ++rank)
+        if (!sorted[rank])
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
+                        first.ranks, rank);
+    return sorted;
+}
+
+/// A list of files: the same metadata.
+void check_one_save(const Files &files) {
+    const auto &first = files[0]->metadata();
+    for (size_t rank = 1; rank < files.size(); ++rank) {
+        const auto &other = files[rank]->metadata();
+        for (const auto &[key, value] : first) {
+            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
+            const auto found = other.find(key);
+            if (found == other.end() || found->second != value)
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
+                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
+        }
+    }
 }
 
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
@@ -82,46 +123,9 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
     if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
     if (!list_) return;
-    sort_by_rank();
-    check_one_save();
+    files_ = sort_by_rank(std::move(files_), saved_);
+    check_one_save(files_);
     main_ = resharded() ? 0 : own_.rank;
-}
-
-void RankFiles::sort_by_rank() {
-    std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_.ranks)};
-    for (size_t i = 0; i < files_.size(); ++i) {
-        const DataRank origin = origin_of(*files_[i]);
-        if (origin.ranks != saved_.ranks || origin.rank < 0 || origin.rank >= origin.ranks)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
-                        origin.ranks, saved_.rank, saved_.ranks);
-        if (origin.node_ranks != saved_.node_ranks)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
-                        saved_.node_ranks);
-        auto &slot = sorted[size_t(origin.rank)];
-        if (slot)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
-        slot = std::move(files_[i]);
-    }
-    for (size_t rank = 0; rank < sorted.size(); ++rank)
-        if (!sorted[rank])
-            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
-                        saved_.ranks, rank);
-    files_ = std::move(sorted);
-}
-
-void RankFiles::check_one_save() const {
-    const auto &first = files_[0]->metadata();
-    for (size_t rank = 1; rank < files_.size(); ++rank) {
-        const auto &other = files_[rank]->metadata();
-        for (const auto &[key, value] : first) {
-            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
-            const auto found = other.find(key);
-            if (found == other.end() || found->second != value)
-                throw Error(DSOPT_ERR_MISMATCH,
-                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
-                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
-        }
-    }
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
@@ -140,13 +144,13 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
                     saved_.ranks, own_.ranks);
     if (saved_.ranks > 1)
         for (const auto &file : files_) {
-            const auto found = file->metadata().find("accumulated");
-            if (found == file->metadata().end() || found->second.find('1') == std::string::npos) continue;
-            const size_t param = found->second.find('1');
-            throw Error(DSOPT_ERR_MISMATCH,
-                        "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
-                        "ranks has its own, and %d cannot go on with them",
-                        param, saved_.ranks, own_.ranks);
+            const Fields fields(*file);
+            const size_t param = fields.has("accumulated") ? fields.text("accumulated").find('1') : std::string::npos;
+            if (param != std::string::npos)
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
+                            "ranks has its own, and %d cannot go on with them",
+                            param, saved_.ranks, own_.ranks);
         }
     if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,

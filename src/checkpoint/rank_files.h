@@ -32,10 +32,6 @@ public:
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
-    /// Of a list: every rank once.
-    void sort_by_rank();
-    /// Of a list: the same metadata.
-    void check_one_save() const;
     std::vector<float> worker_errors(const Optimizer &optimizer) const;
     std::vector<float> server_errors(const Optimizer &optimizer) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
