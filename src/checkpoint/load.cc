@@ -54,14 +54,11 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
         if (forgets_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         if (!(entry.of_scaler() ? wanted.scaler != nullptr : master ? wanted.masters : wanted.state)) continue;
-        if (files.makes(entry)) {
-            if (entry.numel != 0)
-                transfers.push_back({0, &entry, nullptr, entry.bytes(), files.make(optimizer, entry)});
-            continue;
-        }
-        const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
-        transfers.push_back({find_tensor(files.file(), tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
-                             &entry, nullptr, entry.bytes()});
+        if (!files.makes(entry))
+            transfers.push_back(
+                {find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, nullptr, entry.bytes()});
+        else if (entry.numel != 0)
+            transfers.push_back({0, &entry, nullptr, entry.bytes(), files.make(optimizer, entry)});
     }
     return transfers;
 }
@@ -72,7 +69,7 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
     for (const Param &param : optimizer.params()) {
         const bool missing = param.data == nullptr && param.numel != 0;
         if (wanted.params) {
-            const size_t index = find_tensor(file, param_tensor_name(param), param.dtype, param.numel, param.dims);
+            const size_t index = find_tensor(file, tensor_of(param));
             if (missing) throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
             transfers.push_back({index, nullptr, param.data, size_t(param.numel) * dtype_size(param.dtype)});
         } else if (!wanted.masters && param.has_master && missing) {

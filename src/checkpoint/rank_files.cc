@@ -9,6 +9,10 @@ namespace {
 
 constexpr int64_t kFloats = int64_t(kPiece / sizeof(float));
 
+size_t find_floats(const SafetensorsReader &file, const std::string &name, int64_t count,
+                   const std::vector<int64_t> &dims = {}) {
+    return find_tensor(file, {name, DSOPT_DTYPE_F32, dims, uint64_t(count) * sizeof(float)});
+}
 void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_t count, float *to) {
     file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
 }
@@ -18,7 +22,7 @@ class Kept {
 public:
     Kept(const SafetensorsReader &file, const char *name, int64_t elements, int64_t scales) :
         file_(file),
-        index_(find_tensor(file, std::string("optimizer.") + name, DSOPT_DTYPE_F32, elements + scales, {})),
+        index_(find_floats(file, std::string("optimizer.") + name, elements + scales)),
         scales_(size_t(scales)) {
         file.verify(index_);
         if (scales != 0) read_floats(file, index_, elements, scales, scales_.data());
@@ -209,18 +213,19 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const CompressLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1) {
-        file().verify(find_tensor(file(), "optimizer.active", DSOPT_DTYPE_I32, layout.used_words(), {}), words.data());
+        const uint64_t bytes = words.size() * sizeof(int32_t);
+        file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
     // One rank or node has none: they follow from the variance, as in the step that last changed it.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
-        const int64_t worker = optimizer.onebit()->setup().worker[i], numel = optimizer.params()[i].numel;
+        const Param &param = optimizer.params()[i];
+        const int64_t worker = optimizer.onebit()->setup().worker[i];
         if (worker < 0) continue;
-        const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_DTYPE_F32, numel,
-                                         optimizer.params()[i].dims);
-        for (int64_t at = 0; at < numel; at += kFloats) {
-            const int64_t count = std::min(kFloats, numel - at);
+        const size_t index = find_floats(file(), param.name + ".exp_avg_sq", param.numel, param.dims);
+        for (int64_t at = 0; at < param.numel; at += kFloats) {
+            const int64_t count = std::min(kFloats, param.numel - at);
             read_floats(file(), index, at, count, v.data());
             for (int64_t k = 0; k < count; ++k) {
                 const int64_t element = worker + at + k;
