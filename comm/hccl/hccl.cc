@@ -182,18 +182,16 @@ private:
     bool owned_ = false, lost_ = false;
 };
 
-Api load(const Library &hccl) { return {hccl, Library::any(kRuntime)}; }
-
 } // namespace
 
 void make_hccl_id(void *id) {
-    const Api api = load(Library::any(kLibrary));
+    const Api api{Library::any(kLibrary)};
     const Result result = api.root_info(static_cast<RootInfo *>(id));
     if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
 }
 
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    auto endpoint = std::make_unique<Endpoint>(load(Library::for_comm(kLibrary, desc)), desc);
+    auto endpoint = std::make_unique<Endpoint>(Api{Library::for_comm(kLibrary, desc)}, desc);
     dsopt_comm_table table{};
     endpoint->open(desc, table);
     return comm_of(std::move(context), std::move(endpoint), table);

@@ -207,7 +207,7 @@ struct JsonAllocator {
 /// the parse at once, so nesting is never deeper than three.
 class HeaderHandler : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, HeaderHandler> {
 public:
-    std::map<std::string, std::string, std::less<>> metadata;
+    SortedMetadata metadata;
     std::vector<TensorEntry> tensors;
     uint64_t data_bytes = 0;
 
