@@ -49,8 +49,8 @@ template <class Look> bool poll(const Deadline &deadline, const Look &look) {
     return true;
 }
 
-/// Runs `body` on a thread of its own. Nothing if it has not returned by then, or no thread could be had: the thread
-/// and what `body` holds are left behind.
+/// Runs `body` on a thread of its own. Nothing if it has not returned by then, where the thread and what `body` holds
+/// are left behind, or has thrown, or no thread could be had.
 template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> std::optional<decltype(body())> {
     try {
         std::packaged_task<decltype(body())()> task(std::move(body));

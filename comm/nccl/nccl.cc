@@ -60,10 +60,8 @@ struct Session {
 void end_bounded(const std::shared_ptr<const Session> &session, bool politely, int limit_ms) noexcept {
     const Deadline polite(limit_ms / 2);
     (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
-        try {
-            session->context->device().on_device([&] { session->end(politely, polite); });
-            return true;
-        } catch (const std::exception &) { return false; } // the device is lost
+        session->context->device().on_device([&] { session->end(politely, polite); });
+        return true;
     });
 }
 
