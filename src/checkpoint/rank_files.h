@@ -41,8 +41,8 @@ private:
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
-    DataRank own_;   // of this process
-    DataRank saved_; // who saved the first file
+    DataRank own_;     // of this process
+    DataRank saved_{}; // who saved the first file
     int main_ = 0;
 };
 
