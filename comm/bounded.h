@@ -3,7 +3,7 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
-#include <memory>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -25,59 +25,43 @@ public:
         changed.wait(lock, done);
         return true;
     }
+    template <class T> bool wait(const std::future<T> &result) const {
+        if (bounded_) return result.wait_until(at_) == std::future_status::ready;
+        result.wait();
+        return true;
+    }
 
 private:
     bool bounded_;
     std::chrono::steady_clock::time_point at_;
 };
 
-/// Naps between two looks: none at first, because most exchanges are short, a millisecond in the end.
-class Pause {
-public:
-    void operator()() {
-        if (++looks_ < 200)
-            std::this_thread::yield();
-        else
-            std::this_thread::sleep_for(std::chrono::microseconds(looks_ < 1200 ? 50 : 1000));
-    }
-
-private:
-    int looks_ = 0;
-};
-
 /// Calls look() until it says that what it looks at is over. False: it was not by then.
 template <class Look> bool poll(const Deadline &deadline, const Look &look) {
-    for (Pause pause; !look(); pause())
+    for (int looks = 1; !look(); ++looks) {
         if (deadline.over()) return false;
+        // No naps at first, because most exchanges are short; of a millisecond in the end.
+        if (looks < 200)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(looks < 1200 ? 50 : 1000));
+    }
     return true;
 }
 
-/// Runs `body` on a thread of its own. Nothing if it has not returned by then, or no thread could be had: the thread
-/// and what `body` holds are left behind.
+/// Runs `body` on a thread of its own. Nothing if it has not returned by then, where the thread and what `body` holds
+/// are left behind, or has thrown, or no thread could be had.
 template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> std::optional<decltype(body())> {
-    struct Shared {
-        explicit Shared(Body &&b) : body(std::move(b)) {}
-        Body body;
-        std::mutex mutex;
-        std::condition_variable changed;
-        std::optional<decltype(body())> result;
-    };
     try {
-        const auto shared = std::make_shared<Shared>(std::move(body));
-        std::thread thread([shared] {
-            const auto result = shared->body();
-            const std::lock_guard lock(shared->mutex);
-            shared->result = result;
-            shared->changed.notify_all();
-        });
-        std::unique_lock lock(shared->mutex);
-        if (!deadline.wait(shared->changed, lock, [&] { return shared->result.has_value(); })) {
+        std::packaged_task<decltype(body())()> task(std::move(body));
+        auto result = task.get_future();
+        std::thread thread(std::move(task));
+        if (!deadline.wait(result)) {
             thread.detach();
             return {};
         }
-        lock.unlock();
         thread.join();
-        return shared->result;
+        return result.get();
     } catch (const std::exception &) { return {}; }
 }
 

@@ -1,23 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.h"
 #include "base/sizes.h"
-#include <chrono>
+#include "comm/bounded.h"
 #include <mutex>
-#include <thread>
 
 namespace dsopt {
-
-namespace {
-
-/// Device memory that a lost exchange may still write to: given back to nobody.
-void keep_forever(Memory &&memory) {
-    static std::mutex mutex;
-    static auto *const all = new std::vector<Memory>; // reachable, so no leak to a tool that looks for them
-    const std::lock_guard lock(mutex);
-    all->push_back(std::move(memory));
-}
-
-} // namespace
 
 char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
@@ -34,8 +21,11 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
 void Comm::Scratch::leave_behind() {
-    if (device_.data() != nullptr) keep_forever(std::move(device_));
-    for (Memory &memory : outgrown_) keep_forever(std::move(memory));
+    static std::mutex mutex;
+    static auto &kept = *new std::vector<Memory>; // for ever, but reachable: no leak to a tool that looks for them
+    const std::lock_guard lock(mutex);
+    if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
+    for (Memory &memory : outgrown_) kept.push_back(std::move(memory));
     outgrown_.clear();
     bytes_ = 0;
 }
@@ -47,7 +37,13 @@ Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table
     device_(table.memory == DSOPT_MEMORY_BACKEND && !context_->device().is_host()) {}
 
 Comm::~Comm() {
-    if (table_.destroy != nullptr) table_.destroy(table_.self);
+    if (table_.destroy == nullptr) return;
+    try {
+        if (!provider_.own_codes) context_->check_process();
+    } catch (const Error &) {
+        return; // after fork() an end may be locked, and waited in, by threads that did not come along: kept
+    }
+    table_.destroy(table_.self);
 }
 
 void Comm::begin() {
@@ -81,15 +77,10 @@ void Comm::fail(int result, const char *what, void *stream) {
     if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
     if (device_) {
         // What is still on the stream may write to scratch memory, and giving that back would wait for it.
-        bool over = false;
+        bool over = true;
         try {
-            for (int i = 0; i < 100 && !over; ++i) {
-                over = context_->device().finished(stream);
-                if (!over) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-            }
-        } catch (const std::exception &) { // the stream has failed: nothing runs any more
-            over = true;
-        }
+            over = poll(Deadline(200), [&] { return context_->device().finished(stream); });
+        } catch (const std::exception &) {} // the stream has failed: nothing runs any more
         if (!over)
             for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
     }

@@ -69,6 +69,7 @@ private:
     public:
         bool holds(size_t bytes) const { return bytes <= bytes_; }
         char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
+        /// Device memory that a lost exchange may still write to is given back to nobody.
         void leave_behind();
 
     private:

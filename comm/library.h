@@ -4,40 +4,49 @@
 #include "base/status.h"
 #include <cstdlib>
 #include <dlfcn.h>
+#include <optional>
 
 namespace dsopt {
 
+/// Where a library is looked for.
+struct LibraryNames {
+    const char *file;
+    const char *known;    // a function of it
+    const char *variable; // of the environment, with the path of another file
+};
+
 class Library {
 public:
-    /// A copy that the process has: in its global scope, which `known` is looked up in, or loaded under `name`.
-    static Library loaded(const char *name, const char *known) {
-        if (dlsym(RTLD_DEFAULT, known) != nullptr) return Library(RTLD_DEFAULT, true);
-        void *const handle = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
-        return Library(handle, handle != nullptr);
+    /// A copy that the process has: in its global scope, which `known` is looked up in, or loaded under its name.
+    static std::optional<Library> loaded(const LibraryNames &names) {
+        if (dlsym(RTLD_DEFAULT, names.known) != nullptr) return Library(RTLD_DEFAULT);
+        if (void *const handle = dlopen(names.file, RTLD_NOW | RTLD_NOLOAD)) return Library(handle);
+        return {};
     }
-    /// That one, else the one that the environment's `variable` names, else `name`. Throws DSOPT_ERR_MISSING.
-    static Library any(const char *name, const char *known, const char *variable) {
-        Library library = loaded(name, known);
-        if (library.found_) return library;
-        const char *const path = secure_getenv(variable);
+    /// That one, else the one that the environment names, else `file`. Throws DSOPT_ERR_MISSING.
+    static Library any(const LibraryNames &names) {
+        if (const auto library = loaded(names)) return *library;
+        const char *const path = secure_getenv(names.variable);
         // A relative path would be another library in another folder.
         if (path != nullptr && path[0] != '/')
-            throw Error(DSOPT_ERR_ARGUMENT, "%s is '%s', not an absolute path", variable, path);
-        const char *const wanted = path != nullptr ? path : name;
+            throw Error(DSOPT_ERR_ARGUMENT, "%s is '%s', not an absolute path", names.variable, path);
+        const char *const wanted = path != nullptr ? path : names.file;
         // Never unloaded: its threads and the caller's handles may outlive any comm.
-        library = Library(dlopen(wanted, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE), true);
-        if (library.handle_ == nullptr) {
-            const char *const reason = dlerror();
-            throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,
-                        reason != nullptr ? reason : "unknown", variable);
-        }
-        return library;
+        if (void *const handle = dlopen(wanted, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return Library(handle);
+        const char *const reason = dlerror();
+        throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,
+                    reason != nullptr ? reason : "unknown", names.variable);
     }
-
-    explicit operator bool() const { return found_; }
+    /// For a comm. The caller's own communicator, if there is one, is of the copy that the process has.
+    static Library for_comm(const LibraryNames &names, const dsopt_comm_desc &desc) {
+        if (desc.native == nullptr) return any(names);
+        if (const auto library = loaded(names)) return *library;
+        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with",
+                    names.file);
+    }
     /// What dsopt_build_info tells; nothing is loaded to find out.
-    static const char *state(const char *name, const char *known) {
-        return loaded(name, known) ? "loaded" : "looked for when a comm is made";
+    static const char *state(const LibraryNames &names) {
+        return loaded(names) ? "loaded" : "looked for when a comm is made";
     }
 
     /// Becomes a pointer to whatever kind of function it is assigned to.
@@ -55,9 +64,8 @@ public:
     }
 
 private:
-    Library(void *handle, bool found) : handle_(handle), found_(found) {}
-    void *handle_;
-    bool found_;
+    explicit Library(void *handle) : handle_(handle) {}
+    void *handle_; // RTLD_DEFAULT: the global scope
 };
 
 } // namespace dsopt

@@ -15,11 +15,6 @@ constexpr int64_t kBucket = int64_t(1) << 20;
 // fp32 tensors from here on are worth a collective of their own.
 constexpr int64_t kAlone = int64_t(1) << 18;
 
-/// A stretch of a tensor of the list.
-dsopt_tensor stretch(const dsopt_tensor &tensor, int64_t begin, int64_t numel) {
-    return {static_cast<char *>(tensor.data) + size_t(begin) * dtype_size(tensor.dtype), numel, tensor.dtype, 0};
-}
-
 bool goes_alone(const dsopt_tensor &tensor) { return tensor.dtype == DSOPT_DTYPE_F32 && tensor.numel >= kAlone; }
 
 } // namespace
@@ -38,7 +33,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     capacity = std::min(capacity, kBucket);
     float *const bucket = capacity != 0 ? comm.bucket(capacity, stream) : nullptr;
     int64_t used = 0;
-    std::vector<dsopt_tensor> stretches, packed; // what is in the bucket, and where
+    std::vector<dsopt_tensor> stretches, packed; // of tensors: what is in the bucket, and where
 
     const auto flush = [&] {
         if (used == 0) return;
@@ -49,25 +44,23 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
         packed.clear();
         used = 0;
     };
-    const auto add = [&](const dsopt_tensor &tensor) {
-        for (int64_t begin = 0; begin < tensor.numel;) {
-            if (used == capacity) flush();
-            const int64_t numel = std::min(tensor.numel - begin, capacity - used);
-            stretches.push_back(stretch(tensor, begin, numel));
-            packed.push_back({bucket + used, numel, DSOPT_DTYPE_F32, 0});
-            used += numel;
-            begin += numel;
-        }
-    };
     comm.lose_if_it_fails([&] {
         for (int64_t i = 0; i < count; ++i) {
-            if (list[i].data == nullptr || list[i].numel == 0) continue;
-            if (!goes_alone(list[i])) {
-                add(list[i]);
+            const dsopt_tensor &tensor = list[i];
+            if (tensor.data == nullptr) continue;
+            if (goes_alone(tensor)) {
+                comm.all_reduce(tensor.data, tensor.numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
+                if (op == DSOPT_OP_MEAN) loops.axpby(factor, &tensor, 0, &tensor, 1, parallel, stream);
                 continue;
             }
-            comm.all_reduce(list[i].data, list[i].numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-            if (op == DSOPT_OP_MEAN) loops.axpby(factor, list + i, 0, list + i, 1, parallel, stream);
+            for (int64_t begin = 0, numel = 0; begin < tensor.numel; begin += numel) {
+                if (used == capacity) flush();
+                numel = std::min(tensor.numel - begin, capacity - used);
+                char *const data = static_cast<char *>(tensor.data) + size_t(begin) * dtype_size(tensor.dtype);
+                stretches.push_back({data, numel, tensor.dtype, 0});
+                packed.push_back({bucket + used, numel, DSOPT_DTYPE_F32, 0});
+                used += numel;
+            }
         }
         flush();
     });

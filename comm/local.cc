@@ -121,21 +121,14 @@ private:
     std::string reason_;
 };
 
-/// Meetings by id. One is kept alive by its ranks, so the map never outgrows them.
-struct Registry {
-    std::mutex mutex;
-    std::map<std::string, std::weak_ptr<Meeting>> meetings;
-};
-Registry &registry() {
-    static Registry *const one = new Registry; // never destroyed: ranks may outlive static destructors
-    return *one;
-}
-
+/// The meeting of an id. One is kept alive by its ranks, so the map never outgrows them.
 std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
-    Registry &all = registry();
-    const std::lock_guard lock(all.mutex);
-    std::erase_if(all.meetings, [](const auto &item) { return item.second.expired(); });
-    std::weak_ptr<Meeting> &entry = all.meetings[id];
+    static std::mutex mutex;
+    // Never destroyed: ranks may outlive static destructors.
+    static auto &meetings = *new std::map<std::string, std::weak_ptr<Meeting>>;
+    const std::lock_guard lock(mutex);
+    std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
+    std::weak_ptr<Meeting> &entry = meetings[id];
     std::shared_ptr<Meeting> meeting = entry.lock();
     if (!meeting) entry = meeting = std::make_shared<Meeting>(ranks);
     if (meeting->ranks() != ranks)
@@ -143,66 +136,53 @@ std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
     return meeting;
 }
 
-template <class T> void reduce_as(const std::vector<Offer> &offers, int64_t count, int32_t op, T *result) {
-    const T *first = static_cast<const T *>(offers[0].data);
-    std::copy(first, first + count, result);
-    for (size_t rank = 1; rank < offers.size(); ++rank) {
-        const T *next = static_cast<const T *>(offers[rank].data);
-        for (int64_t i = 0; i < count; ++i)
-            result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
-    }
-}
+/// One rank's end, of a meeting that it has joined.
+class Endpoint {
+public:
+    Endpoint(std::shared_ptr<Meeting> meeting, int rank, int timeout_ms) :
+        meeting_(std::move(meeting)),
+        rank_(rank),
+        timeout_ms_(timeout_ms) {}
+    ~Endpoint() { meeting_->leave(rank_); }
+    Endpoint(const Endpoint &) = delete;
+    Endpoint &operator=(const Endpoint &) = delete;
 
-/// One rank's end.
-struct Endpoint {
-    std::shared_ptr<const Context> context;
-    std::shared_ptr<Meeting> meeting;
-    int rank;
-    int timeout_ms;
-    std::vector<char> result; // of an all-reduce, until all have read the input that it replaces
-
-    static Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
-
-    static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+    dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+        const Offer own{Offer::reduce, dtype, op, count, send};
         switch (dtype) {
-        case DSOPT_DTYPE_F32: return of(self).reduce<float>({Offer::reduce, dtype, op, count, send}, recv);
-        case DSOPT_DTYPE_F64: return of(self).reduce<double>({Offer::reduce, dtype, op, count, send}, recv);
-        case DSOPT_DTYPE_I32: return of(self).reduce<int32_t>({Offer::reduce, dtype, op, count, send}, recv);
+        case DSOPT_DTYPE_F32: return reduce<float>(own, recv);
+        case DSOPT_DTYPE_F64: return reduce<double>(own, recv);
+        case DSOPT_DTYPE_I32: return reduce<int32_t>(own, recv);
         default: return DSOPT_ERR_DTYPE;
         }
     }
-    static int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
-        return of(self).collect_rows({Offer::to_all, 0, 0, bytes, send}, of(self).rank * bytes, recv);
+    bool has_all_to_all() const { return true; }
+    dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *) const {
+        return collect_rows({Offer::to_all, 0, 0, bytes, send}, rank_ * bytes, recv);
     }
-    static int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
-        return of(self).collect_rows({Offer::gather, 0, 0, bytes, send}, 0, recv);
+    dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *) const {
+        return collect_rows({Offer::gather, 0, 0, bytes, send}, 0, recv);
     }
-    void describe(char *text, size_t capacity) const { meeting->describe(text, capacity); }
-    void abort() const { meeting->abort(); }
-    static void destroy(void *self) {
-        try {
-            of(self).context->check_process();
-        } catch (const Error &) {
-            return; // after fork() the meeting may be locked, and waited in, by threads that did not come along: kept
-        }
-        of(self).meeting->leave(of(self).rank);
-        delete static_cast<Endpoint *>(self);
-    }
+    void describe(char *text, size_t capacity) const { meeting_->describe(text, capacity); }
+    void abort() const { meeting_->abort(); }
 
 private:
     template <class T> dsopt_status reduce(const Offer &own, void *recv) {
         const size_t bytes = size_t(own.count) * sizeof(T);
-        result.resize(bytes);
-        const dsopt_status status = meeting->collect(rank, own, timeout_ms, [&](const auto &offers) {
-            reduce_as(offers, own.count, own.op, reinterpret_cast<T *>(result.data()));
+        result_.resize(bytes);
+        const dsopt_status status = meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
+            T *const result = reinterpret_cast<T *>(result_.data());
+            std::copy_n(static_cast<const T *>(offers[0].data), own.count, result);
+            for (size_t rank = 1; rank < offers.size(); ++rank)
+                reduce_into(result, static_cast<const T *>(offers[rank].data), own.count, own.op);
         });
-        if (status == DSOPT_OK) std::memcpy(recv, result.data(), bytes);
+        if (status == DSOPT_OK) std::memcpy(recv, result_.data(), bytes);
         return status;
     }
     /// A row from every rank, at `offset` of what it shows.
     dsopt_status collect_rows(const Offer &own, int64_t offset, void *recv) const {
         const auto bytes = size_t(own.count);
-        return meeting->collect(rank, own, timeout_ms, [&](const auto &offers) {
+        return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
             char *to = static_cast<char *>(recv);
             for (const Offer &offer : offers) {
                 std::memcpy(to, static_cast<const char *>(offer.data) + offset, bytes);
@@ -210,6 +190,10 @@ private:
             }
         });
     }
+
+    const std::shared_ptr<Meeting> meeting_;
+    const int rank_, timeout_ms_;
+    std::vector<char> result_; // of an all-reduce, until all have read the input that it replaces
 };
 
 } // namespace
@@ -224,20 +208,15 @@ void make_local_id(void *id) {
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const int timeout_ms = timeout_of(desc);
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
-    auto endpoint =
-        std::make_unique<Endpoint>(Endpoint{context, find_meeting(id, desc.ranks), desc.rank, timeout_ms, {}});
-    const dsopt_status status = endpoint->meeting->join(desc.rank, timeout_ms);
+    const auto meeting = find_meeting(id, desc.ranks);
+    const dsopt_status status = meeting->join(desc.rank, timeout_ms);
     if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
     if (status != DSOPT_OK) throw Error(status, "%s", not_all_came(desc.ranks, timeout_ms).c_str());
     dsopt_comm_table table{};
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_HOST;
-    table.all_reduce = Endpoint::all_reduce;
-    table.all_to_all = Endpoint::all_to_all;
-    table.all_gather = Endpoint::all_gather;
-    table.destroy = Endpoint::destroy;
-    return comm_of(std::move(context), std::move(endpoint), table);
+    return comm_of(std::move(context), std::make_unique<Endpoint>(meeting, desc.rank, timeout_ms), table);
 }
 
 } // namespace dsopt

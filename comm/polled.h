@@ -13,8 +13,7 @@ public:
     PolledEndpoint(const PolledEndpoint &) = delete;
     PolledEndpoint &operator=(const PolledEndpoint &) = delete;
 
-    int ranks() const { return ranks_; }
-    int timeout_ms() const { return timeout_ms_; }
+    void abort() noexcept { asked_to_abort_.store(true); }
     /// Why the last call failed.
     void describe(char *text, size_t capacity) {
         const std::lock_guard lock(text_mutex_);
@@ -22,10 +21,10 @@ public:
     }
 
 protected:
+    int ranks() const { return ranks_; }
     void set_ranks(int ranks) { ranks_ = ranks; } // once a library has told them
-    void ask_to_abort() noexcept { asked_.store(true); }
-    bool asked_to_abort() const noexcept { return asked_.load(); }
-
+    int timeout_ms() const { return timeout_ms_; }
+    bool asked_to_abort() const noexcept { return asked_to_abort_.load(); }
     Deadline deadline() const { return Deadline(timeout_ms_); }
     void explain(std::string text) {
         const std::lock_guard lock(text_mutex_);
@@ -36,7 +35,10 @@ protected:
         std::optional<dsopt_status> status;
         const bool over = poll(deadline, [&] {
             status = look();
-            if (!status && asked_to_abort()) status = aborted();
+            if (!status && asked_to_abort()) {
+                explain("the comm was aborted");
+                status = DSOPT_ERR_ABORTED;
+            }
             return status.has_value();
         });
         if (over) return *status;
@@ -45,14 +47,9 @@ protected:
     }
 
 private:
-    dsopt_status aborted() {
-        explain("the comm was aborted");
-        return DSOPT_ERR_ABORTED;
-    }
-
     int ranks_;
     const int timeout_ms_;
-    std::atomic<bool> asked_{false};
+    std::atomic<bool> asked_to_abort_{false};
     std::mutex text_mutex_;
     std::string text_;
 };

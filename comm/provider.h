@@ -3,6 +3,7 @@
 #pragma once
 #include "base/sizes.h"
 #include "comm/comm.h"
+#include <algorithm>
 #include <string>
 
 namespace dsopt {
@@ -38,18 +39,35 @@ inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
 }
 
-/// A comm whose table has `endpoint` as self, and frees it in `destroy` unless the table says how.
+/// A rank's elements to those of the ranks before it: in the order of ranks every rank computes the same bits.
+template <class T> void reduce_into(T *result, const T *next, int64_t count, int32_t op) {
+    for (int64_t i = 0; i < count; ++i)
+        result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
+}
+
+/// A comm whose functions are methods of `endpoint`, which it keeps. `table` has rank, ranks and memory.
 template <class Endpoint>
 std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
                               dsopt_comm_table table, Provider provider = {}) {
     table.size = sizeof table;
     table.self = endpoint.get();
+    table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                          void *stream) -> int {
+        return static_cast<Endpoint *>(self)->all_reduce(send, recv, count, dtype, op, stream);
+    };
+    if (endpoint->has_all_to_all())
+        table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) -> int {
+            return static_cast<Endpoint *>(self)->all_to_all(send, recv, bytes, stream);
+        };
+    table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) -> int {
+        return static_cast<Endpoint *>(self)->all_gather(send, recv, bytes, stream);
+    };
     table.error = [](void *self, char *text, size_t capacity) {
         static_cast<Endpoint *>(self)->describe(text, capacity);
         return 0;
     };
     table.abort = [](void *self) { static_cast<Endpoint *>(self)->abort(); };
-    if (table.destroy == nullptr) table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
+    table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
     auto comm = std::make_unique<Comm>(std::move(context), table, provider);
     (void)endpoint.release(); // the table's destroy has it now
     return comm;

@@ -19,8 +19,11 @@ struct RootInfo {
     char bytes[4108];
 };
 
+inline constexpr LibraryNames kLibrary = {"libhccl.so", "HcclGetRootInfo", "DSOPT_HCCL_LIBRARY"},
+                              kRuntime = {"libascendcl.so", "aclrtMalloc", "DSOPT_ASCENDCL_LIBRARY"};
+
 struct Api {
-    Library hccl, runtime;
+    Library hccl, runtime = Library::any(kRuntime);
     Result (*root_info)(RootInfo *info) = hccl.need("HcclGetRootInfo");
     Result (*init)(uint32_t ranks, const RootInfo *info, uint32_t rank,
                    Communicator *comm) = hccl.need("HcclCommInitRootInfo");
@@ -47,9 +50,5 @@ struct Api {
     Result (*destroy_stream)(Stream stream) = runtime.need("aclrtDestroyStream");
     Result (*query_stream)(Stream stream, StreamStatus *status) = runtime.need("aclrtStreamQuery");
 };
-
-inline constexpr const char *kName = "libhccl.so", *kKnown = "HcclGetRootInfo", *kVariable = "DSOPT_HCCL_LIBRARY";
-inline constexpr const char *kRuntimeName = "libascendcl.so", *kRuntimeKnown = "aclrtMalloc",
-                            *kRuntimeVariable = "DSOPT_ASCENDCL_LIBRARY";
 
 } // namespace dsopt::hccl

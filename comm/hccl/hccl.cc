@@ -19,8 +19,8 @@ constexpr int kDestroyMs = 5000;
 class MadeCurrent {
 public:
     MadeCurrent(const Api &api, hccl::Current context) : api_(api) {
-        if (api.get_context(&before_) != 0) before_ = nullptr; // the thread has none
-        if (before_ != context && api.set_context(context) != 0)
+        if (api_.get_context(&before_) != 0) before_ = nullptr; // the thread has none
+        if (before_ != context && api_.set_context(context) != 0)
             throw Error(DSOPT_ERR_BACKEND, "the Ascend context cannot be made current");
     }
     ~MadeCurrent() {
@@ -36,71 +36,60 @@ private:
 
 class Endpoint final : public PolledEndpoint {
 public:
-    Endpoint(const Api &functions, std::shared_ptr<const dsopt::Context> engine, const dsopt_comm_desc &desc) :
+    Endpoint(const Api &functions, const dsopt_comm_desc &desc) :
         PolledEndpoint(desc.ranks, timeout_of(desc)),
-        api(functions),
-        engine_(std::move(engine)) {
-        if (api.get_context(&context_) != 0 || context_ == nullptr)
+        api_(functions) {
+        if (api_.get_context(&context_) != 0 || context_ == nullptr)
             throw Error(DSOPT_ERR_STATE, "this thread has no Ascend device: call aclrtSetDevice before");
     }
-    void open(const dsopt_comm_desc &desc) {
+    /// Fills rank and ranks.
+    void open(const dsopt_comm_desc &desc, dsopt_comm_table &table) {
         owned_ = desc.native == nullptr;
         comm_ = desc.native;
         if (owned_) join(desc);
         uint32_t ranks = 0, rank = 0;
-        check(api.rank_size(comm_, &ranks), "HcclGetRankSize");
-        check(api.rank_id(comm_, &rank), "HcclGetRankId");
-        set_ranks(int(ranks));
-        this->rank = int(rank);
-        check(api.create_stream(&stream_), "aclrtCreateStream");
+        check(api_.rank_size(comm_, &ranks), "HcclGetRankSize");
+        check(api_.rank_id(comm_, &rank), "HcclGetRankId");
+        table.rank = int(rank);
+        table.ranks = int(ranks);
+        set_ranks(table.ranks);
+        check(api_.create_stream(&stream_), "aclrtCreateStream");
     }
     ~Endpoint() {
         if (lost_) return; // what still runs on the device uses them
         try {
-            engine_->check_process();
-            const MadeCurrent current(api, context_);
+            const MadeCurrent current(api_, context_);
             for (Buffer &buffer : buffers_)
-                if (buffer.memory != nullptr) (void)api.release(buffer.memory);
-            if (stream_ != nullptr) (void)api.destroy_stream(stream_);
-        } catch (const Error &) { // a child of fork(), or the device is gone
+                if (buffer.memory != nullptr) (void)api_.release(buffer.memory);
+            if (stream_ != nullptr) (void)api_.destroy_stream(stream_);
+        } catch (const Error &) { // the device is gone
             return;
         }
         if (owned_ && comm_ != nullptr)
-            (void)run_bounded(Deadline(kDestroyMs), [functions = api, context = context_, comm = comm_] {
+            (void)run_bounded(Deadline(kDestroyMs), [functions = api_, context = context_, comm = comm_] {
                 return functions.set_context(context) == 0 && functions.destroy(comm) == 0;
             });
     }
-    Endpoint(const Endpoint &) = delete;
-    Endpoint &operator=(const Endpoint &) = delete;
 
-    /// enqueue(send, recv) between a copy to the device and a copy back.
-    template <class Enqueue>
-    dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
-        if (asked_to_abort()) return DSOPT_ERR_ABORTED;
-        if (lost_) return DSOPT_ERR_COMM;
-        try {
-            const MadeCurrent current(api, context_);
-            const Deadline end = deadline();
-            void *const send = grow(buffers_[0], size_t(sent)), *const recv = grow(buffers_[1], size_t(received));
-            if (sent != 0) check(api.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
-            lost_ = true; // unless it ends well
-            check(enqueue(send, recv), "the call");
-            if (const dsopt_status status = wait(end)) return status;
-            lost_ = false;
-            check(api.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
-            return DSOPT_OK;
-        } catch (const Error &error) {
-            explain(error.what());
-            return error.status();
-        }
+    dsopt_status all_reduce(const void *from, void *to, int64_t count, int32_t dtype, int32_t op, void *) {
+        if (dtype == DSOPT_DTYPE_F64) return reduce_doubles(from, static_cast<double *>(to), count, op);
+        if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
+        return call(from, count * 4, to, count * 4, [&](void *send, void *recv) {
+            return api_.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_DTYPE_F32 ? float32 : int32,
+                                   op == DSOPT_OP_MAX ? max : sum, comm_, stream_);
+        });
     }
-    void abort() { ask_to_abort(); }
-
-    const Api api;
-    int rank = 0;
-    std::vector<double> rows; // of an all-reduce that the host adds up
-    Communicator comm() const { return comm_; }
-    hccl::Stream stream() const { return stream_; }
+    dsopt_status all_gather(const void *from, void *to, int64_t bytes, void *) {
+        return call(from, bytes, to, bytes * ranks(), [&](void *send, void *recv) {
+            return api_.all_gather(send, recv, uint64_t(bytes), uint8, comm_, stream_);
+        });
+    }
+    bool has_all_to_all() const { return api_.all_to_all != nullptr; }
+    dsopt_status all_to_all(const void *from, void *to, int64_t bytes, void *) {
+        return call(from, bytes * ranks(), to, bytes * ranks(), [&](void *send, void *recv) {
+            return api_.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, comm_, stream_);
+        });
+    }
 
 private:
     /// On the device, kept for the next call.
@@ -109,6 +98,36 @@ private:
         size_t bytes = 0;
     };
 
+    /// enqueue(send, recv) between a copy to the device and a copy back.
+    template <class Enqueue>
+    dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
+        if (asked_to_abort()) return DSOPT_ERR_ABORTED;
+        if (lost_) return DSOPT_ERR_COMM;
+        try {
+            const MadeCurrent current(api_, context_);
+            const Deadline end = deadline();
+            void *const send = grow(buffers_[0], size_t(sent)), *const recv = grow(buffers_[1], size_t(received));
+            if (sent != 0) check(api_.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
+            lost_ = true; // unless it ends well
+            check(enqueue(send, recv), "the call");
+            if (const dsopt_status status = wait(end)) return status;
+            lost_ = false;
+            check(api_.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
+            return DSOPT_OK;
+        } catch (const Error &error) {
+            explain(error.what());
+            return error.status();
+        }
+    }
+    /// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
+    dsopt_status reduce_doubles(const void *from, double *to, int64_t count, int32_t op) {
+        rows_.resize(size_t(count) * size_t(ranks()));
+        const dsopt_status status = all_gather(from, rows_.data(), count * int64_t(sizeof(double)), nullptr);
+        if (status != DSOPT_OK) return status;
+        std::copy_n(rows_.data(), count, to);
+        for (int rank = 1; rank < ranks(); ++rank) reduce_into(to, rows_.data() + rank * count, count, op);
+        return DSOPT_OK;
+    }
     void join(const dsopt_comm_desc &desc) {
         struct Joined {
             Result result;
@@ -117,7 +136,7 @@ private:
         RootInfo info;
         std::memcpy(info.bytes, desc.id, sizeof info.bytes);
         // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
-        const auto joined = run_bounded(deadline(), [functions = api, context = context_, info, desc] {
+        const auto joined = run_bounded(deadline(), [functions = api_, context = context_, info, desc] {
             Joined made{functions.set_context(context), nullptr};
             if (made.result == 0)
                 made.result = functions.init(uint32_t(desc.ranks), &info, uint32_t(desc.rank), &made.comm);
@@ -129,9 +148,9 @@ private:
     }
     void *grow(Buffer &buffer, size_t bytes) {
         if (bytes > buffer.bytes) {
-            if (buffer.memory != nullptr) (void)api.release(buffer.memory);
+            if (buffer.memory != nullptr) (void)api_.release(buffer.memory);
             buffer = {};
-            const Result result = api.allocate(&buffer.memory, bytes, 0);
+            const Result result = api_.allocate(&buffer.memory, bytes, 0);
             if (result != 0) throw Error(DSOPT_ERR_NOMEM, "aclrtMalloc of %zu bytes: error %d", bytes, result);
             buffer.bytes = bytes;
         }
@@ -140,9 +159,9 @@ private:
     dsopt_status wait(const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             StreamStatus status = complete;
-            check(api.query_stream(stream_, &status), "aclrtStreamQuery");
+            check(api_.query_stream(stream_, &status), "aclrtStreamQuery");
             Result error = 0;
-            if (api.async_error != nullptr) check(api.async_error(comm_, &error), "HcclGetCommAsyncError");
+            if (api_.async_error != nullptr) check(api_.async_error(comm_, &error), "HcclGetCommAsyncError");
             check(error, "the communicator");
             if (status != complete) return {};
             return DSOPT_OK;
@@ -150,87 +169,34 @@ private:
     }
     void check(Result result, const char *what) const {
         if (result == 0) return;
-        const char *const text = api.error_string != nullptr ? api.error_string(result) : nullptr;
+        const char *const text = api_.error_string != nullptr ? api_.error_string(result) : nullptr;
         throw Error(DSOPT_ERR_COMM, "%s: %s (%d)", what, text != nullptr ? text : "error", result);
     }
 
-    std::shared_ptr<const dsopt::Context> engine_;
+    const Api api_;
     hccl::Current context_ = nullptr;
     Communicator comm_ = nullptr;
     hccl::Stream stream_ = nullptr;
-    Buffer buffers_[2]; // to send, and received
+    Buffer buffers_[2];        // to send, and received
+    std::vector<double> rows_; // of an all-reduce that the host adds up
     bool owned_ = false, lost_ = false;
 };
-
-// ---------------------------------------------------------------------------------------------------------- the table
-Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
-
-int all_gather(void *self, const void *from, void *to, int64_t bytes, void *) {
-    Endpoint &me = of(self);
-    return me.call(from, bytes, to, bytes * me.ranks(), [&](void *send, void *recv) {
-        return me.api.all_gather(send, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
-    });
-}
-/// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
-int reduce_doubles(void *self, const double *from, double *to, int64_t count, int32_t op) {
-    Endpoint &me = of(self);
-    me.rows.resize(size_t(count) * size_t(me.ranks()));
-    const int status = all_gather(self, from, me.rows.data(), count * int64_t(sizeof(double)), nullptr);
-    if (status != DSOPT_OK) return status;
-    for (int64_t i = 0; i < count; ++i) {
-        double total = me.rows[size_t(i)];
-        for (int rank = 1; rank < me.ranks(); ++rank) {
-            const double next = me.rows[size_t(rank) * size_t(count) + size_t(i)];
-            total = op == DSOPT_OP_SUM ? total + next : std::max(total, next);
-        }
-        to[i] = total;
-    }
-    return DSOPT_OK;
-}
-int all_reduce(void *self, const void *from, void *to, int64_t count, int32_t dtype, int32_t op, void *) {
-    Endpoint &me = of(self);
-    if (dtype == DSOPT_DTYPE_F64)
-        return reduce_doubles(self, static_cast<const double *>(from), static_cast<double *>(to), count, op);
-    if (dtype != DSOPT_DTYPE_F32 && dtype != DSOPT_DTYPE_I32) return DSOPT_ERR_DTYPE;
-    return me.call(from, count * 4, to, count * 4, [&](void *send, void *recv) {
-        return me.api.all_reduce(send, recv, uint64_t(count), dtype == DSOPT_DTYPE_F32 ? float32 : int32,
-                                 op == DSOPT_OP_MAX ? max : sum, me.comm(), me.stream());
-    });
-}
-int all_to_all(void *self, const void *from, void *to, int64_t bytes, void *) {
-    Endpoint &me = of(self);
-    return me.call(from, bytes * me.ranks(), to, bytes * me.ranks(), [&](void *send, void *recv) {
-        return me.api.all_to_all(send, uint64_t(bytes), uint8, recv, uint64_t(bytes), uint8, me.comm(), me.stream());
-    });
-}
-
-Api load(const Library &hccl) { return {hccl, Library::any(kRuntimeName, kRuntimeKnown, kRuntimeVariable)}; }
 
 } // namespace
 
 void make_hccl_id(void *id) {
-    const Api api = load(Library::any(kName, kKnown, kVariable));
+    const Api api{Library::any(kLibrary)};
     const Result result = api.root_info(static_cast<RootInfo *>(id));
     if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
 }
 
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
-    Library library = Library::loaded(kName, kKnown);
-    if (desc.native != nullptr && !library)
-        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kName);
-    if (desc.native == nullptr) library = Library::any(kName, kKnown, kVariable);
-    const Api api = load(library);
-    auto endpoint = std::make_unique<Endpoint>(api, context, desc);
-    endpoint->open(desc);
+    auto endpoint = std::make_unique<Endpoint>(Api{Library::for_comm(kLibrary, desc)}, desc);
     dsopt_comm_table table{};
-    table.rank = endpoint->rank;
-    table.ranks = endpoint->ranks();
-    table.all_reduce = all_reduce;
-    table.all_gather = all_gather;
-    if (api.all_to_all != nullptr) table.all_to_all = all_to_all;
+    endpoint->open(desc, table);
     return comm_of(std::move(context), std::move(endpoint), table);
 }
 
-const char *hccl_state() { return Library::state(kName, kKnown); }
+const char *hccl_state() { return Library::state(kLibrary); }
 
 } // namespace dsopt

@@ -55,6 +55,6 @@ struct Api {
     Result (*finalize)(Communicator comm) = library.find("ncclCommFinalize");
 };
 
-inline constexpr const char *kSoname = "libnccl.so.2", *kKnown = "ncclGetUniqueId", *kVariable = "DSOPT_NCCL_LIBRARY";
+inline constexpr LibraryNames kLibrary = {"libnccl.so.2", "ncclGetUniqueId", "DSOPT_NCCL_LIBRARY"};
 
 } // namespace dsopt::nccl

@@ -30,6 +30,12 @@ struct Session {
         if (last != nullptr && last[0] != 0) text += std::string(", ") + last;
         return text;
     }
+    /// What the communicator has come to, or why it cannot say.
+    Result state() const {
+        Result state = success;
+        const Result looked = api.async_error(comm, &state);
+        return looked != success ? looked : state;
+    }
     /// Politely, which takes the other ranks, or by force.
     void end(bool politely, const Deadline &deadline) const {
         // Where there is no other way to be polite, destroying waits for the stream, and nothing could end that.
@@ -54,10 +60,8 @@ struct Session {
 void end_bounded(const std::shared_ptr<const Session> &session, bool politely, int limit_ms) noexcept {
     const Deadline polite(limit_ms / 2);
     (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
-        try {
-            session->context->device().on_device([&] { session->end(politely, polite); });
-            return true;
-        } catch (const std::exception &) { return false; } // the device is lost
+        session->context->device().on_device([&] { session->end(politely, polite); });
+        return true;
     });
 }
 
@@ -67,33 +71,63 @@ public:
         PolledEndpoint(ranks, timeout_ms),
         session_(std::move(session)) {}
 
-    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
-    template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
-        return inside([&](const Deadline &deadline) {
-            const dsopt_status status = until_called(enqueue(), deadline);
-            if (status != DSOPT_OK) return status;
-            return session_->enqueues ? look() : wait(stream, deadline);
+    ~Endpoint() {
+        if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
+    }
+
+    dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
+        DataType type;
+        switch (dtype) {
+        case DSOPT_DTYPE_F32: type = float32; break;
+        case DSOPT_DTYPE_F64: type = float64; break;
+        case DSOPT_DTYPE_I32: type = int32; break;
+        default: return DSOPT_ERR_DTYPE;
+        }
+        return call(stream, [&](const Api &api, Communicator comm) {
+            return api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, comm, stream);
+        });
+    }
+    dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *stream) {
+        return call(stream, [&](const Api &api, Communicator comm) {
+            return api.all_gather(send, recv, size_t(bytes), uint8, comm, stream);
+        });
+    }
+    bool has_all_to_all() const { return session_->api.send != nullptr && session_->api.recv != nullptr; }
+    dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
+        return call(stream, [&](const Api &api, Communicator comm) {
+            int ranks = 0;
+            Result result = api.count(comm, &ranks);
+            if (result != success) return result;
+            result = api.group_start();
+            if (result != success) return result;
+            const auto goes_on = [](Result said) { return said == success || said == in_progress; };
+            for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
+                const char *const from = static_cast<const char *>(send) + peer * bytes;
+                char *const to = static_cast<char *>(recv) + peer * bytes;
+                result = api.send(from, size_t(bytes), uint8, peer, comm, stream);
+                if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, comm, stream);
+            }
+            const Result ended = api.group_end(); // also after a failure: the group is the thread's
+            return goes_on(result) ? ended : result;
         });
     }
     dsopt_status wait(void *stream) {
         return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
-
-    ~Endpoint() {
-        try {
-            session_->context->check_process();
-        } catch (const Error &) {
-            return; // after fork() the communicator is the parent's
-        }
-        if (session_->owned && !ended_) end_bounded(session_, true, kDestroyMs);
-    }
     void abort() noexcept {
-        ask_to_abort();
+        PolledEndpoint::abort();
         stop_if_asked();
     }
-    const Session &session() const { return *session_; }
 
 private:
+    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
+    template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
+        return inside([&](const Deadline &deadline) {
+            const dsopt_status status = until_called(enqueue(session_->api, session_->comm), deadline);
+            if (status != DSOPT_OK) return status;
+            return session_->enqueues ? look() : wait(stream, deadline);
+        });
+    }
     /// Nobody else is in the communicator; after a failure nobody will be.
     template <class Body> dsopt_status inside(const Body &body) {
         dsopt_status status = DSOPT_ERR_INTERNAL;
@@ -119,20 +153,15 @@ private:
     /// Waits until a call of a communicator that does not block has been made.
     dsopt_status until_called(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
-            if (result == in_progress) {
-                const Result looked = session_->api.async_error(session_->comm, &result);
-                if (looked != success) result = looked;
-            }
+            if (result == in_progress) result = session_->state();
             if (result == in_progress) return {};
             return result == success ? DSOPT_OK : refused(result);
         });
     }
     /// Whether the communicator has come upon an error.
     dsopt_status look() {
-        Result error = success;
-        const Result looked = session_->api.async_error(session_->comm, &error);
-        if (looked != success) return refused(looked);
-        return error == success || error == in_progress ? DSOPT_OK : refused(error);
+        const Result state = session_->state();
+        return state == success || state == in_progress ? DSOPT_OK : refused(state);
     }
     dsopt_status wait(void *stream, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
@@ -158,51 +187,6 @@ private:
     std::mutex busy_;
     bool ended_ = false;
 };
-
-// ---------------------------------------------------------------------------------------------------------- the table
-Endpoint &of(void *self) { return *static_cast<Endpoint *>(self); }
-
-int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    DataType type;
-    switch (dtype) {
-    case DSOPT_DTYPE_F32: type = float32; break;
-    case DSOPT_DTYPE_F64: type = float64; break;
-    case DSOPT_DTYPE_I32: type = int32; break;
-    default: return DSOPT_ERR_DTYPE;
-    }
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        return session.api.all_reduce(send, recv, size_t(count), type, op == DSOPT_OP_MAX ? max : sum, session.comm,
-                                      stream);
-    });
-}
-int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        return session.api.all_gather(send, recv, size_t(bytes), uint8, session.comm, stream);
-    });
-}
-int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *stream) {
-    return of(self).call(stream, [&] {
-        const Session &session = of(self).session();
-        const Api &api = session.api;
-        int ranks = 0;
-        Result result = api.count(session.comm, &ranks);
-        if (result != success) return result;
-        result = api.group_start();
-        if (result != success) return result;
-        const auto goes_on = [](Result said) { return said == success || said == in_progress; };
-        for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
-            const char *const from = static_cast<const char *>(send) + peer * bytes;
-            char *const to = static_cast<char *>(recv) + peer * bytes;
-            result = api.send(from, size_t(bytes), uint8, peer, session.comm, stream);
-            if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, session.comm, stream);
-        }
-        const Result ended = api.group_end(); // also after a failure: the group is the thread's
-        return goes_on(result) ? ended : result;
-    });
-}
-int wait(void *self, void *stream) { return of(self).wait(stream); }
 
 // ------------------------------------------------------------------------------------------------------------- making
 /// Fills `session->comm`.
@@ -231,8 +215,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
             // Success, too, only means that it has begun.
             if ((result != success && result != in_progress) || session->comm == nullptr) return;
             (void)poll(deadline, [&] {
-                const Result looked = api.async_error(session->comm, &result);
-                if (looked != success) result = looked;
+                result = session->state();
                 return result != in_progress;
             });
         });
@@ -250,9 +233,7 @@ void borrow(const Session &session, dsopt_comm_table &table) {
         if (result != success)
             throw Error(DSOPT_ERR_COMM, "dsopt_comm_desc.native: %s", session.describe(result).c_str());
     };
-    Result state = success;
-    check(session.api.async_error(session.comm, &state));
-    check(state);
+    check(session.state());
     int device = 0;
     check(session.api.user_rank(session.comm, &table.rank));
     check(session.api.count(session.comm, &table.ranks));
@@ -265,7 +246,7 @@ void borrow(const Session &session, dsopt_comm_table &table) {
 } // namespace
 
 void make_nccl_id(void *id) {
-    const Api api{Library::any(kSoname, kKnown, kVariable)};
+    const Api api{Library::any(kLibrary)};
     const Result result = api.get_unique_id(static_cast<UniqueId *>(id));
     if (result != success) throw Error(DSOPT_ERR_COMM, "ncclGetUniqueId: %s", api.error_string(result));
 }
@@ -273,32 +254,27 @@ void make_nccl_id(void *id) {
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     if (context->device().is_host())
         throw Error(DSOPT_ERR_UNSUPPORTED, "NCCL works in device memory: it needs a CUDA context");
-    Library library = Library::loaded(kSoname, kKnown);
-    if (desc.native != nullptr && !library)
-        throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with", kSoname);
-    if (desc.native == nullptr) library = Library::any(kSoname, kKnown, kVariable);
     const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
     const auto session = std::make_shared<Session>(
-        Session{Api{library}, context, static_cast<Communicator>(desc.native), desc.native == nullptr, enqueues});
+        Session{Api{Library::for_comm(kLibrary, desc)}, context, desc.native, desc.native == nullptr, enqueues});
     const int timeout_ms = timeout_of(desc);
     dsopt_comm_table table{};
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_BACKEND;
-    table.all_reduce = all_reduce;
-    table.all_gather = all_gather;
-    if (session->api.send != nullptr && session->api.recv != nullptr) table.all_to_all = all_to_all;
     if (session->owned)
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
     return comm_of(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms), table,
-                   Provider{.enqueues = enqueues, .wait = wait});
+                   Provider{.enqueues = enqueues, .wait = [](void *self, void *stream) -> int {
+                                return static_cast<Endpoint *>(self)->wait(stream);
+                            }});
 }
 
 const char *nccl_state() {
     if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
-    return Library::state(kSoname, kKnown);
+    return Library::state(kLibrary);
 }
 
 } // namespace dsopt

@@ -53,6 +53,9 @@ private:
 
 constinit std::atomic<unsigned> temporary_counter{0};
 
+/// With the slash behind it; "" where there is none.
+std::string folder_of(const std::string &path) { return path.substr(0, path.rfind('/') + 1); }
+
 /// The file behind a symlink is what gets replaced: such a link often leads to the disk meant for checkpoints. In a
 /// folder where everybody may put links (writable for all, sticky) only those of this user and of the folder's owner
 /// are followed. That is the kernel's rule where fs.protected_symlinks is set, which it cannot apply to what is read
@@ -64,9 +67,8 @@ std::string follow_links(std::string path) {
         struct stat now, around;
         // Not a link; what else may be wrong shows up when the directory is opened.
         if (!link || ::fstat(link.get(), &now) != 0 || !S_ISLNK(now.st_mode)) return path;
-        const size_t slash = path.rfind('/');
-        const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-        if (::stat(folder.c_str(), &around) != 0) throw_io("cannot save", path, errno);
+        const std::string folder = folder_of(path);
+        if (::stat(folder.empty() ? "." : folder.c_str(), &around) != 0) throw_io("cannot save", path, errno);
         constexpr mode_t shared = S_ISVTX | S_IWOTH;
         if ((around.st_mode & shared) == shared && now.st_uid != ::geteuid() && now.st_uid != around.st_uid)
             throw_io("cannot save", path, "a link of another user in a folder that all may write to");
@@ -74,7 +76,7 @@ std::string follow_links(std::string path) {
         const ssize_t length = ::readlinkat(link.get(), "", buffer, sizeof buffer);
         if (length < 0) throw_io("cannot save", path, errno);
         const std::string target(buffer, size_t(length));
-        path = target[0] == '/' || slash == std::string::npos ? target : path.substr(0, slash + 1) + target;
+        path = target[0] == '/' ? target : folder + target;
     }
     throw_io("cannot save", path, ELOOP);
 }
@@ -82,11 +84,10 @@ std::string follow_links(std::string path) {
 class FileSink final : public Sink {
 public:
     explicit FileSink(const char *path) : path_(follow_links(path)) {
-        const size_t slash = path_.rfind('/');
-        name_ = slash == std::string::npos ? path_ : path_.substr(slash + 1);
+        const std::string folder = folder_of(path_);
+        name_ = path_.substr(folder.size());
         if (name_.empty()) fail(path_.empty() ? ENOENT : EISDIR);
-        const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
-        directory_ = Fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        directory_ = Fd(::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         if (!directory_) fail(errno);
         struct stat old;
         if (::fstatat(directory_.get(), name_.c_str(), &old, AT_SYMLINK_NOFOLLOW) == 0) {

@@ -36,31 +36,29 @@ Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
 
 /// A tensor between file and memory.
 struct Transfer {
-    size_t index;  // in the file
-    int64_t entry; // in the state list, -1: the parameter at `memory`
-    void *memory;
+    size_t index;            // in the file
+    const StateEntry *entry; // NULL: the parameter at `param`
+    void *param;
     size_t bytes;
-    bool per_param;           // one element a parameter, in the file's order of parameters
     std::vector<char> made{}; // what is in no file as it is wanted; then `index` means nothing
     bool from_file() const { return made.empty(); }
+    bool per_param() const { return entry != nullptr && entry->per_param(); }
+    /// That of a state tensor is found late, by Optimizer::ensure_state().
+    void *memory() const { return entry != nullptr ? entry->data : param; }
 };
 
 std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFiles &files, const Wanted &wanted) {
     std::vector<Transfer> transfers;
-    for (size_t i = 0; i < optimizer.state().size(); ++i) {
-        const StateEntry &entry = optimizer.state()[i];
+    for (const StateEntry &entry : optimizer.state()) {
         if (!entry.saved() || (entry.is_error() && !wanted.errors)) continue;
         if (forgets_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         if (!(entry.of_scaler() ? wanted.scaler != nullptr : master ? wanted.masters : wanted.state)) continue;
-        if (files.makes(entry)) {
-            if (entry.numel != 0)
-                transfers.push_back({0, int64_t(i), nullptr, entry.bytes(), false, files.make(optimizer, entry)});
-            continue;
-        }
-        const auto dims = entry.param < 0 ? std::vector<int64_t>{} : optimizer.params()[size_t(entry.param)].dims;
-        transfers.push_back({find_tensor(files.file(), tensor_name(optimizer, entry), entry.dtype, entry.numel, dims),
-                             int64_t(i), nullptr, entry.bytes(), entry.per_param()});
+        if (!files.makes(entry))
+            transfers.push_back(
+                {find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, nullptr, entry.bytes()});
+        else if (entry.numel != 0)
+            transfers.push_back({0, &entry, nullptr, entry.bytes(), files.make(optimizer, entry)});
     }
     return transfers;
 }
@@ -71,19 +69,22 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
     for (const Param &param : optimizer.params()) {
         const bool missing = param.data == nullptr && param.numel != 0;
         if (wanted.params) {
-            const size_t index = find_tensor(file, param_tensor_name(param), param.dtype, param.numel, param.dims);
+            const size_t index = find_tensor(file, tensor_of(param));
             if (missing) throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
-            transfers.push_back({index, -1, param.data, size_t(param.numel) * dtype_size(param.dtype), false});
+            transfers.push_back({index, nullptr, param.data, size_t(param.numel) * dtype_size(param.dtype)});
         } else if (!wanted.masters && param.has_master && missing) {
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
         }
     }
 }
 
-/// Tensors with one element a parameter follow the file's order of parameters; bring them into this optimizer's.
-void reorder(char *words, const std::vector<int64_t> &order) {
-    const std::vector<char> saved(words, words + order.size() * 4);
-    for (size_t i = 0; i < order.size(); ++i) std::memcpy(words + size_t(order[i]) * 4, saved.data() + i * 4, 4);
+/// A whole tensor of the file, its checksum compared. One with one element a parameter follows the file's order of
+/// parameters, and is brought into this optimizer's.
+void fetch(const SafetensorsReader &file, const Transfer &transfer, const std::vector<int64_t> &order, char *to) {
+    file.verify(transfer.index, to);
+    if (!transfer.per_param()) return;
+    const std::vector<char> saved(to, to + transfer.bytes);
+    for (size_t i = 0; i < order.size(); ++i) std::memcpy(to + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
 /// What ranks must have alike they have alike, and what counts or scales is as a step can have left it.
@@ -91,15 +92,14 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
                      const std::vector<int64_t> &order, const ScalerRules &rules) {
     std::vector<char> words;
     for (const Transfer &transfer : transfers) {
-        const StateEntry *entry = transfer.entry >= 0 ? &optimizer.state()[size_t(transfer.entry)] : nullptr;
+        const StateEntry *const entry = transfer.entry;
         // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
         if (entry == nullptr || !has_meaning(entry->kind) || entry->numel == 0) continue;
         words.resize(transfer.bytes);
-        files.file().verify(transfer.index, words.data());
-        if (transfer.per_param) reorder(words.data(), order);
+        fetch(files.file(), transfer, order, words.data());
         check_contents(optimizer, *entry, words.data(), "the checkpoint", DSOPT_ERR_FORMAT, &rules);
     }
 }
@@ -115,64 +115,56 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     files.verify_others();
 }
 
-/// Memory for everything that a file brings. Only when nothing in the file can fail any more: masters are left for it
-/// to fill, and a load that fails must not leave such ones behind.
-void find_memory(Optimizer &optimizer, std::vector<Transfer> &transfers, bool no_masters) {
-    optimizer.ensure_state(nullptr, nullptr, /*masters_follow=*/!no_masters);
-    for (Transfer &transfer : transfers)
-        if (transfer.entry >= 0) transfer.memory = optimizer.state()[size_t(transfer.entry)].data;
-}
+// Memory comes only when nothing in the file can fail any more: masters are left for it to fill, and a load that fails
+// must not leave such ones behind.
 
 /// Everything is read and its checksum compared before the first byte of the optimizer changes.
-void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
-                         const std::vector<int64_t> &order, bool no_masters) {
+void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, const std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool masters_follow) {
     size_t total = 0;
     for (const Transfer &transfer : transfers) total += transfer.bytes;
     const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
     size_t at = 0;
     for (const Transfer &transfer : transfers) {
         if (transfer.from_file())
-            file.verify(transfer.index, staging.get() + at);
+            fetch(file, transfer, order, staging.get() + at);
         else
             std::memcpy(staging.get() + at, transfer.made.data(), transfer.bytes);
-        if (transfer.per_param) reorder(staging.get() + at, order);
         at += transfer.bytes;
     }
-    find_memory(optimizer, transfers, no_masters);
+    optimizer.ensure_state(nullptr, nullptr, masters_follow);
     at = 0;
     for (const Transfer &transfer : transfers) {
-        if (transfer.bytes != 0) std::memcpy(transfer.memory, staging.get() + at, transfer.bytes);
+        if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + at, transfer.bytes);
         at += transfer.bytes;
     }
 }
 
 /// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two
 /// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
-void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, std::vector<Transfer> &transfers,
-                         const std::vector<int64_t> &order, bool no_masters) {
+void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, const std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, bool masters_follow) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
-    find_memory(optimizer, transfers, no_masters);
+    optimizer.ensure_state(nullptr, nullptr, masters_follow);
     device.synchronize();
     const std::unique_ptr<HostWriter> writer = device.writer();
     try {
         for (const Transfer &transfer : transfers) {
+            char *const memory = static_cast<char *>(transfer.memory());
             if (!transfer.from_file()) {
-                device.copy(transfer.memory, transfer.made.data(), transfer.bytes);
-                continue;
-            }
-            if (transfer.per_param) {
-                file.verify(transfer.index, words.data());
-                reorder(words.data(), order);
-                device.copy(transfer.memory, words.data(), transfer.bytes);
-                continue;
-            }
-            for (size_t at = 0; at < transfer.bytes; at += kPiece) {
-                const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                file.read(transfer.index, at, writer->buffer(), bytes);
-                writer->write(static_cast<char *>(transfer.memory) + at, bytes);
+                device.copy(memory, transfer.made.data(), transfer.bytes);
+            } else if (transfer.per_param()) {
+                fetch(file, transfer, order, words.data());
+                device.copy(memory, words.data(), transfer.bytes);
+            } else {
+                for (size_t at = 0; at < transfer.bytes; at += kPiece) {
+                    const size_t bytes = std::min(kPiece, transfer.bytes - at);
+                    file.read(transfer.index, at, writer->buffer(), bytes);
+                    writer->write(memory + at, bytes);
+                }
             }
         }
         writer->finish();
@@ -214,20 +206,20 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                     "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);
     check_transfers(optimizer, files, transfers, saved.order, rules);
-    const bool accumulates = (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) && wanted.state;
     verify_others(files, transfers);
 
+    const bool accumulates = optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE;
     // Made before anything changes: what follows the tensors must not fail.
     Restored restored{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
                       .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
                       .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
                       .calls = wanted.state ? saved.calls : optimizer.calls(),
-                      .accumulated = accumulates ? read_accumulated(fields, saved.order) : "",
+                      .accumulated = accumulates && wanted.state ? read_accumulated(fields, saved.order) : "",
                       .resharded_from = files.resharded() ? files.saved_ranks() : 0};
     if (optimizer.context().device().is_host())
-        load_in_host_memory(optimizer, files.file(), transfers, saved.order, !wanted.masters);
+        load_in_host_memory(optimizer, files.file(), transfers, saved.order, wanted.masters);
     else
-        load_through_pieces(optimizer, files.file(), transfers, saved.order, !wanted.masters);
+        load_through_pieces(optimizer, files.file(), transfers, saved.order, wanted.masters);
     if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
     if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
     if (wanted.scaler != nullptr) wanted.scaler->fit_to_rules();

@@ -258,29 +258,32 @@ std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &o
     return accumulated;
 }
 
-std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry) {
-    const std::string owner = entry.param < 0 ? "optimizer" : optimizer.params()[size_t(entry.param)].name;
-    return owner + "." + entry.name();
+TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry) {
+    const std::string name = std::string(".") + entry.name();
+    if (entry.param < 0) return {"optimizer" + name, entry.dtype, {entry.numel}, entry.bytes()};
+    const Param &param = optimizer.params()[size_t(entry.param)];
+    return {param.name + name, entry.dtype, param.dims, entry.bytes()};
 }
 
-std::string param_tensor_name(const Param &param) { return param.name + ".param"; }
+TensorEntry tensor_of(const Param &param) {
+    return {param.name + ".param", param.dtype, param.dims, uint64_t(param.numel) * dtype_size(param.dtype)};
+}
 
-size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
-                   const std::vector<int64_t> &dims) {
-    const size_t index = file.find(name);
+size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
+    const char *const name = wanted.name.c_str();
+    const size_t index = file.find(wanted.name);
     if (index == SafetensorsReader::npos)
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name.c_str());
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name);
     const TensorEntry &tensor = file.tensors()[index];
-    if (tensor.dtype != dtype)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name.c_str(),
-                    tensor.dtype, dtype);
-    if (tensor.bytes != uint64_t(numel) * dtype_size(dtype))
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu",
-                    name.c_str(), static_cast<unsigned long long>(tensor.bytes),
-                    static_cast<unsigned long long>(uint64_t(numel) * dtype_size(dtype)));
-    if (tensor.shape.size() > 1 && dims.size() > 1 && tensor.shape != dims)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size",
-                    name.c_str());
+    if (tensor.dtype != wanted.dtype)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name,
+                    tensor.dtype, wanted.dtype);
+    if (tensor.bytes != wanted.bytes)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu", name,
+                    static_cast<unsigned long long>(tensor.bytes), static_cast<unsigned long long>(wanted.bytes));
+    if (tensor.shape.size() > 1 && wanted.shape.size() > 1 && tensor.shape != wanted.shape)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size", name);
     return index;
 }
+
 } // namespace dsopt

@@ -49,10 +49,10 @@ ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live);
 /// Which accumulators hold something: a digit for each parameter of this optimizer.
 std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &order);
 
-std::string tensor_name(const Optimizer &optimizer, const StateEntry &entry);
-std::string param_tensor_name(const Param &param);
+/// What a state tensor and a parameter are in a file.
+TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry);
+TensorEntry tensor_of(const Param &param);
 /// Index of a tensor that fits, or MISMATCH naming it.
-size_t find_tensor(const SafetensorsReader &file, const std::string &name, int32_t dtype, int64_t numel,
-                   const std::vector<int64_t> &dims);
+size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted);
 
 } // namespace dsopt

@@ -9,6 +9,10 @@ namespace {
 
 constexpr int64_t kFloats = int64_t(kPiece / sizeof(float));
 
+size_t find_floats(const SafetensorsReader &file, const std::string &name, int64_t count,
+                   const std::vector<int64_t> &dims = {}) {
+    return find_tensor(file, {name, DSOPT_DTYPE_F32, dims, uint64_t(count) * sizeof(float)});
+}
 void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_t count, float *to) {
     file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
 }
@@ -18,7 +22,7 @@ class Kept {
 public:
     Kept(const SafetensorsReader &file, const char *name, int64_t elements, int64_t scales) :
         file_(file),
-        index_(find_tensor(file, std::string("optimizer.") + name, DSOPT_DTYPE_F32, elements + scales, {})),
+        index_(find_floats(file, std::string("optimizer.") + name, elements + scales)),
         scales_(size_t(scales)) {
         file.verify(index_);
         if (scales != 0) read_floats(file, index_, elements, scales, scales_.data());
@@ -36,18 +40,69 @@ private:
     std::vector<float> scales_;
 };
 
-bool is_active(const std::vector<int32_t> &active, int64_t element) { return takes_part(active.data(), element); }
+using Files = std::vector<std::unique_ptr<SafetensorsReader>>;
+
+Files open_files(const char *path, const dsopt_io &io) {
+    Files files;
+    for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
+        const char *const name = io.paths != nullptr ? io.paths[i] : path;
+        dsopt_io own = io;
+        if (io.users != nullptr) {
+            own.user = io.users[i];
+            own.total = io.totals[i];
+        }
+        files.push_back(
+            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(own)));
+    }
+    return files;
+}
 
 /// Who saved a file.
-struct Origin {
-    int32_t rank, ranks, node_ranks;
-    explicit Origin(const SafetensorsReader &file) {
-        const Fields fields(file);
-        ranks = fields.number<int32_t>("ranks");
-        node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // only there with two levels
-        rank = fields.number<int32_t>("rank");
+DataRank origin_of(const SafetensorsReader &file) {
+    const Fields fields(file);
+    const auto ranks = fields.number<int32_t>("ranks");
+    const auto node_ranks = fields.has("node_ranks") ? fields.number<int32_t>("node_ranks") : 1; // with two levels
+    return {fields.number<int32_t>("rank"), ranks, node_ranks};
+}
+
+/// A list of files, of which the first was saved by `first`: every rank once.
+Files sort_by_rank(Files files, const DataRank &first) {
+    Files sorted{size_t(first.ranks)};
+    for (size_t i = 0; i < files.size(); ++i) {
+        const DataRank origin = origin_of(*files[i]);
+        if (origin.ranks != first.ranks || origin.rank < 0 || origin.rank >= origin.ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
+                        origin.ranks, first.rank, first.ranks);
+        if (origin.node_ranks != first.node_ranks)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
+                        first.node_ranks);
+        auto &slot = sorted[size_t(origin.rank)];
+        if (slot)
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
+        slot = std::move(files[i]);
     }
-};
+    for (size_t rank = 0; rank < sorted.size(); ++rank)
+        if (!sorted[rank])
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
+                        first.ranks, rank);
+    return sorted;
+}
+
+/// A list of files: the same metadata.
+void check_one_save(const Files &files) {
+    const auto &first = files[0]->metadata();
+    for (size_t rank = 1; rank < files.size(); ++rank) {
+        const auto &other = files[rank]->metadata();
+        for (const auto &[key, value] : first) {
+            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
+            const auto found = other.find(key);
+            if (found == other.end() || found->second != value)
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
+                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
+        }
+    }
+}
 
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
     const size_t index = file.find(name);
@@ -60,107 +115,52 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 } // namespace
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
+    files_(open_files(path, io)),
     list_(io.files != 0),
     own_(optimizer.data_rank()) {
-    open(path, io);
     for (const auto &file : files_)
         if (Fields(*file).text("format") != "dsopt")
             throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
-    const Origin origin(*files_[0]);
-    saved_ = origin.ranks;
-    saved_node_ = origin.node_ranks;
-    saved_rank_ = origin.rank;
-    if (saved_ < 1 || saved_ > kMostRanks || saved_rank_ < 0 || saved_rank_ >= saved_)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_rank_, saved_);
-    if (saved_node_ < 1 || saved_ % saved_node_ != 0)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_, saved_node_);
+    saved_ = origin_of(*files_[0]);
+    if (saved_.ranks < 1 || saved_.ranks > kMostRanks || saved_.rank < 0 || saved_.rank >= saved_.ranks)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_.rank, saved_.ranks);
+    if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
     if (!list_) return;
-    sort_by_rank();
-    check_one_save();
+    files_ = sort_by_rank(std::move(files_), saved_);
+    check_one_save(files_);
     main_ = resharded() ? 0 : own_.rank;
-}
-
-void RankFiles::open(const char *path, const dsopt_io &io) {
-    const auto add = [&](std::unique_ptr<Source> source) {
-        files_.push_back(std::make_unique<SafetensorsReader>(std::move(source)));
-    };
-    for (int32_t i = 0; i < io.files; ++i) {
-        dsopt_io own = io;
-        if (io.users != nullptr) {
-            own.user = io.users[i];
-            own.total = io.totals[i];
-        }
-        add(io.paths != nullptr ? file_source(io.paths[i]) : callback_source(own));
-    }
-    if (!list_) add(path != nullptr ? file_source(path) : callback_source(io));
-}
-
-void RankFiles::sort_by_rank() {
-    std::vector<std::unique_ptr<SafetensorsReader>> sorted{size_t(saved_)};
-    for (size_t i = 0; i < files_.size(); ++i) {
-        const Origin origin(*files_[i]);
-        if (origin.ranks != saved_ || origin.rank < 0 || origin.rank >= origin.ranks)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d of %d, file 0 of rank %d of %d", i, origin.rank,
-                        origin.ranks, saved_rank_, saved_);
-        if (origin.node_ranks != saved_node_)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
-                        saved_node_);
-        auto &slot = sorted[size_t(origin.rank)];
-        if (slot)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
-        slot = std::move(files_[i]);
-    }
-    for (size_t rank = 0; rank < sorted.size(); ++rank)
-        if (!sorted[rank])
-            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of %d ranks, and the file of rank %zu is not there",
-                        saved_, rank);
-    files_ = std::move(sorted);
-}
-
-void RankFiles::check_one_save() const {
-    const auto &first = files_[0]->metadata();
-    for (size_t rank = 1; rank < files_.size(); ++rank) {
-        const auto &other = files_[rank]->metadata();
-        for (const auto &[key, value] : first) {
-            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
-            const auto found = other.find(key);
-            if (found == other.end() || found->second != value)
-                throw Error(DSOPT_ERR_MISMATCH,
-                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
-                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
-        }
-    }
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
     if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
     if (!resharded()) {
-        if (errors && !list_ && saved_rank_ != own_.rank)
-            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_rank_,
-                        saved_, own_.rank);
+        if (errors && !list_ && saved_.rank != own_.rank)
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_.rank,
+                        saved_.ranks, own_.rank);
         return;
     }
     // One rank alone always has the common parameters, and all gradients.
-    if (saved_ > 1 && !is_zero(file(), "optimizer.lr_sum"))
+    if (saved_.ranks > 1 && !is_zero(file(), "optimizer.lr_sum"))
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
                     "its %d ranks have no common parameters, and %d cannot go on with them",
-                    saved_, own_.ranks);
-    if (saved_ > 1)
+                    saved_.ranks, own_.ranks);
+    if (saved_.ranks > 1)
         for (const auto &file : files_) {
-            const auto found = file->metadata().find("accumulated");
-            if (found == file->metadata().end() || found->second.find('1') == std::string::npos) continue;
-            const size_t param = found->second.find('1');
-            throw Error(DSOPT_ERR_MISMATCH,
-                        "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
-                        "ranks has its own, and %d cannot go on with them",
-                        param, saved_, own_.ranks);
+            const Fields fields(*file);
+            const size_t param = fields.has("accumulated") ? fields.text("accumulated").find('1') : std::string::npos;
+            if (param != std::string::npos)
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
+                            "ranks has its own, and %d cannot go on with them",
+                            param, saved_.ranks, own_.ranks);
         }
     if (errors && !list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
-                    saved_rank_, saved_, own_.rank, own_.ranks);
+                    saved_.rank, saved_.ranks, own_.rank, own_.ranks);
 }
 
 void RankFiles::check_alike(size_t index) const {
@@ -205,7 +205,7 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
 }
 
 CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
-    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_, 1}).layout;
+    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
 }
 
 /// Elements that take no part owe nothing, whatever their kept sum and its scale say.
@@ -213,18 +213,19 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const CompressLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1) {
-        file().verify(find_tensor(file(), "optimizer.active", DSOPT_DTYPE_I32, layout.used_words(), {}), words.data());
+        const uint64_t bytes = words.size() * sizeof(int32_t);
+        file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
     // One rank or node has none: they follow from the variance, as in the step that last changed it.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
-        const int64_t worker = optimizer.onebit()->setup().worker[i], numel = optimizer.params()[i].numel;
+        const Param &param = optimizer.params()[i];
+        const int64_t worker = optimizer.onebit()->setup().worker[i];
         if (worker < 0) continue;
-        const size_t index = find_tensor(file(), optimizer.params()[i].name + ".exp_avg_sq", DSOPT_DTYPE_F32, numel,
-                                         optimizer.params()[i].dims);
-        for (int64_t at = 0; at < numel; at += kFloats) {
-            const int64_t count = std::min(kFloats, numel - at);
+        const size_t index = find_floats(file(), param.name + ".exp_avg_sq", param.numel, param.dims);
+        for (int64_t at = 0; at < param.numel; at += kFloats) {
+            const int64_t count = std::min(kFloats, param.numel - at);
             read_floats(file(), index, at, count, v.data());
             for (int64_t k = 0; k < count; ++k) {
                 const int64_t element = worker + at + k;
@@ -239,7 +240,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
 /// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
 std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
     const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout;
-    const std::vector<int32_t> takes_part = active(optimizer);
+    const std::vector<int32_t> active_words = active(optimizer);
     const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
     const int64_t slice = from.server_numel * nodes;
     std::vector<Kept> ranks;
@@ -258,7 +259,8 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
-                if (is_active(takes_part, whole + k)) result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
+                if (takes_part(active_words.data(), whole + k))
+                    result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
         }
     return result;
 }
@@ -266,7 +268,7 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
 /// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
 std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
     const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout.all();
-    const std::vector<int32_t> takes_part = active(optimizer);
+    const std::vector<int32_t> active_words = active(optimizer);
     std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk
     for (const CompressLayout::Segment &segment : to.own_segments()) own[size_t(segment.part)] = &segment;
@@ -284,7 +286,7 @@ std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
                 kept.errors(theirs.server + at - their_begin, count, theirs.part - from.first_part[rank],
                             errors.data());
                 for (int64_t k = 0; k < count; ++k)
-                    if (is_active(takes_part, mine->begin + at - my_begin + k))
+                    if (takes_part(active_words.data(), mine->begin + at - my_begin + k))
                         result[size_t(mine->server + at - my_begin + k)] = errors[size_t(k)];
             }
         }

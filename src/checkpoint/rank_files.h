@@ -14,10 +14,10 @@ public:
     /// Where what ranks have alike comes from: the own rank's where as many ranks saved as load.
     const SafetensorsReader &file() const { return *files_[size_t(main_)]; }
     /// Saved by another number of ranks, or by as many in other nodes.
-    bool resharded() const { return saved_ != own_.ranks || saved_node_ != own_.node_ranks; }
-    int saved_ranks() const { return saved_; }
+    bool resharded() const { return saved_.ranks != own_.ranks || saved_.node_ranks != own_.node_ranks; }
+    int saved_ranks() const { return saved_.ranks; }
     /// Two levels: one node owed nothing, as one rank; else there were as many as ranks.
-    int saved_nodes() const { return saved_ / saved_node_; }
+    int saved_nodes() const { return saved_.ranks / saved_.node_ranks; }
 
     /// Refuses what cannot be taken over by another number of ranks, or by another rank. `errors`: the error feedback
     /// is wanted.
@@ -32,11 +32,6 @@ public:
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
-    void open(const char *path, const dsopt_io &io);
-    /// Of a list: every rank once.
-    void sort_by_rank();
-    /// Of a list: the same metadata.
-    void check_one_save() const;
     std::vector<float> worker_errors(const Optimizer &optimizer) const;
     std::vector<float> server_errors(const Optimizer &optimizer) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
@@ -46,8 +41,9 @@ private:
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
-    DataRank own_; // of this process
-    int saved_ = 1, saved_node_ = 1, main_ = 0, saved_rank_ = 0;
+    DataRank own_;     // of this process
+    DataRank saved_{}; // who saved the first file
+    int main_ = 0;
 };
 
 } // namespace dsopt

@@ -207,9 +207,8 @@ struct JsonAllocator {
 /// the parse at once, so nesting is never deeper than three.
 class HeaderHandler : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, HeaderHandler> {
 public:
-    std::map<std::string, std::string, std::less<>> metadata;
+    SortedMetadata metadata;
     std::vector<TensorEntry> tensors;
-    std::vector<uint64_t> offsets; // from the start of the data
     uint64_t data_bytes = 0;
 
     bool Default() { fail("a value of a wrong kind, or where it does not belong"); }
@@ -284,7 +283,6 @@ private:
             fail(std::string(bounds_[0] < data_bytes ? "overlap with" : "hole behind") + " the tensor before");
         if (bounds_[1] < bounds_[0] || bounds_[1] - bounds_[0] != tensor.bytes)
             fail("data_offsets do not fit the shape");
-        offsets.push_back(bounds_[0]);
         data_bytes = bounds_[1];
     }
 
@@ -368,9 +366,9 @@ SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source) : sou
 
     metadata_ = std::move(handler.metadata);
     tensors_ = std::move(handler.tensors);
-    offsets_ = std::move(handler.offsets);
     metadata_.erase(metadata_.find(kHeaderKey));
     std::string key;
+    uint64_t offset = text.size(); // nothing is between tensors, or before them
     for (size_t i = 0; i < tensors_.size(); ++i) {
         const std::string &name = tensors_[i].name;
         if (!index_.emplace(name, i).second) refuse("header: tensor " + shown(name) + " is there twice");
@@ -378,7 +376,8 @@ SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source) : sou
         if (checksum == metadata_.end()) refuse("header: tensor " + shown(name) + " has no checksum");
         checksums_.push_back(std::move(checksum->second));
         metadata_.erase(checksum);
-        offsets_[i] += text.size();
+        offsets_.push_back(offset);
+        offset += tensors_[i].bytes;
     }
     const auto rest = metadata_.lower_bound(kTensorKey);
     if (rest != metadata_.end() && rest->first.starts_with(kTensorKey))

@@ -38,6 +38,7 @@ struct TensorEntry {
 /// is 1 to 4 MiB, pieces of a tensor come in order, and every tensor is asked for twice.
 using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t bytes)>;
 using Metadata = std::vector<std::pair<std::string, std::string>>;
+using SortedMetadata = std::map<std::string, std::string, std::less<>>;
 
 /// Writes a container. Everything is checked and begin() called before the first tensor is asked for.
 /// Throws DSOPT_ERR_ARGUMENT, _DTYPE, _SHAPE: a wrong entry; _UNSUPPORTED: header over the format's limit; _BUSY: a
@@ -53,9 +54,7 @@ public:
     explicit SafetensorsReader(std::unique_ptr<const Source> source);
 
     static constexpr size_t npos = size_t(-1);
-    const std::map<std::string, std::string, std::less<>> &metadata() const {
-        return metadata_;
-    }                                                                                ///< without the checksums
+    const SortedMetadata &metadata() const { return metadata_; }                     ///< without the checksums
     const std::vector<TensorEntry> &tensors() const { return tensors_; }             ///< in file order
     size_t find(std::string_view name) const;                                        ///< index of a tensor, or npos
     const std::string &checksum(size_t index) const { return checksums_.at(index); } ///< as saved
@@ -68,7 +67,7 @@ public:
 
 private:
     std::unique_ptr<const Source> source_;
-    std::map<std::string, std::string, std::less<>> metadata_;
+    SortedMetadata metadata_;
     std::vector<TensorEntry> tensors_;
     std::vector<uint64_t> offsets_; // from the start of the file
     std::vector<std::string> checksums_;

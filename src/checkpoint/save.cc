@@ -21,17 +21,14 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const Metadata metadata = metadata_of(optimizer);
     std::vector<TensorEntry> tensors;
     std::vector<const char *> memory;
-    const auto add = [&](std::string name, const void *data, int32_t dtype, int64_t numel, std::vector<int64_t> dims) {
-        tensors.push_back({std::move(name), dtype, std::move(dims), uint64_t(numel) * dtype_size(dtype)});
+    const auto add = [&](TensorEntry tensor, const void *data) {
+        tensors.push_back(std::move(tensor));
         memory.push_back(static_cast<const char *>(data));
     };
     for (const StateEntry &entry : optimizer.state())
-        if (entry.saved())
-            add(tensor_name(optimizer, entry), entry.data, entry.dtype, entry.numel,
-                entry.param < 0 ? std::vector<int64_t>{entry.numel} : optimizer.params()[size_t(entry.param)].dims);
+        if (entry.saved()) add(tensor_of(optimizer, entry), entry.data);
     if (with_params)
-        for (const Param &param : optimizer.params())
-            add(param_tensor_name(param), param.data, param.dtype, param.numel, param.dims);
+        for (const Param &param : optimizer.params()) add(tensor_of(param), param.data);
 
     const Device &device = optimizer.context().device();
     device.synchronize();
