@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kThreads)
         const float *values = static_cast<const float *>(list[part].data);
         const int64_t left = list[part].numel - begin; // the rest is padding
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
-        for_packs(real, all_aligned(values, x.worker), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, begin + i);
             Pack<V> sum = load<V>(x.worker, worker + i);
 #pragma unroll
@@ -243,8 +242,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
         const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + begin;
         const float scale = x.server_scales()[slot];
         float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.server), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
@@ -332,8 +330,7 @@ __global__ void __launch_bounds__(kThreads)
         const int real = left < 0 ? 0 : left < n ? int(left) : n;
         const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
         const InChunk first(unit, worker);
-        for_packs(real, all_aligned(list[part].data, x.values), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(real, all_aligned(list[part].data, x.values), [&]<int V>(Width<V>, int i) INLINED {
             InChunk where = first;
             where.move(unit, i);
             Pack<V> y =
@@ -393,8 +390,7 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
         const int64_t worker = x.layout.parts[part].begin + begin; // a multiple of 32
         const float scale = x.worker_scales()[part];
         float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.slices, x.worker), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> mean = mean_of_slices<V>(x, worker + i);
             Pack<V> sum = load<V>(x.worker, worker + i);
             const uint32_t active = active_from(x.own_active, worker + i);

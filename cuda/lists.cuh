@@ -37,7 +37,7 @@ template <class Index> __device__ __forceinline__ Index find_stretch(const int64
     return low;
 }
 
-/// body(V, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
+/// body(Width<V>, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
 template <class Body> __device__ __forceinline__ void for_list_packs(const DeviceList &list, const Body &body) {
     for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
         const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf),
@@ -51,8 +51,8 @@ template <class Body> __device__ __forceinline__ void for_list_packs(const Devic
 __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument argument) {
     begin_kernel();
     const DeviceList list = argument.view();
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
-                             INLINED { store(Pack<decltype(width)::value>{}, x.data, Dtype(x.dtype), i); });
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
+                             INLINED { store(Pack<V>{}, x.data, Dtype(x.dtype), i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(kThreads)
     begin_kernel();
     const DeviceList list = argument.view();
     const float a = factor != nullptr ? *factor : value;
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
-        constexpr int V = decltype(width)::value;
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
         Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
         if (b != 0) old = fetch<V>(y.data, Dtype(y.dtype), i);
         v = widen(v, Dtype(x.dtype));
@@ -91,8 +90,7 @@ __device__ __forceinline__ float clamped(float x, float limit) {
 __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument argument, const float limit) {
     begin_kernel();
     const DeviceList list = argument.view();
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
-        constexpr int V = decltype(width)::value;
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
         Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
 #pragma unroll
         for (int k = 0; k < V; ++k) v.at[k] = clamped(v.at[k], limit);

@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
         float *kept = b.one.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Pack<V> sum{};
             if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
@@ -158,8 +157,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     __shared__ SharedOneBit o;
     for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             OneBitInputs<V> t{};
             Pack<V> y;
@@ -196,8 +194,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             OneBitInputs<V> t = load_inputs<V, Feed::distance>(b, s.job, one, i);
 #pragma unroll
@@ -222,8 +219,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
         const OneBitJob &one = b.one.jobs[tensor];
         uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
         if (threadIdx.x == 0) most_of_block = 0;
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             OneBitInputs<V> t{};
             Pack<V> y;
@@ -285,8 +281,7 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const Leaf &where, uint32_t) INLINED {
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             OneBitInputs<V> t{};
             t.p = fetch_weight<V>(s.job, i);
@@ -397,8 +392,7 @@ __global__ void __launch_bounds__(kThreads)
         const OneBitJob &one = b.one.jobs[tensor];
         const Leaf where(job, leaf);
         const bool aligned = all_aligned(job.weight, job.moment[1].data, one.fresh, one.anchor);
-        for_packs(where.n, aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             if (copies_variance && one.fresh != nullptr) store(load_moment<V>(job, 1, i), one.fresh, i);
             if (one.anchor != nullptr) store(load_weight<V>(job, i), one.anchor, i);

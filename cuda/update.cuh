@@ -290,18 +290,17 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
         [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
             if (skipped(d) || !s.job.present || // asked anew each time: one register less in the loop
                 (s.job.onebit && d.elsewhere == Elsewhere::idle))
-                return for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    unchanged_pack<decltype(width)::value>(plan, s.job, where.begin + i);
+                return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
+                    unchanged_pack<V>(plan, s.job, where.begin + i);
                 });
             if (elsewhere(d, s.job)) return;
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
-                for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    constexpr int W = decltype(width)::value;
+                for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     if constexpr (R::sweeps == 2)
-                        lamb_moments_pack<R, W>(s, where, i, tiles);
+                        lamb_moments_pack<R, V>(s, where, i, tiles);
                     else
-                        update_pack<R, W>(plan, s, where, i, tiles);
+                        update_pack<R, V>(plan, s, where, i, tiles);
                 });
             });
             if (sweeps_of(s.rule) == 2 || plan.report_norms) sum_tiles(d, leaf, where.n, tiles);
@@ -340,9 +339,8 @@ __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
                 if (!s.job.present || sweeps_of(s.rule) == 1 || elsewhere(d, s.job)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
-                for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    lamb_weights_pack<decltype(width)::value>(plan, s, where.begin + i);
-                });
+                for_packs(where.n, s.aligned,
+                          [&]<int V>(Width<V>, int i) INLINED { lamb_weights_pack<V>(plan, s, where.begin + i); });
             });
     if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }

@@ -24,6 +24,7 @@ __device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
 
 /// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
+template <int V> using Width = std::integral_constant<int, V>; // says V to a lambda
 
 /// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
 /// faster instructions.
@@ -99,12 +100,12 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *
     store(x, data, Dtype::f32, i);
 }
 
-/// body(V, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are `aligned`, and
-/// single ones behind them.
+/// body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are
+/// `aligned`, and single ones behind them.
 template <class Body> __device__ __forceinline__ void for_packs(int n, bool aligned, const Body &body) {
     const int whole = aligned ? n / 4 * 4 : 0;
-    for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(std::integral_constant<int, 4>{}, i);
-    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+    for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, i);
+    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(Width<1>{}, i);
 }
 
 } // namespace dsopt::gpu
