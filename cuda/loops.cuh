@@ -130,40 +130,19 @@ public:
             launcher.thread("write_reduction", write_reduction_kernel, rules, schedule, reduction);
         });
     }
-    void compress_feed(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
                        void *stream) const override {
-        const CompressLayout &layout = *exchange.layout;
-        with_exchange(exchange, list, count, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
-                          if (layout.has_levels()) {
-                              clear_gaps(x, launcher);
-                              launcher.over(layout.whole->part_leaf.back(), "fill_message", fill_message_kernel, x,
-                                            tensors);
-                              return;
-                          }
-                          clear_rows(x.send, layout.rows_bytes(), launcher);
-                          launcher.over(layout.part_leaf.back(), "feed_list", feed_list_kernel, x, tensors);
-                          end_rows(x, launcher);
-                      });
+        with_exchange(buffers, list, count, stream, feed_list);
     }
-    void compress_slice(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
-                          pack_slice(*exchange.layout, x, launcher);
-                      });
+    void compress_slice(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
+        with_exchange(buffers, nullptr, 0, stream, feed_slice);
     }
-    void compress_serve(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
-                          serve_rows(*exchange.layout, x, launcher);
-                      });
+    void compress_serve(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
+        with_exchange(buffers, nullptr, 0, stream, serve_rows);
     }
-    void compress_decode(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+    void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
                          void *stream) const override {
-        with_exchange(exchange, list, count, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
-                          launcher.over(exchange.layout->all().part_leaf.back(), "decode", decode_kernel, x, tensors);
-                      });
+        with_exchange(buffers, list, count, stream, decode_list);
     }
 
 private:
@@ -171,20 +150,18 @@ private:
         const OnDevice on(gpu_);
         body(Launcher{shared_, static_cast<cudaStream_t>(stream)});
     }
-    /// body(launcher, exchange, list) with everything in device memory: in a step the layout is there, otherwise it
-    /// lives as long as the work.
-    template <class Body>
-    void with_exchange(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, void *stream,
-                       const Body &body) const {
+    /// `body` with everything in device memory: in a step the layout is there, otherwise it lives as long as the work.
+    void with_exchange(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, void *stream,
+                       void (*body)(const DeviceExchange &, const Launcher &, const dsopt_tensor *)) const {
         run(stream, [&](const Launcher &launcher) {
-            if (exchange.table != nullptr) return body(launcher, device_exchange(exchange, exchange.table), nullptr);
-            const size_t layout = LayoutImage::bytes(*exchange.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
+            if (buffers.table != nullptr) return body(device_exchange(buffers, buffers.table), launcher, nullptr);
+            const size_t layout = LayoutImage::bytes(*buffers.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
             std::vector<char> image(layout + tensors);
-            LayoutImage::write(*exchange.layout, image.data());
+            LayoutImage::write(*buffers.layout, image.data());
             if (count != 0) std::memcpy(image.data() + layout, list, tensors);
             const Scratch memory(shared_.scratch, image.size(), launcher.stream);
             launcher.upload(memory.get(), image.data(), image.size());
-            body(launcher, device_exchange(exchange, memory.get()),
+            body(device_exchange(buffers, memory.get()), launcher,
                  reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
         });
     }

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         });
         if (b.packs)
             pack_leaf(b.x, one.part, one.worker + where.begin, where.n, turns,
-                      b.x.layout.part_leaf[one.part] + where.begin / kLeaf);
+                      b.x.own.part_leaf[one.part] + where.begin / kLeaf);
     });
 }
 
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
     if (skipped(b.d)) return;
-    for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
-        const CompressLayout::Part part = b.x.layout.parts[i];
+    for (int32_t i = int32_t(blockIdx.x); i < b.x.own.part_count; i += int32_t(gridDim.x)) {
+        const CompressLayout::Part part = b.x.own.parts[i];
         const float scale = b.x.worker_scales()[i];
         float *kept = b.x.worker + part.begin;
         for (int64_t k = part.used + threadIdx.x; k < part.numel; k += kThreads) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT
 __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     if (skipped(b.d)) return;
-    const CompressLayout::Part part = b.x.layout.parts[0];
+    const CompressLayout::Part part = b.x.own.parts[0];
     const int64_t used = part.used;
     for (int64_t k = used + int64_t(blockIdx.x) * kThreads + threadIdx.x; k < part.numel;
          k += int64_t(gridDim.x) * kThreads)
@@ -399,8 +399,8 @@ __global__ void __launch_bounds__(kThreads)
         });
     });
     if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed
-    const int64_t workers = b.x.layout.worker_numel + b.x.layout.part_count,
-                  servers = b.x.layout.server_numel + b.x.layout.row_scales;
+    const int64_t workers = b.x.own.worker_numel + b.x.own.part_count,
+                  servers = b.x.own.server_numel + b.x.own.row_scales;
     for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < workers; k += int64_t(gridDim.x) * kThreads)
         b.x.worker[k] = 0;
     for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < servers; k += int64_t(gridDim.x) * kThreads)

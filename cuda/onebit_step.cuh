@@ -16,16 +16,15 @@ public:
         b_{.d = d, .one = *plan.onebit, .x = {}, .packs = false, .whole_vectors = true} {
         b_.one.jobs = jobs;
         if (b_.one.exchanges) {
-            buffers_ = *plan.onebit->buffers;
-            buffers_.table = layout;
-            buffers_.skip = &plan.control->skip;
-            b_.x = device_exchange(buffers_, layout);
-            b_.packs = !b_.one.compat && !buffers_.layout->has_levels();
+            b_.x = device_exchange(*plan.onebit->buffers, layout);
+            b_.x.table = layout;
+            b_.x.skip = &plan.control->skip;
+            b_.packs = !b_.one.compat && !b_.x.layout->has_levels();
             b_.whole_vectors = !b_.one.compat;
         }
     }
 
-    const ExchangeBuffers &buffers() const override { return buffers_; }
+    const ExchangeBuffers &buffers() const override { return b_.x; }
     void begin() override { launcher_.block("begin_onebit", begin_onebit_kernel, b_); }
     void scale_momenta() override {
         if (b_.d.plan.count == 0) return;
@@ -51,8 +50,8 @@ public:
     }
     void local() override { over_leaves("local", local_kernel); }
     void lamb_moments() override {
-        if (b_.one.padding != nullptr && b_.x.layout.part_count != 0)
-            launcher_.over(b_.x.layout.ranks, "finish_padding", finish_padding_kernel, b_);
+        if (b_.one.padding != nullptr && b_.x.own.part_count != 0)
+            launcher_.over(b_.x.own.ranks, "finish_padding", finish_padding_kernel, b_);
         over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kTileBytes);
     }
     void lamb_trust() override { launcher_.block("onebit_trust", onebit_trust_kernel, b_); }
@@ -74,7 +73,7 @@ private:
             if (steps) over_leaves("feed", kernel);
             return;
         }
-        const CompressLayout &layout = *buffers_.layout;
+        const CompressLayout &layout = *b_.x.layout;
         if (layout.has_levels()) {
             clear_gaps(b_.x, launcher_);
             return over_leaves("feed", kernel);
@@ -82,14 +81,13 @@ private:
         clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
         over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
         if (!b_.packs) {
-            launcher_.over(b_.x.layout.part_count, "feed_padding", feed_padding_kernel, b_);
+            launcher_.over(b_.x.own.part_count, "feed_padding", feed_padding_kernel, b_);
             launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
         }
         end_rows(b_.x, launcher_);
     }
 
     const Launcher &launcher_;
-    ExchangeBuffers buffers_;
     DeviceOneBit b_;
 };
 
