@@ -91,30 +91,31 @@ template <int V> __device__ __forceinline__ Pack<V> fetch_weight(const TensorJob
 template <int V> __device__ __forceinline__ Pack<V> fetch_moment(const TensorJob &job, int index, int64_t i) {
     return fetch<V>(job.moment[index].data, job.moment[index].type, i);
 }
-template <int V> __device__ __forceinline__ Pack<V> load_weight(const TensorJob &job, int64_t i) {
-    return widen(fetch_weight<V>(job, i), job.weight_type);
-}
-template <int V> __device__ __forceinline__ Pack<V> load_moment(const TensorJob &job, int index, int64_t i) {
-    return widen(fetch_moment<V>(job, index, i), job.moment[index].type);
-}
 template <int V> __device__ __forceinline__ void store_moment(const Pack<V> &x, const Moment &moment, int64_t i) {
     store(x, moment.data, moment.type, i);
 }
 
-/// What a rule reads of V neighbours.
-template <int V> struct Inputs { Pack<V> g, p, m, v; };
-/// All of them are under way before the first one is waited for. A rule without a moment has neither registers nor
-/// traffic for it.
-template <int V, int Moments> __device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
-    Inputs<V> t;
-    t.g = fetch_gradient<V>(job, i);
+/// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
+/// waited for.
+template <int V> struct Inputs {
+    Pack<V> g, p, m, v, own; // the last one is the 1-bit family's
+    /// What is not there is zero, of any type.
+    __device__ __forceinline__ void widen_all(const TensorJob &job) {
+        g = widen(g, job.grad_type);
+        p = widen(p, job.weight_type);
+        m = widen(m, job.moment[0].type);
+        v = widen(v, job.moment[1].type);
+    }
+};
+/// A rule without a moment has neither registers nor traffic for it.
+template <int V, int Moments, bool Gradient = true>
+__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
+    Inputs<V> t{};
+    if constexpr (Gradient) t.g = fetch_gradient<V>(job, i);
     t.p = fetch_weight<V>(job, i);
     if constexpr (Moments > 0) t.m = fetch_moment<V>(job, 0, i);
     if constexpr (Moments > 1) t.v = fetch_moment<V>(job, 1, i);
-    t.g = widen(t.g, job.grad_type);
-    t.p = widen(t.p, job.weight_type);
-    if constexpr (Moments > 0) t.m = widen(t.m, job.moment[0].type);
-    if constexpr (Moments > 1) t.v = widen(t.v, job.moment[1].type);
+    t.widen_all(job);
     return t;
 }
 
@@ -187,24 +188,21 @@ __device__ __forceinline__ void lamb_moments_pack(const SharedTensor &s, const L
 
 template <int V>
 __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
-    const TensorJob &job = s.job;
-    Pack<V> p = fetch_weight<V>(job, i), m = fetch_moment<V>(job, 0, i), v = fetch_moment<V>(job, 1, i);
-    p = widen(p, job.weight_type);
-    m = widen(m, job.moment[0].type);
-    v = widen(v, job.moment[1].type);
-    const Pack<V> old = p;
+    Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
+    const Pack<V> old = t.p;
 #pragma unroll
     for (int k = 0; k < V; ++k)
         visit(s.rule, [&](auto formula) INLINED {
             using R = typename decltype(formula)::type;
-            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
         });
-    publish(plan, s, p, old, i);
+    publish(plan, s, t.p, old, i);
 }
 
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
-    if (job.out != nullptr) store(plan.flags & kDelta ? Pack<V>{} : load_weight<V>(job, i), job.out, job.out_type, i);
+    if (job.out != nullptr)
+        store(plan.flags & kDelta ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
