@@ -59,6 +59,12 @@ struct InChunk {
     }
 };
 
+/// What of a leaf of a part is in the tensor; the rest is padding.
+__device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
+    const int64_t left = tensor.numel - leaf.begin;
+    return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
+}
+
 constexpr int kTurns = 2;
 /// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be split
 /// without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take turns at
@@ -126,27 +132,47 @@ __device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t 
     ++turns.turn;
 }
 
-/// body(part, begin, n, leaf) for every leaf of the block's share of the parts.
-template <class Body> __device__ __forceinline__ void for_part_leaves(const DeviceLayout &layout, const Body &body) {
-    const int64_t leaves = layout.part_leaf[layout.part_count];
+/// body(i, where, leaf) for the block's share of the leaves of parts or segments: `leaf` is of the i-th one.
+template <class Stretch, class Body>
+__device__ __forceinline__ void for_leaves_of(const Stretch *stretches, const int64_t *first_leaf, int32_t count,
+                                              const Body &body) {
+    const int64_t leaves = first_leaf[count];
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t part = find_stretch(layout.part_leaf, layout.part_count, leaf);
-        const int64_t begin = (leaf - layout.part_leaf[part]) * kLeaf, rest = layout.parts[part].numel - begin;
-        body(part, begin, int(rest < kLeaf ? rest : kLeaf), leaf);
+        const int32_t i = find_stretch(first_leaf, count, leaf);
+        body(i, Leaf(stretches[i].numel, leaf - first_leaf[i]), leaf);
     }
+}
+template <class Body> __device__ __forceinline__ void for_part_leaves(const DeviceLayout &layout, const Body &body) {
+    for_leaves_of(layout.parts, layout.part_leaf, layout.part_count, body);
+}
+
+/// fill(part, where, worker, tile) for the block's share of the own parts: puts a leaf of kept sums, the first of which
+/// is the `worker`-th, to the tile. Each is then packed.
+template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExchange &x, const Fill &fill) {
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
+    if (x.skipped()) return;
+    for_part_leaves(x.own, [&](int32_t part, const Leaf &where, int64_t leaf) INLINED {
+        const int64_t worker = x.own.parts[part].begin + where.begin;
+        fill(part, where, worker, turns.tile());
+        pack_leaf(x, part, worker, where.n, turns, leaf);
+    });
+}
+
+/// Kept sums: new values and what is owed. Those of elements that take no part are zeros.
+template <int V>
+__device__ __forceinline__ Pack<V> new_sums(const Pack<V> &values, const Pack<V> &kept, float scale, uint32_t active) {
+    Pack<V> sum;
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(kept.at[k], scale) : 0.0f;
+    return sum;
 }
 
 /// Kept sums that are there already.
 __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    if (x.skipped()) return;
-    for_part_leaves(x.own, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.own.parts[part].begin + begin;
-        float *const tile = turns.tile();
-        for (int k = int(threadIdx.x); k < n; k += kThreads) tile[k] = x.worker[worker + k];
-        pack_leaf(x, part, worker, n, turns, leaf);
+    pack_parts(x, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.worker[worker + k];
     });
 }
 
@@ -154,25 +180,18 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Devi
 __global__ void __launch_bounds__(kThreads)
     feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    for_part_leaves(x.own, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.own.parts[part].begin + begin;
+    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = x.worker_scales()[part];
-        float *const tile = turns.tile();
         const float *values = static_cast<const float *>(list[part].data);
-        const int64_t left = list[part].numel - begin; // the rest is padding
-        const int real = left < 0 ? 0 : left < n ? int(left) : n;
+        const int real = real_elements(list[part], where);
         for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> value = load<V>(values, begin + i);
-            Pack<V> sum = load<V>(x.worker, worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = value.at[k] + error_of(sum.at[k], scale);
+            const Pack<V> value = load<V>(values, where.begin + i), kept = load<V>(x.worker, worker + i);
+            const Pack<V> sum = new_sums(value, kept, scale, ~0u);
+            to_tile(sum, tile + i);
             store(sum, x.worker, worker + i);
         });
-        for (int i = real + int(threadIdx.x); i < n; i += kThreads)
+        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
             tile[i] = x.worker[worker + i] = error_of(x.worker[worker + i], scale);
-        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 
@@ -221,17 +240,14 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
     TileTurns turns{tiles};
     const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
-    const int64_t leaves = layout.segment_leaf[layout.segment_count];
     const float share = 1.0f / float(layout.ranks);
-    for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
+    const auto serve = [&](int32_t index, const Leaf &where, int64_t leaf) INLINED {
         const CompressLayout::Segment segment = layout.segments[index];
-        const int64_t begin = (leaf - layout.segment_leaf[index]) * kLeaf, rest = segment.numel - begin;
-        const int n = int(rest < kLeaf ? rest : kLeaf);
-        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + begin;
+        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + where.begin,
+                      worker = segment.begin + where.begin;
         const float scale = x.server_scales()[slot];
         float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
+        for_packs(where.n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
@@ -255,21 +271,18 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
                     }
                 }
             }
-            const uint32_t active = active_from(x.worker_active, segment.begin + begin + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
-                const float value = sum.at[k] + error_of(old.at[k], scale);
-                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
-            }
+            sum = new_sums(sum, old, scale, active_from(x.worker_active, worker + i));
+            to_tile(sum, tile + i);
             store(sum, x.server, server + i);
         });
         __syncthreads();
-        pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
-            write_signs(x.bits(x.result) + (server + i) / 8, bits, n - i);
+        pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
+            write_signs(x.bits(x.result) + (server + i) / 8, bits, where.n - i);
         });
-        sum_leaf(x, turns, segment.begin + begin, n, leaf);
+        sum_leaf(x, turns, worker, where.n, leaf);
         ++turns.turn;
-    }
+    };
+    for_leaves_of(layout.segments, layout.segment_leaf, layout.segment_count, serve);
 }
 
 __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
@@ -314,11 +327,11 @@ __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, 
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
-        const int64_t worker = x.all.parts[part].begin + begin, left = list[part].numel - begin;
-        const int real = left < 0 ? 0 : left < n ? int(left) : n;
+    for_part_leaves(x.all, [&](int32_t part, const Leaf &leaf, int64_t) INLINED {
+        const int64_t worker = x.all.parts[part].begin + leaf.begin;
         const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
         const InChunk first(unit, worker);
+        const int real = real_elements(list[part], leaf);
         for_packs(real, all_aligned(list[part].data, x.values), [&]<int V>(Width<V>, int i) INLINED {
             InChunk where = first;
             where.move(unit, i);
@@ -327,7 +340,7 @@ __global__ void __launch_bounds__(kThreads)
             const uint32_t active = active_from(x.active, worker + i);
 #pragma unroll
             for (int k = 0; k < V; ++k) y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f;
-            store(y, list[part].data, Dtype::f32, begin + i);
+            store(y, list[part].data, Dtype::f32, leaf.begin + i);
         });
     });
 }
@@ -348,10 +361,10 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT cons
 __global__ void __launch_bounds__(kThreads)
     fill_message_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
-        const float *values = static_cast<const float *>(list[part].data) + begin;
-        float *to = x.message + x.all.parts[part].begin + begin;
-        for (int k = int(threadIdx.x); k < n; k += kThreads) to[k] = values[k];
+    for_part_leaves(x.all, [&](int32_t part, const Leaf &where, int64_t) INLINED {
+        const float *values = static_cast<const float *>(list[part].data) + where.begin;
+        float *to = x.message + x.all.parts[part].begin + where.begin;
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) to[k] = values[k];
     });
 }
 
@@ -372,25 +385,15 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
 /// That mean and what is owed to the kept sums, and their bits to the rows.
 __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    if (x.skipped()) return;
-    for_part_leaves(x.own, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.own.parts[part].begin + begin; // a multiple of 32
+    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = x.worker_scales()[part];
-        float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> mean = mean_of_slices<V>(x, worker + i);
-            Pack<V> sum = load<V>(x.worker, worker + i);
-            const uint32_t active = active_from(x.worker_active, worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
-                const float value = mean.at[k] + error_of(sum.at[k], scale);
-                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
-            }
+        for_packs(where.n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> mean = mean_of_slices<V>(x, worker + i), kept = load<V>(x.worker, worker + i);
+            // Parts begin at multiples of 32 elements here.
+            const Pack<V> sum = new_sums(mean, kept, scale, active_from(x.worker_active, worker + i));
+            to_tile(sum, tile + i);
             store(sum, x.worker, worker + i);
         });
-        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 

@@ -38,28 +38,27 @@ template <class Index> __device__ __forceinline__ Index find_stretch(const int64
 }
 
 /// body(Width<V>, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
-template <class Body> __device__ __forceinline__ void for_list_packs(const DeviceList &list, const Body &body) {
+template <class Body> __device__ __forceinline__ void for_list_packs(const ListArgument &argument, const Body &body) {
+    const DeviceList list = argument.view();
     for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
-        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf),
-                      begin = (leaf - list.first_leaf[tensor]) * kLeaf;
+        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor x = list.x[tensor], y = list.y[tensor];
-        for_packs(int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf), all_aligned(x.data, y.data),
-                  [&](auto width, int i) INLINED { body(width, x, y, begin + i); });
+        const Leaf where(x.numel, leaf - list.first_leaf[tensor]);
+        for_packs(where.n, all_aligned(x.data, y.data),
+                  [&](auto width, int i) INLINED { body(width, x, y, where.begin + i); });
     }
 }
 
-__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument argument) {
+__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument list) {
     begin_kernel();
-    const DeviceList list = argument.view();
     for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
                              INLINED { store(Pack<V>{}, x.data, Dtype(x.dtype), i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
 __global__ void __launch_bounds__(kThreads)
-    axpby_kernel(GRID_CONSTANT const ListArgument argument, const float *factor, const float value, const float b) {
+    axpby_kernel(GRID_CONSTANT const ListArgument list, const float *factor, const float value, const float b) {
     begin_kernel();
-    const DeviceList list = argument.view();
     const float a = factor != nullptr ? *factor : value;
     for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
         Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
@@ -87,9 +86,8 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;
 }
-__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument argument, const float limit) {
+__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument list, const float limit) {
     begin_kernel();
-    const DeviceList list = argument.view();
     for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
         Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
 #pragma unroll
@@ -125,9 +123,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
     for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
-        const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+        const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
-        const int n = int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf);
+        const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
         const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[warp]);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all

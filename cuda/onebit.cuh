@@ -118,12 +118,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (kept == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
-            const uint32_t active = active_from(b.x.active, one.worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
-                sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(sum.at[k], s.scale) : 0.0f;
-                if (b.packs) turns.tile()[at + k] = sum.at[k];
-            }
+            sum = new_sums(values, sum, s.scale, active_from(b.x.active, one.worker + i));
+            if (b.packs) to_tile(sum, turns.tile() + at);
             store(sum, kept, i);
         });
         if (b.packs)

@@ -41,13 +41,14 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     return last;
 }
 
-/// The elements of a tensor that a leaf has.
+/// The elements that the index-th leaf of a tensor, or of anything else that is cut like one, has.
 struct Leaf {
     int64_t begin;
     int n;
-    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
-        begin((leaf - job.first_leaf) * kLeaf),
-        n(int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf)) {}
+    __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
+        begin(index * kLeaf),
+        n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
+    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) : Leaf(job.numel, leaf - job.first_leaf) {}
 };
 
 /// body(leaf, tensor) for every `stride`-th leaf from `first` on. Which tensor the next one is of is read ahead.

@@ -132,14 +132,7 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     }
     if (!(plan.flags & kOutOnly) || job.has_master) store(p, job.weight, job.weight_type, i);
     if (job.copy != nullptr) store(p, job.copy, job.copy_type, i);
-    if (job.out != nullptr) {
-        Pack<V> x = p;
-        if (plan.flags & kDelta) {
-#pragma unroll
-            for (int k = 0; k < V; ++k) x.at[k] = p.at[k] - old.at[k];
-        }
-        store(x, job.out, job.out_type, i);
-    }
+    if (job.out != nullptr) store(plan.flags & kDelta ? p - old : p, job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
@@ -166,11 +159,8 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
     if constexpr (R::moments.count > 1) store_moment(t.v, s.job.moment[1], where.begin + i);
     publish(plan, s, t.p, old, where.begin + i);
     if (plan.report_norms) {
-#pragma unroll
-        for (int k = 0; k < V; ++k) {
-            tiles.a[i + k] = old.at[k];
-            tiles.b[i + k] = t.p.at[k] - old.at[k];
-        }
+        to_tile(old, tiles.a + i);
+        to_tile(t.p - old, tiles.b + i);
     }
 }
 

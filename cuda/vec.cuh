@@ -26,6 +26,13 @@ __device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
 template <int V> struct Pack { float at[V]; };
 template <int V> using Width = std::integral_constant<int, V>; // says V to a lambda
 
+template <int V> __device__ __forceinline__ Pack<V> operator-(const Pack<V> &a, const Pack<V> &b) {
+    Pack<V> y;
+#pragma unroll
+    for (int k = 0; k < V; ++k) y.at[k] = a.at[k] - b.at[k];
+    return y;
+}
+
 /// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
 /// faster instructions.
 template <class T> __device__ __forceinline__ T *global(T *pointer) {
@@ -98,6 +105,12 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *d
 }
 template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *data, int64_t i) {
     store(x, data, Dtype::f32, i);
+}
+
+/// To shared memory.
+template <int V> __device__ __forceinline__ void to_tile(const Pack<V> &x, float *tile) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) tile[k] = x.at[k];
 }
 
 /// body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are
