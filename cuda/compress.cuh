@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
     const int lane = int(threadIdx.x % 32);
-    for (int64_t i = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; i < layout.part_count;
-         i += int64_t(gridDim.x) * kWarps) {
+    for (int64_t i = grid_warp(); i < layout.part_count; i += grid_warps()) {
         const float scale = scale_of(x, layout.part_leaf[i], layout.part_leaf[i + 1]);
         if (lane == 0) x.worker_scales()[i] = scale;
         const CompressLayout::Part part = layout.parts[i];
@@ -222,8 +221,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     }
     // Places in rows that no part has.
     const int64_t cells = layout.row_scales * layout.ranks;
-    for (int64_t cell = int64_t(blockIdx.x) * kThreads + threadIdx.x; cell < cells;
-         cell += int64_t(gridDim.x) * kThreads) {
+    for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
         const int64_t d = cell / layout.row_scales, slot = cell - d * layout.row_scales;
         if (slot >= layout.slots[d] || layout.parts[layout.first_part[d] + slot].numel == 0)
             DeviceExchange::scales(x.row(x.send, d))[slot] = 0;
@@ -291,16 +289,14 @@ __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTAN
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);
     const int32_t first = layout.first_part[layout.rank];
-    for (int32_t i = int32_t(blockIdx.x) * kWarps + int32_t(threadIdx.x / 32); i < layout.segment_count;
-         i += int32_t(gridDim.x) * kWarps) {
+    for (int64_t i = grid_warp(); i < layout.segment_count; i += grid_warps()) {
         const float scale = scale_of(x, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
         if (threadIdx.x % 32 != 0) continue;
         const int32_t slot = layout.segments[i].part - first;
         x.server_scales()[slot] = scale;
         row[slot] = scale;
     }
-    for (int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x; slot < layout.row_scales;
-         slot += int64_t(gridDim.x) * kThreads)
+    for (int64_t slot = grid_thread(); slot < layout.row_scales; slot += grid_threads())
         if (slot >= layout.slots[layout.rank] || layout.parts[first + slot].numel == 0) row[slot] = 0;
 }
 
@@ -349,12 +345,12 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
     const DeviceLayout &layout = x.all;
-    const int64_t threads = int64_t(gridDim.x) * kThreads, own = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    for (int64_t i = own; i + 1 < layout.part_count; i += threads)
+    for (int64_t i = grid_thread(); i + 1 < layout.part_count; i += grid_threads())
         for (int64_t k = layout.parts[i].begin + layout.parts[i].numel; k < layout.parts[i + 1].begin; ++k)
             x.message[k] = 0;
     const CompressLayout::Part last = layout.parts[layout.part_count - 1];
-    for (int64_t k = last.begin + last.numel + own; k < layout.worker_numel; k += threads) x.message[k] = 0;
+    for (int64_t k = last.begin + last.numel + grid_thread(); k < layout.worker_numel; k += grid_threads())
+        x.message[k] = 0;
 }
 
 /// A list to the message.
@@ -400,8 +396,7 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
 /// One node: the mean is all, and goes to the first of the slices.
 __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
-    for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < x.own.slice;
-         i += int64_t(gridDim.x) * kThreads * 4)
+    for (int64_t i = grid_thread() * 4; i < x.own.slice; i += grid_threads() * 4)
         store(mean_of_slices<4>(x, i), x.slices, i);
 }
 

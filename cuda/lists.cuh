@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
     begin_kernel();
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
+    for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
         float sum = rows[i];
         for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
         y[i] = sum;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const DeviceList list = argument.view();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
-    for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
+    for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {
         const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);

@@ -146,10 +146,8 @@ __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTA
     begin_kernel();
     if (skipped(b.d)) return;
     const CompressLayout::Part part = b.x.own.parts[0];
-    const int64_t used = part.used;
-    for (int64_t k = used + int64_t(blockIdx.x) * kThreads + threadIdx.x; k < part.numel;
-         k += int64_t(gridDim.x) * kThreads)
-        b.one.padding[k - used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
+    for (int64_t k = part.used + grid_thread(); k < part.numel; k += grid_threads())
+        b.one.padding[k - part.used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
 }
 
 /// From the mean, which without other ranks is the own values, to momentum and weights.
@@ -322,8 +320,7 @@ __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT c
     const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
     auto *to = reinterpret_cast<int32_t *>(b.one.momentum);
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < words; k += int64_t(gridDim.x) * kThreads)
-        to[k] = from[k];
+    for (int64_t k = grid_thread(); k < words; k += grid_threads()) to[k] = from[k];
 }
 
 /// Standard mode, after the variance has moved: which elements have one.
@@ -363,10 +360,8 @@ __global__ void __launch_bounds__(kThreads)
     if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed
     const int64_t workers = b.x.own.worker_numel + b.x.own.part_count,
                   servers = b.x.own.server_numel + b.x.own.row_scales;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < workers; k += int64_t(gridDim.x) * kThreads)
-        b.x.worker[k] = 0;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < servers; k += int64_t(gridDim.x) * kThreads)
-        b.x.server[k] = 0;
+    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) b.x.worker[k] = 0;
+    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) b.x.server[k] = 0;
 }
 
 } // namespace dsopt::gpu

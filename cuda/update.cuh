@@ -312,8 +312,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
 __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT const DevicePlan d) {
     begin_kernel(true);
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < d.plan.count; i += int64_t(gridDim.x) * kThreads)
-        take_shared_trust(d.plan, i);
+    for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) take_shared_trust(d.plan, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT const DevicePlan d) {

@@ -10,6 +10,12 @@ namespace dsopt::gpu {
 constexpr int kThreads = 256; // a block
 constexpr int kWarps = kThreads / 32;
 
+// Where a thread, and its warp, are in the grid, and how many of them there are.
+__device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }
+__device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
+__device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
+
 /// First in every kernel. What the kernel before it wrote is in sight now: the launcher lets blocks come while that one
 /// still runs (programmatic dependent launch). `next_may_come`: another kernel of the same call follows, and its blocks
 /// may come as soon as those of this one leave room; none of a caller's may, who need not know of it.
