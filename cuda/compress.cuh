@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// The scale of what leaves [begin, end) hold, by a warp; in all of its lanes.
 __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin, int64_t end) {
-    const ByWarp by{threadIdx.x % 32 == 0};
+    const LeafFold<true> by{threadIdx.x % 32 == 0};
     const double sum = by.sum(x.sums + begin, int32_t(end - begin));
     return rms_of(
         sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(x.counts[begin + leaf]); }));

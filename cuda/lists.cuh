@@ -121,19 +121,17 @@ __global__ void __launch_bounds__(kThreads, 3)
     begin_kernel();
     const DeviceList list = argument.view();
     __shared__ __align__(16) float tiles[kWarps][kTile];
-    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
+    const int lane = int(threadIdx.x % 32);
     for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {
         const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
-        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[warp]);
+        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[threadIdx.x / 32]);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
         if (kind == DSOPT_NORM_MAX) {
-            for (int k = lane; k < n; k += 32) {
-                const uint32_t magnitude = bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu;
-                most = magnitude > most ? magnitude : most;
-            }
+            for (int k = lane; k < n; k += 32)
+                most = larger_factor(most, bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu);
             most = largest_of_lanes(most);
         }
         if (lane == 0) {
@@ -156,10 +154,8 @@ __global__ void __launch_bounds__(kThreads, 3)
             if (by.lead) nonfinite += here;
         });
     uint32_t most = 0;
-    for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads) {
-        const uint32_t magnitude = bits_of(parts.largest[leaf]);
-        most = magnitude > most ? magnitude : most;
-    }
+    for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads)
+        most = larger_factor(most, bits_of(parts.largest[leaf]));
     const BlockResult found = over_block(nonfinite, first); // a barrier too
     __syncthreads();
     most = uint32_t(-over_block(0, -int64_t(most)).least);

@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
                                    t.m.at[k], t.v.at[k], t.own.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
-                const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
-                most = factor > most ? factor : most;
+                most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
             }
             store_moment(t.m, s.job.moment[0], i);
             store(t.own, one.fresh, i);

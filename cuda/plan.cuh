@@ -2,6 +2,7 @@
 // A step as kernels see it.
 #pragma once
 #include "device/decide.h"
+#include "rules/onebit.h"
 #include "vec.cuh"
 
 namespace dsopt::gpu {
@@ -74,8 +75,8 @@ __device__ __forceinline__ double add_squares(const float *x, int n, double sum 
     for (int i = threadIdx.x % 32; i < n; i += 32) {
         const double wide = x[i];
 #if defined(__CUDA_ARCH__)
-        sum = __fma_rn(wide, wide,
-                       sum); // the same bits: the square of a float is exact in double, so one rounding is left
+        // The same bits: the square of a float is exact in double, so one rounding is left.
+        sum = __fma_rn(wide, wide, sum);
 #else
         sum += wide * wide;
 #endif
@@ -89,10 +90,8 @@ template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
 }
 /// In all lanes, too.
 template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
-    for (int width = 16; width != 0; width /= 2) {
-        const T other = __shfl_xor_sync(0xffffffffu, value, width);
-        value = other > value ? other : value;
-    }
+    for (int width = 16; width != 0; width /= 2)
+        value = larger_factor(value, __shfl_xor_sync(0xffffffffu, value, width));
     return value;
 }
 

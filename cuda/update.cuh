@@ -238,12 +238,11 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         });
         __syncthreads();
         if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
-            const double weights =
-                add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return d.tensor_squares[i]; });
-            if (threadIdx.x == 0) d.tensor_squares[0] = weights;
-            const double updates =
-                add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return d.tensor_updates[i]; });
-            if (threadIdx.x == 0) d.tensor_updates[0] = updates;
+            const LeafFold<true> by{threadIdx.x == 0};
+            const double weights = by.sum(d.tensor_squares, int32_t(plan.count));
+            if (by.lead) d.tensor_squares[0] = weights;
+            const double updates = by.sum(d.tensor_updates, int32_t(plan.count));
+            if (by.lead) d.tensor_updates[0] = updates;
         }
     }
     if (!skip && d.together) count_on_block(plan);
