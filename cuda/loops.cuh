@@ -32,8 +32,8 @@ template <class Visit> void for_kernels(const Visit &visit) {
     of_feed(std::integral_constant<Feed, Feed::gradient>{});
     of_feed(std::integral_constant<Feed, Feed::distance>{});
     const auto all = [&](auto... kernels) { (visit(kernels), ...); };
-    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, fold_kernel, move_norms_kernel, decide_kernel,
-        update_kernel, shared_trust_kernel, lamb_weights_kernel);
+    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, move_norms_kernel, decide_kernel, update_kernel,
+        shared_trust_kernel, lamb_weights_kernel);
     all(zero_kernel, axpby_kernel, add_up_rows_kernel, clamp_kernel, no_norm_kernel, norm_kernel, update_scaler_kernel,
         write_scaler_kernel, write_reduction_kernel);
     all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
