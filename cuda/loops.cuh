@@ -23,14 +23,9 @@ __global__ void write_reduction_kernel(const ScheduleRules rules, const Schedule
 
 /// Every kernel.
 template <class Visit> void for_kernels(const Visit &visit) {
-    const auto of_feed = [&](auto feed) {
-        visit(feed_kernel<decltype(feed)::value>);
-        if constexpr (decltype(feed)::value != Feed::scaled) visit(finish_kernel<decltype(feed)::value>);
-    };
-    of_feed(std::integral_constant<Feed, Feed::momentum>{});
-    of_feed(std::integral_constant<Feed, Feed::scaled>{});
-    of_feed(std::integral_constant<Feed, Feed::gradient>{});
-    of_feed(std::integral_constant<Feed, Feed::distance>{});
+    for (const auto kernel : kFeedKernels) visit(kernel);
+    for (const auto kernel : kFinishKernels)
+        if (kernel != nullptr) visit(kernel);
     const auto all = [&](auto... kernels) { (visit(kernels), ...); };
     all(put_kernel, patch_kernel, map_kernel, inspect_kernel, move_norms_kernel, decide_kernel, update_kernel,
         shared_trust_kernel, lamb_weights_kernel);

@@ -6,6 +6,13 @@
 
 namespace dsopt::gpu {
 
+// By Feed. The mean of what is `scaled` is taken by lamb_moments().
+using OneBitKernel = void (*)(DeviceOneBit);
+constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
+                                         feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
+constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullptr, finish_kernel<Feed::gradient>,
+                                           finish_kernel<Feed::distance>};
+
 class OneBitStep final : public OneBitLoops {
 public:
     /// `plan` as the host has it, `d` as kernels do. `jobs`, `layout`: in device memory; no layout where nothing is
@@ -32,20 +39,26 @@ public:
         launcher_.block("momentum_scaling", momentum_scaling_kernel, b_);
     }
     void feed(Feed feed) override {
-        switch (feed) {
-        case Feed::momentum: return send(feed_kernel<Feed::momentum>, false);
-        case Feed::scaled: return send(feed_kernel<Feed::scaled>, false);
-        case Feed::gradient: return send(feed_kernel<Feed::gradient>, false);
-        case Feed::distance: return send(feed_kernel<Feed::distance>, true);
+        const OneBitKernel kernel = kFeedKernels[size_t(feed)];
+        if (!b_.one.exchanges) {
+            if (feed == Feed::distance) over_leaves("feed", kernel); // it takes a step, too
+            return;
         }
+        const CompressLayout &layout = *b_.x.layout;
+        if (layout.has_levels()) {
+            clear_gaps(b_.x, launcher_);
+            return over_leaves("feed", kernel);
+        }
+        clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
+        over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
+        if (!b_.packs) {
+            launcher_.over(b_.x.own.part_count, "feed_padding", feed_padding_kernel, b_);
+            launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
+        }
+        end_rows(b_.x, launcher_);
     }
     void take(Feed feed) override {
-        switch (feed) {
-        case Feed::momentum: over_leaves("finish", finish_kernel<Feed::momentum>); break;
-        case Feed::gradient: over_leaves("finish", finish_kernel<Feed::gradient>); break;
-        case Feed::distance: over_leaves("finish", finish_kernel<Feed::distance>); break;
-        case Feed::scaled: return; // lamb_moments()
-        }
+        over_leaves("finish", kFinishKernels[size_t(feed)]);
         if (b_.one.momentum != nullptr) over_leaves("keep_momentum", keep_momentum_kernel);
     }
     void local() override { over_leaves("local", local_kernel); }
@@ -64,27 +77,8 @@ public:
     }
 
 private:
-    void over_leaves(const char *name, void (*kernel)(DeviceOneBit), size_t shared = 0) {
+    void over_leaves(const char *name, OneBitKernel kernel, size_t shared = 0) {
         launcher_.over({b_.d.leaves, shared}, name, kernel, b_);
-    }
-    /// `steps`: the kernel takes a step, too, also where nothing is sent.
-    void send(void (*kernel)(DeviceOneBit), bool steps) {
-        if (!b_.one.exchanges) {
-            if (steps) over_leaves("feed", kernel);
-            return;
-        }
-        const CompressLayout &layout = *b_.x.layout;
-        if (layout.has_levels()) {
-            clear_gaps(b_.x, launcher_);
-            return over_leaves("feed", kernel);
-        }
-        clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
-        over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
-        if (!b_.packs) {
-            launcher_.over(b_.x.own.part_count, "feed_padding", feed_padding_kernel, b_);
-            launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
-        }
-        end_rows(b_.x, launcher_);
     }
 
     const Launcher &launcher_;
