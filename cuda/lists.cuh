@@ -99,11 +99,7 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
 /// The norm of nothing, until there is more.
 __global__ void no_norm_kernel(dsopt_norm_result *result) {
     begin_kernel();
-    result->norm = 0;
-    result->coefficient = 1;
-    result->reserved = 0;
-    result->nonfinite = 0;
-    result->first_bad = -1;
+    *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
 }
 
 /// Partial results of dsopt_tensors_norm, one a leaf.
