@@ -146,8 +146,8 @@ template <class Body> __device__ __forceinline__ void for_part_leaves(const Devi
     for_leaves_of(layout.parts, layout.part_leaf, layout.part_count, body);
 }
 
-/// fill(part, where, worker, tile) for the block's share of the own parts: puts a leaf of kept sums, the first of which
-/// is the `worker`-th, to the tile. Each is then packed.
+/// fill(part, where, worker, tile) for the block's share of the leaves of the own parts: it puts the kept sums from the
+/// `worker`-th on to the tile. Each leaf is then packed.
 template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExchange &x, const Fill &fill) {
     __shared__ float tiles[kTurns * kLeaf];
     TileTurns turns{tiles};

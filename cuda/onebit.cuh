@@ -36,7 +36,7 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     return t;
 }
 
-/// The same of a tensor that goes into exchanges. `aligned`: and four neighbours have their bits side by side.
+/// Of a tensor that goes into exchanges. `aligned` says that four neighbours have their bits side by side, too.
 struct SharedOneBit : SharedTensor {
     OneBitScalars onebit;
     float scale; // of its kept sums
