@@ -36,47 +36,51 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     return t;
 }
 
-/// Of a tensor that goes into exchanges. `aligned` says that four neighbours have their bits side by side, too.
-struct SharedOneBit : SharedTensor {
-    OneBitScalars onebit;
-    float scale; // of its kept sums
+/// Scalars of a tensor that go beside those of find_scalars(). Apart from them: in one struct with the job the compiler
+/// would think that each store may change everything.
+struct SharedOneBit {
+    OneBitScalars one;
+    float scale;  // of its kept sums
+    bool aligned; // its arrays, and four neighbours have their bits side by side
 };
 
-/// body(s, one, where, leaf) for the block's leaves of tensors that go into exchanges. Once in a kernel.
+/// body(s, o, one, where, leaf) for the block's leaves of tensors that go into exchanges. Once in a kernel.
 template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
-    __shared__ SharedOneBit s;
+    __shared__ SharedTensor s;
+    __shared__ SharedOneBit o;
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
         const bool kept = b.one.exchanges && b.x.message == nullptr && one.worker >= 0;
-        s.onebit = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
-        s.scale = kept ? b.x.worker_scales()[one.part] : 0.0f;
-        s.aligned =
+        o.one = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
+        o.scale = kept ? b.x.worker_scales()[one.part] : 0.0f;
+        o.aligned =
             b.whole_vectors && s.aligned && all_aligned(one.track(), one.fresh, b.x.worker, b.x.message, b.x.values);
     };
     for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
-        if (s.job.present && s.job.onebit) body(s, b.one.jobs[tensor], where, leaf);
+        if (s.job.present && s.job.onebit) body(s, o, b.one.jobs[tensor], where, leaf);
     });
 }
-/// body(Width<V>, s, one, i) for V neighbours of such a tensor, from its i-th one on.
+/// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
 template <Feed F, class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
-    for_own_leaves<F>(b, [&](const SharedOneBit &s, const OneBitJob &one, const Leaf &where, uint32_t) INLINED {
-        for_packs(where.n, s.aligned, [&](auto width, int at) INLINED { body(width, s, one, where.begin + at); });
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
     });
 }
 
-template <int V, Feed F> __device__ __forceinline__ Pack<V> feed_values(const SharedOneBit &s, const Inputs<V> &t) {
+template <int V, Feed F>
+__device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
 #pragma unroll
     for (int k = 0; k < V; ++k)
-        y.at[k] = feed_value(F, s.scalars, s.onebit, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
     return y;
 }
 
 /// The mean, which without other ranks is the own values, and to `t` what else is read to take it.
 template <int V, Feed F>
-__device__ __forceinline__ Pack<V> load_mean(const DeviceOneBit &b, const SharedOneBit &s, const OneBitJob &one,
-                                             int64_t i, Inputs<V> &t) {
+__device__ __forceinline__ Pack<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
+                                             const OneBitJob &one, int64_t i, Inputs<V> &t) {
     Pack<V> y;
     if (b.one.exchanges) // first: where it comes from needs registers, too
         y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
@@ -88,7 +92,7 @@ __device__ __forceinline__ Pack<V> load_mean(const DeviceOneBit &b, const Shared
     if constexpr (F == Feed::distance) t.own = load<V>(one.track(), i);
     if constexpr (F == Feed::scaled) t.own = load<V>(one.fresh, i);
     t.widen_all(s.job);
-    if (!b.one.exchanges) y = feed_values<V, F>(s, t);
+    if (!b.one.exchanges) y = feed_values<V, F>(s, o, t);
     return y;
 }
 
@@ -100,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     begin_kernel(b.one.exchanges && b.x.message == nullptr);
     DYNAMIC_SHARED(float, tiles); // where bits are made here
     TileTurns turns{tiles};
-    for_own_leaves<F>(b, [&](const SharedOneBit &s, const OneBitJob &one, const Leaf &where, uint32_t) INLINED {
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
         float *kept = b.one.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
-        for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int at) INLINED {
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Pack<V> sum{};
             if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
@@ -110,15 +114,15 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if constexpr (F == Feed::distance) {
 #pragma unroll
                 for (int k = 0; k < V; ++k)
-                    local_step(s.scalars, s.onebit, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
                 store(t.p, s.job.weight, s.job.weight_type, i);
                 store_moment(t.m, s.job.moment[0], i);
-                if (!s.onebit.anchored) store(t.own, one.track(), i);
+                if (!o.one.anchored) store(t.own, one.track(), i);
             }
             if (kept == nullptr) return;
-            const Pack<V> values = feed_values<V, F>(s, t);
+            const Pack<V> values = feed_values<V, F>(s, o, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
-            sum = new_sums(values, sum, s.scale, active_from(b.x.active, one.worker + i));
+            sum = new_sums(values, sum, o.scale, active_from(b.x.active, one.worker + i));
             if (b.packs) to_tile(sum, turns.tile() + at);
             store(sum, kept, i);
         });
@@ -155,9 +159,9 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    for_own_packs<F>(b, [&]<int V>(Width<V>, const SharedOneBit &s, const OneBitJob &one, int64_t i) INLINED {
+    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t{};
-        Pack<V> y = load_mean<V, F>(b, s, one, i, t);
+        Pack<V> y = load_mean<V, F>(b, s, o, one, i, t);
         const Pack<V> old = t.p;
         if (one.mask != nullptr) {
 #pragma unroll
@@ -165,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         }
 #pragma unroll
         for (int k = 0; k < V; ++k)
-            take_mean(F, s.scalars, s.onebit, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+            take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
         if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, old, i);
@@ -176,13 +180,13 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     constexpr Feed F = Feed::distance;
-    for_own_packs<F>(b, [&]<int V>(Width<V>, const SharedOneBit &s, const OneBitJob &one, int64_t i) INLINED {
+    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
 #pragma unroll
         for (int k = 0; k < V; ++k)
-            local_step(s.scalars, s.onebit, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
         store_moment(t.m, s.job.moment[0], i);
-        if (!s.onebit.anchored) store(t.own, one.track(), i);
+        if (!o.one.anchored) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, t.p, i);
     });
 }
@@ -194,18 +198,18 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
-    for_own_leaves<F>(b, [&](const SharedOneBit &s, const OneBitJob &one, const Leaf &where, uint32_t leaf) INLINED {
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t leaf) INLINED {
         uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
         if (threadIdx.x == 0) most_of_block = 0;
-        for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int at) INLINED {
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Inputs<V> t{};
-            const Pack<V> y = load_mean<V, F>(b, s, one, i, t);
+            const Pack<V> y = load_mean<V, F>(b, s, o, one, i, t);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const float value = s.onebit.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
+                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
                 const LambUpdate u =
-                    lamb_take_mean(s.scalars, s.onebit, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
+                    lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
                                    t.m.at[k], t.v.at[k], t.own.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
@@ -245,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_C
 
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    for_own_packs<Feed::scaled>(b, [&]<int V>(Width<V>, const SharedOneBit &s, const OneBitJob &, int64_t i) INLINED {
+    for_own_packs<Feed::scaled>(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
         const Pack<V> old = t.p;
         const float lr = s.scalars.lr * s.trust;
