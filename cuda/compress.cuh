@@ -132,18 +132,13 @@ __device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t 
     ++turns.turn;
 }
 
-/// body(i, where, leaf) for the block's share of the leaves of parts or segments: `leaf` is of the i-th one.
-template <class Stretch, class Body>
-__device__ __forceinline__ void for_leaves_of(const Stretch *stretches, const int64_t *first_leaf, int32_t count,
-                                              const Body &body) {
-    const int64_t leaves = first_leaf[count];
-    for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t i = find_stretch(first_leaf, count, leaf);
-        body(i, Leaf(stretches[i].numel, leaf - first_leaf[i]), leaf);
-    }
-}
+/// body(part, where, leaf) for every leaf of the block's share of the parts.
 template <class Body> __device__ __forceinline__ void for_part_leaves(const DeviceLayout &layout, const Body &body) {
-    for_leaves_of(layout.parts, layout.part_leaf, layout.part_count, body);
+    const int64_t leaves = layout.part_leaf[layout.part_count];
+    for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
+        const int32_t part = find_stretch(layout.part_leaf, layout.part_count, leaf);
+        body(part, Leaf(layout.parts[part].numel, leaf - layout.part_leaf[part]), leaf);
+    }
 }
 
 /// fill(part, where, worker, tile) for the block's share of the leaves of the own parts: it puts the kept sums from the
@@ -159,13 +154,9 @@ template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExc
     });
 }
 
-/// Kept sums: new values and what is owed. Those of elements that take no part are zeros.
-template <int V>
-__device__ __forceinline__ Pack<V> new_sums(const Pack<V> &values, const Pack<V> &kept, float scale, uint32_t active) {
-    Pack<V> sum;
-#pragma unroll
-    for (int k = 0; k < V; ++k) sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(kept.at[k], scale) : 0.0f;
-    return sum;
+/// The kept sum of the k-th neighbour: the new value and what is owed. Zero where `active` says that it takes no part.
+__device__ __forceinline__ float new_sum(float value, float kept, float scale, uint32_t active, int k) {
+    return (active >> k) & 1u ? value + error_of(kept, scale) : 0.0f;
 }
 
 /// Kept sums that are there already.
@@ -185,9 +176,10 @@ __global__ void __launch_bounds__(kThreads)
         const float *values = static_cast<const float *>(list[part].data);
         const int real = real_elements(list[part], where);
         for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> value = load<V>(values, where.begin + i), kept = load<V>(x.worker, worker + i);
-            const Pack<V> sum = new_sums(value, kept, scale, ~0u);
-            to_tile(sum, tile + i);
+            const Pack<V> value = load<V>(values, where.begin + i);
+            Pack<V> sum = load<V>(x.worker, worker + i);
+#pragma unroll
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(value.at[k], sum.at[k], scale, ~0u, k);
             store(sum, x.worker, worker + i);
         });
         for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
@@ -239,10 +231,12 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
     const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
     const float share = 1.0f / float(layout.ranks);
-    const auto serve = [&](int32_t index, const Leaf &where, int64_t leaf) INLINED {
+    const int64_t leaves = layout.segment_leaf[layout.segment_count];
+    for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
+        const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
         const CompressLayout::Segment segment = layout.segments[index];
-        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + where.begin,
-                      worker = segment.begin + where.begin;
+        const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
+        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + where.begin;
         const float scale = x.server_scales()[slot];
         float *const tile = turns.tile();
         for_packs(where.n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
@@ -269,18 +263,18 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
                     }
                 }
             }
-            sum = new_sums(sum, old, scale, active_from(x.worker_active, worker + i));
-            to_tile(sum, tile + i);
+            const uint32_t active = active_from(x.worker_active, segment.begin + where.begin + i);
+#pragma unroll
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(sum.at[k], old.at[k], scale, active, k);
             store(sum, x.server, server + i);
         });
         __syncthreads();
         pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
             write_signs(x.bits(x.result) + (server + i) / 8, bits, where.n - i);
         });
-        sum_leaf(x, turns, worker, where.n, leaf);
+        sum_leaf(x, turns, segment.begin + where.begin, where.n, leaf);
         ++turns.turn;
-    };
-    for_leaves_of(layout.segments, layout.segment_leaf, layout.segment_count, serve);
+    }
 }
 
 __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
@@ -384,10 +378,11 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
     pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = x.worker_scales()[part];
         for_packs(where.n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> mean = mean_of_slices<V>(x, worker + i), kept = load<V>(x.worker, worker + i);
-            // Parts begin at multiples of 32 elements here.
-            const Pack<V> sum = new_sums(mean, kept, scale, active_from(x.worker_active, worker + i));
-            to_tile(sum, tile + i);
+            const Pack<V> mean = mean_of_slices<V>(x, worker + i);
+            Pack<V> sum = load<V>(x.worker, worker + i);
+            const uint32_t active = active_from(x.worker_active, worker + i); // `worker`: a multiple of 32
+#pragma unroll
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(mean.at[k], sum.at[k], scale, active, k);
             store(sum, x.worker, worker + i);
         });
     });

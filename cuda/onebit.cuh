@@ -77,10 +77,11 @@ __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const Shar
     return y;
 }
 
-/// The mean, which without other ranks is the own values, and to `t` what else is read to take it.
+/// The mean, which without other ranks is the own values, in place of the gradient, and what is read to take it.
 template <int V, Feed F>
-__device__ __forceinline__ Pack<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
-                                             const OneBitJob &one, int64_t i, Inputs<V> &t) {
+__device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
+                                               const OneBitJob &one, int64_t i) {
+    Inputs<V> t{};
     Pack<V> y;
     if (b.one.exchanges) // first: where it comes from needs registers, too
         y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
@@ -92,8 +93,8 @@ __device__ __forceinline__ Pack<V> load_mean(const DeviceOneBit &b, const Shared
     if constexpr (F == Feed::distance) t.own = load<V>(one.track(), i);
     if constexpr (F == Feed::scaled) t.own = load<V>(one.fresh, i);
     t.widen_all(s.job);
-    if (!b.one.exchanges) y = feed_values<V, F>(s, o, t);
-    return y;
+    t.g = b.one.exchanges ? y : feed_values<V, F>(s, o, t);
+    return t;
 }
 
 /// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
@@ -122,7 +123,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (kept == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
-            sum = new_sums(values, sum, o.scale, active_from(b.x.active, one.worker + i));
+            const uint32_t active = active_from(b.x.active, one.worker + i);
+#pragma unroll
+            for (int k = 0; k < V; ++k) sum.at[k] = new_sum(values.at[k], sum.at[k], o.scale, active, k);
             if (b.packs) to_tile(sum, turns.tile() + at);
             store(sum, kept, i);
         });
@@ -160,16 +163,15 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
-        Inputs<V> t{};
-        Pack<V> y = load_mean<V, F>(b, s, o, one, i, t);
+        Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
         const Pack<V> old = t.p;
         if (one.mask != nullptr) {
 #pragma unroll
-            for (int k = 0; k < V; ++k) y.at[k] *= one.mask[i + k];
+            for (int k = 0; k < V; ++k) t.g.at[k] *= one.mask[i + k];
         }
 #pragma unroll
         for (int k = 0; k < V; ++k)
-            take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+            take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
         if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, old, i);
@@ -203,11 +205,10 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
         if (threadIdx.x == 0) most_of_block = 0;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
-            Inputs<V> t{};
-            const Pack<V> y = load_mean<V, F>(b, s, o, one, i, t);
+            Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
+                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : t.g.at[k];
                 const LambUpdate u =
                     lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
                                    t.m.at[k], t.v.at[k], t.own.at[k]);
