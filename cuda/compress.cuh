@@ -17,34 +17,23 @@ struct DeviceLayout {
     const CompressLayout::Segment *segments;
     const int64_t *part_leaf, *segment_leaf; // running numbers, one more than there are
     const int32_t *first_part, *slots;       // of every chunk: its scales in a row are those of that many parts
-    int64_t row_bytes, row_scales, worker_numel, server_numel;
-    int32_t part_count, segment_count, ranks, rank;
-
-    __device__ __forceinline__ int64_t part_leaves() const { return part_leaf[part_count]; }
-    __device__ __forceinline__ int64_t segment_leaves() const { return segment_leaf[segment_count]; }
+    int64_t row_bytes, row_scales, worker_numel, server_numel, slice;
+    int32_t part_count, segment_count, ranks, rank, node_ranks;
 };
 
-/// ExchangeBuffers as kernels see them.
-struct DeviceExchange {
-    DeviceLayout layout, all; // in two levels the own slice, and the whole list; otherwise the same
-    float *worker, *server;
-    const int32_t *active, *own_active; // of the list, of the worker's elements
-    float *message, *slices;            // two levels
-    const float *values;                // the mean itself, where nothing is compressed
-    int64_t slice;
-    int32_t node_ranks;
-    char *send, *recv, *result, *results;
-    double *sums;
-    int32_t *counts;
-    const int32_t *skip; // NULL, or where it says that nothing is to change
+/// ExchangeBuffers as kernels see them: `layout` is the host's, and what they need of it is in device memory.
+struct DeviceExchange : ExchangeBuffers {
+    DeviceLayout own, all;        // in two levels the own slice, and the whole list; otherwise the same
+    const int32_t *worker_active; // `active` of the worker's elements
+    const float *values;          // the mean itself, where nothing is compressed
 
     __device__ __forceinline__ bool skipped() const { return skip != nullptr && *skip != 0; }
-    __device__ __forceinline__ float *worker_scales() const { return worker + layout.worker_numel; }
-    __device__ __forceinline__ float *server_scales() const { return server + layout.server_numel; }
-    __device__ __forceinline__ char *row(char *rows, int64_t index) const { return rows + index * layout.row_bytes; }
+    __device__ __forceinline__ float *worker_scales() const { return worker + own.worker_numel; }
+    __device__ __forceinline__ float *server_scales() const { return server + own.server_numel; }
+    __device__ __forceinline__ char *row(char *rows, int64_t index) const { return rows + index * own.row_bytes; }
     __device__ __forceinline__ static float *scales(char *row) { return reinterpret_cast<float *>(row); }
     __device__ __forceinline__ uint8_t *bits(char *row) const {
-        return reinterpret_cast<uint8_t *>(row) + layout.row_scales * 4;
+        return reinterpret_cast<uint8_t *>(row) + own.row_scales * 4;
     }
 };
 
@@ -70,6 +59,12 @@ struct InChunk {
     }
 };
 
+/// What of a leaf of a part is in the tensor; the rest is padding.
+__device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
+    const int64_t left = tensor.numel - leaf.begin;
+    return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
+}
+
 constexpr int kTurns = 2;
 /// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be split
 /// without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take turns at
@@ -91,7 +86,7 @@ __device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const TileTurn
         const double sum = fold_lanes(add_squares(turns.tile(), n));
         if (lead) x.sums[leaf] = sum;
     } else if (turns.has_turn(kWarps / 2)) {
-        const int32_t count = count_active(x.own_active, begin, n);
+        const int32_t count = count_active(x.worker_active, begin, n);
         if (lead) x.counts[leaf] = count;
     }
 }
@@ -123,7 +118,7 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
 __device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t worker, int n, TileTurns &turns,
                                  int64_t leaf) {
     __syncthreads();
-    const CompressLayout::Unit unit = x.layout.units[x.layout.parts[part].unit];
+    const CompressLayout::Unit unit = x.own.units[x.own.parts[part].unit];
     pack_signs(turns.tile(), n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
@@ -137,27 +132,38 @@ __device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t 
     ++turns.turn;
 }
 
-/// body(part, begin, n, leaf) for every leaf of the block's share of the parts.
+/// body(part, where, leaf) for every leaf of the block's share of the parts.
 template <class Body> __device__ __forceinline__ void for_part_leaves(const DeviceLayout &layout, const Body &body) {
-    const int64_t leaves = layout.part_leaves();
+    const int64_t leaves = layout.part_leaf[layout.part_count];
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
         const int32_t part = find_stretch(layout.part_leaf, layout.part_count, leaf);
-        const int64_t begin = (leaf - layout.part_leaf[part]) * kLeaf, rest = layout.parts[part].numel - begin;
-        body(part, begin, int(rest < kLeaf ? rest : kLeaf), leaf);
+        body(part, Leaf(layout.parts[part].numel, leaf - layout.part_leaf[part]), leaf);
     }
+}
+
+/// fill(part, where, worker, tile) for the block's share of the leaves of the own parts: it puts the kept sums from the
+/// `worker`-th on to the tile. Each leaf is then packed.
+template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExchange &x, const Fill &fill) {
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
+    if (x.skipped()) return;
+    for_part_leaves(x.own, [&](int32_t part, const Leaf &where, int64_t leaf) INLINED {
+        const int64_t worker = x.own.parts[part].begin + where.begin;
+        fill(part, where, worker, turns.tile());
+        pack_leaf(x, part, worker, where.n, turns, leaf);
+    });
+}
+
+/// The kept sum of the k-th neighbour: the new value and what is owed. Zero where `active` says that it takes no part.
+__device__ __forceinline__ float new_sum(float value, float kept, float scale, uint32_t active, int k) {
+    return (active >> k) & 1u ? value + error_of(kept, scale) : 0.0f;
 }
 
 /// Kept sums that are there already.
 __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    if (x.skipped()) return;
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.layout.parts[part].begin + begin;
-        float *const tile = turns.tile();
-        for (int k = int(threadIdx.x); k < n; k += kThreads) tile[k] = x.worker[worker + k];
-        pack_leaf(x, part, worker, n, turns, leaf);
+    pack_parts(x, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.worker[worker + k];
     });
 }
 
@@ -165,32 +171,25 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Devi
 __global__ void __launch_bounds__(kThreads)
     feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.layout.parts[part].begin + begin;
+    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = x.worker_scales()[part];
-        float *const tile = turns.tile();
         const float *values = static_cast<const float *>(list[part].data);
-        const int64_t left = list[part].numel - begin; // the rest is padding
-        const int real = left < 0 ? 0 : left < n ? int(left) : n;
-        for_packs(real, all_aligned(values, x.worker), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
-            const Pack<V> value = load<V>(values, begin + i);
+        const int real = real_elements(list[part], where);
+        for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> value = load<V>(values, where.begin + i);
             Pack<V> sum = load<V>(x.worker, worker + i);
 #pragma unroll
-            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = value.at[k] + error_of(sum.at[k], scale);
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(value.at[k], sum.at[k], scale, ~0u, k);
             store(sum, x.worker, worker + i);
         });
-        for (int i = real + int(threadIdx.x); i < n; i += kThreads)
+        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
             tile[i] = x.worker[worker + i] = error_of(x.worker[worker + i], scale);
-        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 
 /// The scale of what leaves [begin, end) hold, by a warp; in all of its lanes.
 __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin, int64_t end) {
-    const ByWarp by{threadIdx.x % 32 == 0};
+    const LeafFold<true> by{threadIdx.x % 32 == 0};
     const double sum = by.sum(x.sums + begin, int32_t(end - begin));
     return rms_of(
         sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(x.counts[begin + leaf]); }));
@@ -199,11 +198,10 @@ __device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin
 /// Scales of all parts, to where they are kept and to the rows of the chunks in which the part has elements.
 __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
-    const DeviceLayout &layout = x.layout;
+    const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
     const int lane = int(threadIdx.x % 32);
-    for (int64_t i = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; i < layout.part_count;
-         i += int64_t(gridDim.x) * kWarps) {
+    for (int64_t i = grid_warp(); i < layout.part_count; i += grid_warps()) {
         const float scale = scale_of(x, layout.part_leaf[i], layout.part_leaf[i + 1]);
         if (lane == 0) x.worker_scales()[i] = scale;
         const CompressLayout::Part part = layout.parts[i];
@@ -215,8 +213,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     }
     // Places in rows that no part has.
     const int64_t cells = layout.row_scales * layout.ranks;
-    for (int64_t cell = int64_t(blockIdx.x) * kThreads + threadIdx.x; cell < cells;
-         cell += int64_t(gridDim.x) * kThreads) {
+    for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
         const int64_t d = cell / layout.row_scales, slot = cell - d * layout.row_scales;
         if (slot >= layout.slots[d] || layout.parts[layout.first_part[d] + slot].numel == 0)
             DeviceExchange::scales(x.row(x.send, d))[slot] = 0;
@@ -231,20 +228,18 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
     begin_kernel(true);
     __shared__ float tiles[kTurns * kLeaf];
     TileTurns turns{tiles};
-    const DeviceLayout &layout = x.layout;
+    const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
-    const int64_t leaves = layout.segment_leaves();
     const float share = 1.0f / float(layout.ranks);
+    const int64_t leaves = layout.segment_leaf[layout.segment_count];
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
         const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
         const CompressLayout::Segment segment = layout.segments[index];
-        const int64_t begin = (leaf - layout.segment_leaf[index]) * kLeaf, rest = segment.numel - begin;
-        const int n = int(rest < kLeaf ? rest : kLeaf);
-        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + begin;
+        const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
+        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + where.begin;
         const float scale = x.server_scales()[slot];
         float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.server), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
@@ -268,39 +263,34 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
                     }
                 }
             }
-            const uint32_t active = active_from(x.own_active, segment.begin + begin + i);
+            const uint32_t active = active_from(x.worker_active, segment.begin + where.begin + i);
 #pragma unroll
-            for (int k = 0; k < V; ++k) {
-                const float value = sum.at[k] + error_of(old.at[k], scale);
-                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
-            }
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(sum.at[k], old.at[k], scale, active, k);
             store(sum, x.server, server + i);
         });
         __syncthreads();
-        pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
-            write_signs(x.bits(x.result) + (server + i) / 8, bits, n - i);
+        pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
+            write_signs(x.bits(x.result) + (server + i) / 8, bits, where.n - i);
         });
-        sum_leaf(x, turns, segment.begin + begin, n, leaf);
+        sum_leaf(x, turns, segment.begin + where.begin, where.n, leaf);
         ++turns.turn;
     }
 }
 
 __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
-    const DeviceLayout &layout = x.layout;
+    const DeviceLayout &layout = x.own;
     if (x.skipped()) return;
     float *row = DeviceExchange::scales(x.result);
     const int32_t first = layout.first_part[layout.rank];
-    for (int32_t i = int32_t(blockIdx.x) * kWarps + int32_t(threadIdx.x / 32); i < layout.segment_count;
-         i += int32_t(gridDim.x) * kWarps) {
+    for (int64_t i = grid_warp(); i < layout.segment_count; i += grid_warps()) {
         const float scale = scale_of(x, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
         if (threadIdx.x % 32 != 0) continue;
         const int32_t slot = layout.segments[i].part - first;
         x.server_scales()[slot] = scale;
         row[slot] = scale;
     }
-    for (int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x; slot < layout.row_scales;
-         slot += int64_t(gridDim.x) * kThreads)
+    for (int64_t slot = grid_thread(); slot < layout.row_scales; slot += grid_threads())
         if (slot >= layout.slots[layout.rank] || layout.parts[first + slot].numel == 0) row[slot] = 0;
 }
 
@@ -327,13 +317,12 @@ __device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, 
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
-        const int64_t worker = x.all.parts[part].begin + begin, left = list[part].numel - begin;
-        const int real = left < 0 ? 0 : left < n ? int(left) : n;
+    for_part_leaves(x.all, [&](int32_t part, const Leaf &leaf, int64_t) INLINED {
+        const int64_t worker = x.all.parts[part].begin + leaf.begin;
         const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
         const InChunk first(unit, worker);
-        for_packs(real, all_aligned(list[part].data, x.values), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        const int real = real_elements(list[part], leaf);
+        for_packs(real, all_aligned(list[part].data, x.values), [&]<int V>(Width<V>, int i) INLINED {
             InChunk where = first;
             where.move(unit, i);
             Pack<V> y =
@@ -341,7 +330,7 @@ __global__ void __launch_bounds__(kThreads)
             const uint32_t active = active_from(x.active, worker + i);
 #pragma unroll
             for (int k = 0; k < V; ++k) y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f;
-            store(y, list[part].data, Dtype::f32, begin + i);
+            store(y, list[part].data, Dtype::f32, leaf.begin + i);
         });
     });
 }
@@ -350,31 +339,31 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
     const DeviceLayout &layout = x.all;
-    const int64_t threads = int64_t(gridDim.x) * kThreads, own = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-    for (int64_t i = own; i + 1 < layout.part_count; i += threads)
+    for (int64_t i = grid_thread(); i + 1 < layout.part_count; i += grid_threads())
         for (int64_t k = layout.parts[i].begin + layout.parts[i].numel; k < layout.parts[i + 1].begin; ++k)
             x.message[k] = 0;
     const CompressLayout::Part last = layout.parts[layout.part_count - 1];
-    for (int64_t k = last.begin + last.numel + own; k < layout.worker_numel; k += threads) x.message[k] = 0;
+    for (int64_t k = last.begin + last.numel + grid_thread(); k < layout.worker_numel; k += grid_threads())
+        x.message[k] = 0;
 }
 
 /// A list to the message.
 __global__ void __launch_bounds__(kThreads)
     fill_message_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, int64_t begin, int n, int64_t) INLINED {
-        const float *values = static_cast<const float *>(list[part].data) + begin;
-        float *to = x.message + x.all.parts[part].begin + begin;
-        for (int k = int(threadIdx.x); k < n; k += kThreads) to[k] = values[k];
+    for_part_leaves(x.all, [&](int32_t part, const Leaf &where, int64_t) INLINED {
+        const float *values = static_cast<const float *>(list[part].data) + where.begin;
+        float *to = x.message + x.all.parts[part].begin + where.begin;
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) to[k] = values[k];
     });
 }
 
 /// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
 template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceExchange &x, int64_t i) {
-    const float share = 1.0f / float(x.node_ranks);
+    const float share = 1.0f / float(x.own.node_ranks);
     Pack<V> sum = load<V>(x.slices, i);
-    for (int rank = 1; rank < x.node_ranks; ++rank) {
-        const Pack<V> other = load<V>(x.slices + rank * x.slice, i); // slices are multiples of 32 elements
+    for (int rank = 1; rank < x.own.node_ranks; ++rank) {
+        const Pack<V> other = load<V>(x.slices + rank * x.own.slice, i); // slices are multiples of 32 elements
 #pragma unroll
         for (int k = 0; k < V; ++k) sum.at[k] += other.at[k];
     }
@@ -386,34 +375,23 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
 /// That mean and what is owed to the kept sums, and their bits to the rows.
 __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel(true);
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
-    if (x.skipped()) return;
-    for_part_leaves(x.layout, [&](int32_t part, int64_t begin, int n, int64_t leaf) INLINED {
-        const int64_t worker = x.layout.parts[part].begin + begin; // a multiple of 32
+    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = x.worker_scales()[part];
-        float *const tile = turns.tile();
-        for_packs(n, all_aligned(x.slices, x.worker), [&](auto width, int i) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> mean = mean_of_slices<V>(x, worker + i);
             Pack<V> sum = load<V>(x.worker, worker + i);
-            const uint32_t active = active_from(x.own_active, worker + i);
+            const uint32_t active = active_from(x.worker_active, worker + i); // `worker`: a multiple of 32
 #pragma unroll
-            for (int k = 0; k < V; ++k) {
-                const float value = mean.at[k] + error_of(sum.at[k], scale);
-                tile[i + k] = sum.at[k] = (active >> k) & 1u ? value : 0.0f;
-            }
+            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(mean.at[k], sum.at[k], scale, active, k);
             store(sum, x.worker, worker + i);
         });
-        pack_leaf(x, part, worker, n, turns, leaf);
     });
 }
 
 /// One node: the mean is all, and goes to the first of the slices.
 __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
     begin_kernel();
-    for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4; i < x.slice;
-         i += int64_t(gridDim.x) * kThreads * 4)
+    for (int64_t i = grid_thread() * 4; i < x.own.slice; i += grid_threads() * 4)
         store(mean_of_slices<4>(x, i), x.slices, i);
 }
 
@@ -426,32 +404,24 @@ public:
     }
     /// To memory that is zero.
     static void write(const CompressLayout &layout, char *to) {
-        for_arrays(layout, [&](auto, const auto &array) {
-            if (!array.empty()) std::memcpy(to, array.data(), array.size() * sizeof array[0]);
-            to += bytes_of(array);
+        const size_t own = for_arrays(layout, [&](auto, const auto &array, size_t at) {
+            if (!array.empty()) std::memcpy(to + at, array.data(), array.size() * sizeof array[0]);
         });
-        if (layout.has_levels()) write(*layout.whole, to);
+        if (layout.has_levels()) write(*layout.whole, to + own);
     }
     static DeviceLayout view(const CompressLayout &layout, const void *memory) {
-        DeviceLayout view{.units = {},
-                          .parts = {},
-                          .segments = {},
-                          .part_leaf = {},
-                          .segment_leaf = {},
-                          .first_part = {},
-                          .slots = {},
-                          .row_bytes = layout.row_bytes(),
+        DeviceLayout view{.row_bytes = layout.row_bytes(),
                           .row_scales = layout.row_scales,
                           .worker_numel = layout.worker_numel,
                           .server_numel = layout.server_numel,
+                          .slice = layout.slice,
                           .part_count = int32_t(layout.parts.size()),
                           .segment_count = int32_t(layout.own_segments().size()),
                           .ranks = layout.ranks,
-                          .rank = layout.rank};
-        const char *at = static_cast<const char *>(memory);
-        for_arrays(layout, [&](auto member, const auto &array) {
-            view.*member = reinterpret_cast<decltype(array.data())>(at);
-            at += bytes_of(array);
+                          .rank = layout.rank,
+                          .node_ranks = layout.node_ranks};
+        for_arrays(layout, [&](auto member, const auto &array, size_t at) {
+            view.*member = reinterpret_cast<decltype(array.data())>(static_cast<const char *>(memory) + at);
         });
         return view;
     }
@@ -461,76 +431,74 @@ public:
     }
 
 private:
-    /// visit(member of DeviceLayout, vector).
-    template <class Visit> static void for_arrays(const CompressLayout &layout, const Visit &visit) {
+    /// visit(member of DeviceLayout, vector, where its bytes begin). Returns the bytes of all.
+    template <class Visit> static size_t for_arrays(const CompressLayout &layout, const Visit &visit) {
         std::vector<int32_t> slots;
         for (const auto &segments : layout.chunks)
             slots.push_back(segments.empty() ? 0 : segments.back().part - segments.front().part + 1);
         slots.resize(layout.first_part.size());
-        visit(&DeviceLayout::units, layout.units);
-        visit(&DeviceLayout::parts, layout.parts);
-        visit(&DeviceLayout::segments, layout.own_segments());
-        visit(&DeviceLayout::part_leaf, layout.part_leaf);
-        visit(&DeviceLayout::segment_leaf, layout.segment_leaf);
-        visit(&DeviceLayout::first_part, layout.first_part);
-        visit(&DeviceLayout::slots, slots);
-    }
-    template <class T> static size_t bytes_of(const std::vector<T> &array) {
-        return round_up(array.size() * sizeof(T));
+        Offsets offsets;
+        const auto each = [&](auto member, const auto &array) {
+            visit(member, array, offsets.add(array.size() * sizeof array[0]));
+        };
+        each(&DeviceLayout::units, layout.units);
+        each(&DeviceLayout::parts, layout.parts);
+        each(&DeviceLayout::segments, layout.own_segments());
+        each(&DeviceLayout::part_leaf, layout.part_leaf);
+        each(&DeviceLayout::segment_leaf, layout.segment_leaf);
+        each(&DeviceLayout::first_part, layout.first_part);
+        each(&DeviceLayout::slots, slots);
+        return offsets.bytes();
     }
     static size_t own_bytes(const CompressLayout &layout) {
-        size_t bytes = 0;
-        for_arrays(layout, [&](auto, const auto &array) { bytes += bytes_of(array); });
-        return bytes;
+        return for_arrays(layout, [](auto, const auto &, size_t) {});
     }
 };
 
-/// `layout`: in device memory, as LayoutImage has it.
-inline DeviceExchange device_exchange(const ExchangeBuffers &exchange, const void *layout) {
-    const CompressLayout &of = *exchange.layout;
-    return {.layout = LayoutImage::view(of, layout),
-            .all = LayoutImage::view_all(of, layout),
-            .worker = exchange.worker,
-            .server = exchange.server,
-            .active = exchange.active,
-            .own_active = exchange.own_active(),
-            .message = exchange.message,
-            .slices = exchange.slices,
-            .values = of.is_exact() ? exchange.message : nullptr,
-            .slice = of.slice,
-            .node_ranks = of.node_ranks,
-            .send = exchange.send,
-            .recv = exchange.recv,
-            .result = exchange.result,
-            .results = exchange.results,
-            .sums = exchange.sums,
-            .counts = exchange.counts,
-            .skip = exchange.skip};
+/// `table`: the layout in device memory, as LayoutImage has it.
+inline DeviceExchange device_exchange(const ExchangeBuffers &buffers, const void *table) {
+    const CompressLayout &layout = *buffers.layout;
+    return {buffers, LayoutImage::view(layout, table), LayoutImage::view_all(layout, table), buffers.own_active(),
+            layout.is_exact() ? buffers.message : nullptr};
 }
 
-// Which kernels run, in which order.
+// Which kernels run, in which order. Lists are in device memory.
 
 /// Bits between tensors are 1, too.
 inline void clear_rows(char *rows, int64_t bytes, const Launcher &launcher) {
     launcher.fill(rows, 0xff, size_t(bytes));
 }
 inline void end_rows(const DeviceExchange &x, const Launcher &launcher) {
-    launcher.over(x.layout.part_count / kWarps + 1, "row_scales", row_scales_kernel, x);
+    launcher.over(x.own.part_count / kWarps + 1, "row_scales", row_scales_kernel, x);
 }
 inline void clear_gaps(const DeviceExchange &x, const Launcher &launcher) {
     if (x.all.part_count != 0) launcher.over(x.all.part_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
 }
-/// What the ranks of the node sent to the own slice of the mean, and that to rows.
-inline void pack_slice(const CompressLayout &layout, const DeviceExchange &x, const Launcher &launcher) {
-    if (layout.is_exact()) return launcher.over(layout.slice / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
-    clear_rows(x.send, layout.rows_bytes(), launcher);
-    launcher.over(layout.part_leaf.back(), "feed_slice", feed_slice_kernel, x);
+/// To rows, or with two levels to the message.
+inline void feed_list(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *list) {
+    if (x.layout->has_levels()) {
+        clear_gaps(x, launcher);
+        return launcher.over(x.layout->whole->part_leaf.back(), "fill_message", fill_message_kernel, x, list);
+    }
+    clear_rows(x.send, x.layout->rows_bytes(), launcher);
+    launcher.over(x.layout->part_leaf.back(), "feed_list", feed_list_kernel, x, list);
     end_rows(x, launcher);
 }
-inline void serve_rows(const CompressLayout &layout, const DeviceExchange &x, const Launcher &launcher) {
-    clear_rows(x.result, layout.row_bytes(), launcher);
-    launcher.over(layout.segment_leaf.back(), "serve", serve_kernel, x);
-    launcher.over(x.layout.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+/// What the ranks of the node sent to the own slice of the mean, and that to rows.
+inline void feed_slice(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *) {
+    if (x.layout->is_exact())
+        return launcher.over(x.own.slice / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
+    clear_rows(x.send, x.layout->rows_bytes(), launcher);
+    launcher.over(x.layout->part_leaf.back(), "feed_slice", feed_slice_kernel, x);
+    end_rows(x, launcher);
+}
+inline void serve_rows(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *) {
+    clear_rows(x.result, x.own.row_bytes, launcher);
+    launcher.over(x.layout->segment_leaf.back(), "serve", serve_kernel, x);
+    launcher.over(x.own.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+}
+inline void decode_list(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *list) {
+    launcher.over(x.layout->all().part_leaf.back(), "decode", decode_kernel, x, list);
 }
 
 } // namespace dsopt::gpu

@@ -31,7 +31,7 @@ public:
     }
     HostBuffer host_buffer(size_t bytes) const override {
         const OnDevice on(gpu_);
-        return HostBuffer(pinned_memory(bytes).release(), PinnedFree());
+        return pinned_memory(bytes);
     }
     void *allocate(size_t bytes, void *stream) const override {
         const OnDevice on(gpu_);

@@ -3,7 +3,6 @@
 #pragma once
 #include "plan.cuh"
 #include "rules/lane_sum.h"
-#include "rules/onebit.h"
 
 namespace dsopt::gpu {
 
@@ -29,40 +28,27 @@ template <class Value> __device__ __forceinline__ double add_by_warp(int32_t cou
     return fold_lanes(sum);
 }
 
-/// What the leaves of a tensor add up to: fewer than kFewLeaves by one thread, any number by a warp.
-struct ByThread {
-    static constexpr bool lead = true; // the one that writes what comes out
+/// What the leaves of a tensor add up to: any number of them by a warp, fewer than kFewLeaves by one thread.
+template <bool Warp> struct LeafFold {
+    bool lead; // the one that writes what comes out
+    static constexpr int32_t stride = Warp ? 32 : 1;
+    __device__ __forceinline__ static int32_t first() { return Warp ? int32_t(threadIdx.x % 32) : 0; }
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        return add_few<kFewLeaves>(count, [&](int l) INLINED { return values[l]; });
+        const auto value = [&](int32_t leaf) INLINED { return values[leaf]; };
+        if constexpr (Warp)
+            return add_by_warp(count, value);
+        else
+            return add_few<kFewLeaves>(count, value);
     }
     template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
         int64_t all = 0;
-        for (int32_t leaf = 0; leaf < count; ++leaf) all += of(leaf);
-        return all;
+        for (int32_t leaf = first(); leaf < count; leaf += stride) all += of(leaf);
+        return Warp ? fold_lanes(all) : all;
     }
     __device__ __forceinline__ double most(const double *factors, int32_t count) const {
         double most = 0;
-        for (int32_t leaf = 0; leaf < count; ++leaf) most = larger_factor(most, factors[leaf]);
-        return most;
-    }
-};
-struct ByWarp {
-    bool lead;
-    __device__ __forceinline__ double sum(const double *values, int32_t count) const {
-        return add_by_warp(count, [&](int32_t leaf) INLINED { return values[leaf]; });
-    }
-    template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
-        int64_t all = 0;
-        for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32) all += of(leaf);
-        return fold_lanes(all);
-    }
-    __device__ __forceinline__ double most(const double *factors, int32_t count) const {
-        double most = 0;
-        for (int32_t leaf = int32_t(threadIdx.x % 32); leaf < count; leaf += 32)
-            most = larger_factor(most, factors[leaf]);
-        for (int width = 16; width != 0; width /= 2)
-            most = larger_factor(most, __shfl_xor_sync(0xffffffffu, most, width));
-        return most;
+        for (int32_t leaf = first(); leaf < count; leaf += stride) most = larger_factor(most, factors[leaf]);
+        return Warp ? largest_of_lanes(most) : most;
     }
 };
 
@@ -74,12 +60,12 @@ __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_
     for (int32_t base = 0; base < count; base += kThreads) {
         const int32_t mine = base + first;
         const int32_t own = mine < count ? leaves_in(mine) : -1;
-        if (own >= 0 && own < kFewLeaves) body(mine, own, ByThread());
+        if (own >= 0 && own < kFewLeaves) body(mine, own, LeafFold<false>{true});
         unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
         for (; many != 0; many &= many - 1) {
             const int lane = __ffs(int(many)) - 1;
             body(base + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, own, lane),
-                 ByWarp{threadIdx.x % 32 == 0});
+                 LeafFold<true>{threadIdx.x % 32 == 0});
         }
     }
 }

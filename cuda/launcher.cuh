@@ -24,14 +24,13 @@ class Shared {
 public:
     explicit Shared(const Gpu &gpu) {
         const OnDevice on(gpu);
-        int processors = 0;
-        check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, gpu.ordinal()),
-              "cudaDeviceGetAttribute");
-        multiprocessors_ = unsigned(processors);
-        int capability = 0;
-        check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, gpu.ordinal()),
-              "cudaDeviceGetAttribute");
-        early_ = capability >= 9;
+        const auto attribute = [&](cudaDeviceAttr which) {
+            int value = 0;
+            check(cudaDeviceGetAttribute(&value, which, gpu.ordinal()), "cudaDeviceGetAttribute");
+            return value;
+        };
+        multiprocessors_ = unsigned(attribute(cudaDevAttrMultiProcessorCount));
+        early_ = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
     }
     /// Blocks of a kernel can come before the kernel before it has ended.
     bool early() const { return early_; }
@@ -74,8 +73,9 @@ struct Work {
     Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
 };
 
-/// One stream, in one call of the engine. The names of kernels are for messages and tests.
+/// One stream, in one call of the engine, with the device current. The names of kernels are for messages and tests.
 struct Launcher {
+    OnDevice on;
     Shared &device;
     cudaStream_t stream;
     mutable bool started = false; // a kernel of this call is before the next one

@@ -37,32 +37,30 @@ template <class Index> __device__ __forceinline__ Index find_stretch(const int64
     return low;
 }
 
-/// body(V, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
-template <class Body> __device__ __forceinline__ void for_list_packs(const DeviceList &list, const Body &body) {
+/// body(Width<V>, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
+template <class Body> __device__ __forceinline__ void for_list_packs(const ListArgument &argument, const Body &body) {
+    const DeviceList list = argument.view();
     for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
-        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf),
-                      begin = (leaf - list.first_leaf[tensor]) * kLeaf;
+        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor x = list.x[tensor], y = list.y[tensor];
-        for_packs(int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf), all_aligned(x.data, y.data),
-                  [&](auto width, int i) INLINED { body(width, x, y, begin + i); });
+        const Leaf where(x.numel, leaf - list.first_leaf[tensor]);
+        for_packs(where.n, all_aligned(x.data, y.data),
+                  [&](auto width, int i) INLINED { body(width, x, y, where.begin + i); });
     }
 }
 
-__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument argument) {
+__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument list) {
     begin_kernel();
-    const DeviceList list = argument.view();
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
-                             INLINED { store(Pack<decltype(width)::value>{}, x.data, Dtype(x.dtype), i); });
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
+                             INLINED { store(Pack<V>{}, x.data, Dtype(x.dtype), i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
 __global__ void __launch_bounds__(kThreads)
-    axpby_kernel(GRID_CONSTANT const ListArgument argument, const float *factor, const float value, const float b) {
+    axpby_kernel(GRID_CONSTANT const ListArgument list, const float *factor, const float value, const float b) {
     begin_kernel();
-    const DeviceList list = argument.view();
     const float a = factor != nullptr ? *factor : value;
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
-        constexpr int V = decltype(width)::value;
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
         Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
         if (b != 0) old = fetch<V>(y.data, Dtype(y.dtype), i);
         v = widen(v, Dtype(x.dtype));
@@ -77,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
     begin_kernel();
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
+    for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
         float sum = rows[i];
         for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
         y[i] = sum;
@@ -88,11 +86,9 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;
 }
-__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument argument, const float limit) {
+__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument list, const float limit) {
     begin_kernel();
-    const DeviceList list = argument.view();
-    for_list_packs(list, [&](auto width, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
-        constexpr int V = decltype(width)::value;
+    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
         Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
 #pragma unroll
         for (int k = 0; k < V; ++k) v.at[k] = clamped(v.at[k], limit);
@@ -103,11 +99,7 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
 /// The norm of nothing, until there is more.
 __global__ void no_norm_kernel(dsopt_norm_result *result) {
     begin_kernel();
-    result->norm = 0;
-    result->coefficient = 1;
-    result->reserved = 0;
-    result->nonfinite = 0;
-    result->first_bad = -1;
+    *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
 }
 
 /// Partial results of dsopt_tensors_norm, one a leaf.
@@ -125,19 +117,17 @@ __global__ void __launch_bounds__(kThreads, 3)
     begin_kernel();
     const DeviceList list = argument.view();
     __shared__ __align__(16) float tiles[kWarps][kTile];
-    const int warp = int(threadIdx.x / 32), lane = int(threadIdx.x % 32);
-    for (int64_t leaf = int64_t(blockIdx.x) * kWarps + warp; leaf < list.leaves; leaf += int64_t(gridDim.x) * kWarps) {
-        const int64_t i = find_stretch(list.first_leaf, list.count, leaf), begin = (leaf - list.first_leaf[i]) * kLeaf;
+    const int lane = int(threadIdx.x % 32);
+    for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {
+        const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
-        const int n = int(x.numel - begin < kLeaf ? x.numel - begin : kLeaf);
-        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[warp]);
+        const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
+        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[threadIdx.x / 32]);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
         if (kind == DSOPT_NORM_MAX) {
-            for (int k = lane; k < n; k += 32) {
-                const uint32_t magnitude = bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu;
-                most = magnitude > most ? magnitude : most;
-            }
+            for (int k = lane; k < n; k += 32)
+                most = larger_factor(most, bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu);
             most = largest_of_lanes(most);
         }
         if (lane == 0) {
@@ -160,10 +150,8 @@ __global__ void __launch_bounds__(kThreads, 3)
             if (by.lead) nonfinite += here;
         });
     uint32_t most = 0;
-    for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads) {
-        const uint32_t magnitude = bits_of(parts.largest[leaf]);
-        most = magnitude > most ? magnitude : most;
-    }
+    for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads)
+        most = larger_factor(most, bits_of(parts.largest[leaf]));
     const BlockResult found = over_block(nonfinite, first); // a barrier too
     __syncthreads();
     most = uint32_t(-over_block(0, -int64_t(most)).least);

@@ -23,17 +23,12 @@ __global__ void write_reduction_kernel(const ScheduleRules rules, const Schedule
 
 /// Every kernel.
 template <class Visit> void for_kernels(const Visit &visit) {
-    const auto of_feed = [&](auto feed) {
-        visit(feed_kernel<decltype(feed)::value>);
-        if constexpr (decltype(feed)::value != Feed::scaled) visit(finish_kernel<decltype(feed)::value>);
-    };
-    of_feed(std::integral_constant<Feed, Feed::momentum>{});
-    of_feed(std::integral_constant<Feed, Feed::scaled>{});
-    of_feed(std::integral_constant<Feed, Feed::gradient>{});
-    of_feed(std::integral_constant<Feed, Feed::distance>{});
+    for (const auto kernel : kFeedKernels) visit(kernel);
+    for (const auto kernel : kFinishKernels)
+        if (kernel != nullptr) visit(kernel);
     const auto all = [&](auto... kernels) { (visit(kernels), ...); };
-    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, fold_kernel, move_norms_kernel, decide_kernel,
-        update_kernel, shared_trust_kernel, lamb_weights_kernel);
+    all(put_kernel, patch_kernel, map_kernel, inspect_kernel, move_norms_kernel, decide_kernel, update_kernel,
+        shared_trust_kernel, lamb_weights_kernel);
     all(zero_kernel, axpby_kernel, add_up_rows_kernel, clamp_kernel, no_norm_kernel, norm_kernel, update_scaler_kernel,
         write_scaler_kernel, write_reduction_kernel);
     all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
@@ -66,10 +61,9 @@ public:
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(gpu_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
-        run(plan.how.stream, [&](const Launcher &launcher) {
-            Step step(plan, launcher);
-            body(step);
-        });
+        const Launcher launcher = launcher_of(plan.how.stream);
+        Step step(plan, launcher);
+        body(step);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [](const Launcher &launcher, const ListArgument &list) {
@@ -84,9 +78,7 @@ public:
     }
     void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
                      void *stream) const override {
-        run(stream, [&](const Launcher &launcher) {
-            launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
-        });
+        launcher_of(stream).over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
         run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
@@ -96,7 +88,7 @@ public:
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &, void *stream) const override {
         // An empty list has a norm too.
-        run(stream, [&](const Launcher &launcher) { launcher.thread("no_norm", no_norm_kernel, result); });
+        launcher_of(stream).thread("no_norm", no_norm_kernel, result);
         run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
             Offsets offsets;
             const size_t squares = offsets.add(size_t(list.list.leaves) * sizeof(double)),
@@ -115,78 +107,45 @@ public:
     }
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
-        run(stream, [&](const Launcher &launcher) {
-            launcher.thread("update_scaler", update_scaler_kernel, rules, state, scale, overflow);
-        });
+        launcher_of(stream).thread("update_scaler", update_scaler_kernel, rules, state, scale, overflow);
     }
     void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const override {
-        run(stream, [&](const Launcher &launcher) {
-            launcher.thread("write_scaler", write_scaler_kernel, value, state, scale);
-        });
+        launcher_of(stream).thread("write_scaler", write_scaler_kernel, value, state, scale);
     }
     void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
                          void *stream) const override {
-        run(stream, [&](const Launcher &launcher) {
-            launcher.thread("write_reduction", write_reduction_kernel, rules, schedule, reduction);
-        });
+        launcher_of(stream).thread("write_reduction", write_reduction_kernel, rules, schedule, reduction);
     }
-    void compress_feed(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
                        void *stream) const override {
-        const CompressLayout &layout = *exchange.layout;
-        with_exchange(exchange, list, count, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
-                          if (layout.has_levels()) {
-                              clear_gaps(x, launcher);
-                              launcher.over(layout.whole->part_leaf.back(), "fill_message", fill_message_kernel, x,
-                                            tensors);
-                              return;
-                          }
-                          clear_rows(x.send, layout.rows_bytes(), launcher);
-                          launcher.over(layout.part_leaf.back(), "feed_list", feed_list_kernel, x, tensors);
-                          end_rows(x, launcher);
-                      });
+        with_exchange(buffers, list, count, stream, feed_list);
     }
-    void compress_slice(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
-                          pack_slice(*exchange.layout, x, launcher);
-                      });
+    void compress_slice(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
+        with_exchange(buffers, nullptr, 0, stream, feed_slice);
     }
-    void compress_serve(const ExchangeBuffers &exchange, const Parallel &, void *stream) const override {
-        with_exchange(exchange, nullptr, 0, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *) {
-                          serve_rows(*exchange.layout, x, launcher);
-                      });
+    void compress_serve(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
+        with_exchange(buffers, nullptr, 0, stream, serve_rows);
     }
-    void compress_decode(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, const Parallel &,
+    void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
                          void *stream) const override {
-        with_exchange(exchange, list, count, stream,
-                      [&](const Launcher &launcher, const DeviceExchange &x, const dsopt_tensor *tensors) {
-                          launcher.over(exchange.layout->all().part_leaf.back(), "decode", decode_kernel, x, tensors);
-                      });
+        with_exchange(buffers, list, count, stream, decode_list);
     }
 
 private:
-    template <class Body> void run(void *stream, const Body &body) const {
-        const OnDevice on(gpu_);
-        body(Launcher{shared_, static_cast<cudaStream_t>(stream)});
-    }
-    /// body(launcher, exchange, list) with everything in device memory: in a step the layout is there, otherwise it
-    /// lives as long as the work.
-    template <class Body>
-    void with_exchange(const ExchangeBuffers &exchange, const dsopt_tensor *list, int64_t count, void *stream,
-                       const Body &body) const {
-        run(stream, [&](const Launcher &launcher) {
-            if (exchange.table != nullptr) return body(launcher, device_exchange(exchange, exchange.table), nullptr);
-            const size_t layout = LayoutImage::bytes(*exchange.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
-            std::vector<char> image(layout + tensors);
-            LayoutImage::write(*exchange.layout, image.data());
-            if (count != 0) std::memcpy(image.data() + layout, list, tensors);
-            const Scratch memory(shared_.scratch, image.size(), launcher.stream);
-            launcher.upload(memory.get(), image.data(), image.size());
-            body(launcher, device_exchange(exchange, memory.get()),
-                 reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
-        });
+    Launcher launcher_of(void *stream) const { return {OnDevice(gpu_), shared_, static_cast<cudaStream_t>(stream)}; }
+    /// `body` with everything in device memory: in a step the layout is there, otherwise it lives as long as the work.
+    void with_exchange(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, void *stream,
+                       void (*body)(const DeviceExchange &, const Launcher &, const dsopt_tensor *)) const {
+        const Launcher launcher = launcher_of(stream);
+        if (buffers.table != nullptr) return body(device_exchange(buffers, buffers.table), launcher, nullptr);
+        const size_t layout = LayoutImage::bytes(*buffers.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
+        std::vector<char> image(layout + tensors);
+        LayoutImage::write(*buffers.layout, image.data());
+        if (count != 0) std::memcpy(image.data() + layout, list, tensors);
+        const Scratch memory(shared_.scratch, image.size(), launcher.stream);
+        launcher.upload(memory.get(), image.data(), image.size());
+        body(device_exchange(buffers, memory.get()), launcher,
+             reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
     }
     /// body(launcher, list) with the list where kernels read it, as long as the work; not for one without elements.
     template <class Body>
@@ -205,22 +164,21 @@ private:
         list.list.count = count;
         list.list.leaves = first[count];
         if (list.list.leaves == 0) return;
-        run(stream, [&](const Launcher &launcher) {
-            if (count == 1) {
-                list.x = *x;
-                list.y = y != nullptr ? *y : *x;
-                list.first_leaf[1] = list.list.leaves;
-                return body(launcher, list);
-            }
-            std::memcpy(image.data() + x_at, x, tensors);
-            if (y != nullptr) std::memcpy(image.data() + y_at, y, tensors);
-            const Scratch memory(shared_.scratch, image.size(), launcher.stream);
-            launcher.upload(memory.get(), image.data(), image.size());
-            list.list.x = reinterpret_cast<const dsopt_tensor *>(memory.get() + x_at);
-            list.list.y = reinterpret_cast<const dsopt_tensor *>(memory.get() + y_at);
-            list.list.first_leaf = reinterpret_cast<const int64_t *>(memory.get() + first_at);
-            body(launcher, list);
-        });
+        const Launcher launcher = launcher_of(stream);
+        if (count == 1) {
+            list.x = *x;
+            list.y = y != nullptr ? *y : *x;
+            list.first_leaf[1] = list.list.leaves;
+            return body(launcher, list);
+        }
+        std::memcpy(image.data() + x_at, x, tensors);
+        if (y != nullptr) std::memcpy(image.data() + y_at, y, tensors);
+        const Scratch memory(shared_.scratch, image.size(), launcher.stream);
+        launcher.upload(memory.get(), image.data(), image.size());
+        list.list.x = reinterpret_cast<const dsopt_tensor *>(memory.get() + x_at);
+        list.list.y = reinterpret_cast<const dsopt_tensor *>(memory.get() + y_at);
+        list.list.first_leaf = reinterpret_cast<const int64_t *>(memory.get() + first_at);
+        body(launcher, list);
     }
 
     const Gpu &gpu_;

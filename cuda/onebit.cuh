@@ -18,46 +18,36 @@ struct DeviceOneBit {
     bool whole_vectors;
 };
 
-/// Everything that the rules of the family read, of V neighbours: first as it is in memory, with as much of it under
-/// way at once as possible.
-template <int V> struct OneBitInputs {
-    Pack<V> g, p, m, v, track;
-    /// What is not there is zero, of any type.
-    __device__ __forceinline__ void widen_all(const TensorJob &job) {
-        g = widen(g, job.grad_type);
-        p = widen(p, job.weight_type);
-        m = widen(m, job.moment[0].type);
-        v = widen(v, job.moment[1].type);
-    }
-};
+/// What the values to feed are made of.
 template <int V, Feed F>
-__device__ __forceinline__ OneBitInputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job,
-                                                       const OneBitJob &one, int64_t i) {
-    OneBitInputs<V> t{};
+__device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job, const OneBitJob &one,
+                                                 int64_t i) {
+    Inputs<V> t{};
     const bool in_bits = F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0;
     t.g = fetch_gradient<V>(job, i);
     if (!in_bits) t.m = fetch_moment<V>(job, 0, i);
     if constexpr (F == Feed::distance) {
         t.p = fetch_weight<V>(job, i);
         t.v = fetch_moment<V>(job, 1, i);
-        t.track = load<V>(one.track(), i);
+        t.own = load<V>(one.track(), i);
     }
     t.widen_all(job);
     if (in_bits) t.m = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
     return t;
 }
 
-/// Scalars of a tensor that go beside those of find_scalars().
+/// Scalars of a tensor that go beside those of find_scalars(). Apart from them: in one struct with the job the compiler
+/// would think that each store may change everything.
 struct SharedOneBit {
     OneBitScalars one;
     float scale;  // of its kept sums
     bool aligned; // its arrays, and four neighbours have their bits side by side
 };
 
-/// body(tensor, where, leaf) for the block's leaves of tensors that go into exchanges.
-template <Feed F, class Body>
-__device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedTensor &s, SharedOneBit &o,
-                                               const Body &body) {
+/// body(s, o, one, where, leaf) for the block's leaves of tensors that go into exchanges. Once in a kernel.
+template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
+    __shared__ SharedTensor s;
+    __shared__ SharedOneBit o;
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
@@ -68,17 +58,43 @@ __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, SharedTens
             b.whole_vectors && s.aligned && all_aligned(one.track(), one.fresh, b.x.worker, b.x.message, b.x.values);
     };
     for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
-        if (s.job.present && s.job.onebit) body(tensor, where, leaf);
+        if (s.job.present && s.job.onebit) body(s, o, b.one.jobs[tensor], where, leaf);
+    });
+}
+/// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
+template <Feed F, class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
     });
 }
 
 template <int V, Feed F>
-__device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const OneBitInputs<V> &t) {
+__device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
 #pragma unroll
     for (int k = 0; k < V; ++k)
-        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
+        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
     return y;
+}
+
+/// The mean, which without other ranks is the own values, in place of the gradient, and what is read to take it.
+template <int V, Feed F>
+__device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
+                                               const OneBitJob &one, int64_t i) {
+    Inputs<V> t{};
+    Pack<V> y;
+    if (b.one.exchanges) // first: where it comes from needs registers, too
+        y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
+    else
+        t.g = fetch_gradient<V>(s.job, i);
+    if (F != Feed::momentum || !b.one.exchanges) t.m = fetch_moment<V>(s.job, 0, i); // else the mean replaces it
+    t.p = fetch_weight<V>(s.job, i);
+    t.v = fetch_moment<V>(s.job, 1, i);
+    if constexpr (F == Feed::distance) t.own = load<V>(one.track(), i);
+    if constexpr (F == Feed::scaled) t.own = load<V>(one.fresh, i);
+    t.widen_all(s.job);
+    t.g = b.one.exchanges ? y : feed_values<V, F>(s, o, t);
+    return t;
 }
 
 /// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
@@ -89,39 +105,33 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     begin_kernel(b.one.exchanges && b.x.message == nullptr);
     DYNAMIC_SHARED(float, tiles); // where bits are made here
     TileTurns turns{tiles};
-    __shared__ SharedTensor s;
-    __shared__ SharedOneBit o;
-    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
-        const OneBitJob &one = b.one.jobs[tensor];
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
         float *kept = b.one.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Pack<V> sum{};
             if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
-            OneBitInputs<V> t = load_inputs<V, F>(b, s.job, one, i);
+            Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
 #pragma unroll
                 for (int k = 0; k < V; ++k)
-                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
+                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
                 store(t.p, s.job.weight, s.job.weight_type, i);
                 store_moment(t.m, s.job.moment[0], i);
-                if (!o.one.anchored) store(t.track, one.track(), i);
+                if (!o.one.anchored) store(t.own, one.track(), i);
             }
             if (kept == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
             const uint32_t active = active_from(b.x.active, one.worker + i);
 #pragma unroll
-            for (int k = 0; k < V; ++k) {
-                sum.at[k] = (active >> k) & 1u ? values.at[k] + error_of(sum.at[k], o.scale) : 0.0f;
-                if (b.packs) turns.tile()[at + k] = sum.at[k];
-            }
+            for (int k = 0; k < V; ++k) sum.at[k] = new_sum(values.at[k], sum.at[k], o.scale, active, k);
+            if (b.packs) to_tile(sum, turns.tile() + at);
             store(sum, kept, i);
         });
         if (b.packs)
             pack_leaf(b.x, one.part, one.worker + where.begin, where.n, turns,
-                      b.x.layout.part_leaf[one.part] + where.begin / kLeaf);
+                      b.x.own.part_leaf[one.part] + where.begin / kLeaf);
     });
 }
 
@@ -129,8 +139,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
     if (skipped(b.d)) return;
-    for (int32_t i = int32_t(blockIdx.x); i < b.x.layout.part_count; i += int32_t(gridDim.x)) {
-        const CompressLayout::Part part = b.x.layout.parts[i];
+    for (int32_t i = int32_t(blockIdx.x); i < b.x.own.part_count; i += int32_t(gridDim.x)) {
+        const CompressLayout::Part part = b.x.own.parts[i];
         const float scale = b.x.worker_scales()[i];
         float *kept = b.x.worker + part.begin;
         for (int64_t k = part.used + threadIdx.x; k < part.numel; k += kThreads) {
@@ -142,11 +152,9 @@ __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT
 __global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     if (skipped(b.d)) return;
-    const CompressLayout::Part part = b.x.layout.parts[0];
-    const int64_t used = part.used;
-    for (int64_t k = used + int64_t(blockIdx.x) * kThreads + threadIdx.x; k < part.numel;
-         k += int64_t(gridDim.x) * kThreads)
-        b.one.padding[k - used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
+    const CompressLayout::Part part = b.x.own.parts[0];
+    for (int64_t k = part.used + grid_thread(); k < part.numel; k += grid_threads())
+        b.one.padding[k - part.used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
 }
 
 /// From the mean, which without other ranks is the own values, to momentum and weights.
@@ -154,59 +162,34 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    __shared__ SharedTensor s;
-    __shared__ SharedOneBit o;
-    for_own_leaves<F>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
-        const OneBitJob &one = b.one.jobs[tensor];
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
-            const int64_t i = where.begin + at;
-            OneBitInputs<V> t{};
-            Pack<V> y;
-            if (b.one.exchanges) // first: where it comes from needs registers, too
-                y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
-            else
-                t.g = fetch_gradient<V>(s.job, i);
-            if (F != Feed::momentum || !b.one.exchanges)
-                t.m = fetch_moment<V>(s.job, 0, i); // else the mean replaces it
-            t.p = fetch_weight<V>(s.job, i);
-            t.v = fetch_moment<V>(s.job, 1, i);
-            if constexpr (F == Feed::distance) t.track = load<V>(one.track(), i);
-            t.widen_all(s.job);
-            const Pack<V> old = t.p;
-            if (!b.one.exchanges) y = feed_values<V, F>(s, o, t);
-            if (one.mask != nullptr) {
+    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+        Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
+        const Pack<V> old = t.p;
+        if (one.mask != nullptr) {
 #pragma unroll
-                for (int k = 0; k < V; ++k) y.at[k] *= one.mask[i + k];
-            }
+            for (int k = 0; k < V; ++k) t.g.at[k] *= one.mask[i + k];
+        }
 #pragma unroll
-            for (int k = 0; k < V; ++k)
-                take_mean(F, s.scalars, o.one, y.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-            if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
-            if constexpr (F == Feed::distance) store(t.track, one.track(), i);
-            publish(b.d.plan, s, t.p, old, i);
-        });
+        for (int k = 0; k < V; ++k)
+            take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
+        if constexpr (F == Feed::distance) store(t.own, one.track(), i);
+        publish(b.d.plan, s, t.p, old, i);
     });
 }
 
 /// 0/1 Adam between exchanges.
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    __shared__ SharedTensor s;
-    __shared__ SharedOneBit o;
-    for_own_leaves<Feed::distance>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t) INLINED {
-        const OneBitJob &one = b.one.jobs[tensor];
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
-            const int64_t i = where.begin + at;
-            OneBitInputs<V> t = load_inputs<V, Feed::distance>(b, s.job, one, i);
+    constexpr Feed F = Feed::distance;
+    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+        Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
 #pragma unroll
-            for (int k = 0; k < V; ++k)
-                local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.track.at[k]);
-            store_moment(t.m, s.job.moment[0], i);
-            if (!o.one.anchored) store(t.track, one.track(), i);
-            publish(b.d.plan, s, t.p, t.p, i);
-        });
+        for (int k = 0; k < V; ++k)
+            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        store_moment(t.m, s.job.moment[0], i);
+        if (!o.one.anchored) store(t.own, one.track(), i);
+        publish(b.d.plan, s, t.p, t.p, i);
     });
 }
 
@@ -214,42 +197,27 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
 __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
     DYNAMIC_SHARED(float, memory);
-    __shared__ SharedTensor s;
-    __shared__ SharedOneBit o;
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
-    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t tensor, const Leaf &where, uint32_t leaf) INLINED {
-        const OneBitJob &one = b.one.jobs[tensor];
+    constexpr Feed F = Feed::scaled;
+    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t leaf) INLINED {
         uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
         if (threadIdx.x == 0) most_of_block = 0;
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
-            OneBitInputs<V> t{};
-            Pack<V> y;
-            if (b.one.exchanges)
-                y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
-            else
-                t.g = fetch_gradient<V>(s.job, i);
-            t.m = fetch_moment<V>(s.job, 0, i);
-            t.p = fetch_weight<V>(s.job, i);
-            t.v = fetch_moment<V>(s.job, 1, i);
-            Pack<V> fresh = load<V>(one.fresh, i);
-            t.widen_all(s.job);
-            if (!b.one.exchanges) y = feed_values<V, Feed::scaled>(s, o, t);
+            Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : y.at[k];
+                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : t.g.at[k];
                 const LambUpdate u =
                     lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
-                                   t.m.at[k], t.v.at[k], fresh.at[k]);
+                                   t.m.at[k], t.v.at[k], t.own.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
-                const uint32_t factor = bits_of(u.factor) & 0x7fffffffu;
-                most = factor > most ? factor : most;
+                most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
             }
             store_moment(t.m, s.job.moment[0], i);
-            store(fresh, one.fresh, i);
+            store(t.own, one.fresh, i);
         });
         sum_tiles(b.d, leaf, where.n, tiles); // a barrier first
         most = largest_of_lanes(most);
@@ -282,24 +250,14 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_C
 
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    __shared__ SharedTensor s;
-    __shared__ SharedOneBit o;
-    for_own_leaves<Feed::scaled>(b, s, o, [&](int32_t, const Leaf &where, uint32_t) INLINED {
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
-            const int64_t i = where.begin + at;
-            OneBitInputs<V> t{};
-            t.p = fetch_weight<V>(s.job, i);
-            t.m = fetch_moment<V>(s.job, 0, i);
-            t.v = fetch_moment<V>(s.job, 1, i);
-            t.widen_all(s.job);
-            const Pack<V> old = t.p;
-            const float lr = s.scalars.lr * s.trust;
+    for_own_packs<Feed::scaled>(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
+        Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
+        const Pack<V> old = t.p;
+        const float lr = s.scalars.lr * s.trust;
 #pragma unroll
-            for (int k = 0; k < V; ++k)
-                t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
-            publish(b.d.plan, s, t.p, old, i);
-        });
+        for (int k = 0; k < V; ++k)
+            t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
+        publish(b.d.plan, s, t.p, old, i);
     });
 }
 
@@ -366,8 +324,7 @@ __global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT c
     const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
     auto *to = reinterpret_cast<int32_t *>(b.one.momentum);
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < words; k += int64_t(gridDim.x) * kThreads)
-        to[k] = from[k];
+    for (int64_t k = grid_thread(); k < words; k += grid_threads()) to[k] = from[k];
 }
 
 /// Standard mode, after the variance has moved: which elements have one.
@@ -397,20 +354,18 @@ __global__ void __launch_bounds__(kThreads)
         const OneBitJob &one = b.one.jobs[tensor];
         const Leaf where(job, leaf);
         const bool aligned = all_aligned(job.weight, job.moment[1].data, one.fresh, one.anchor);
-        for_packs(where.n, aligned, [&](auto width, int at) INLINED {
-            constexpr int V = decltype(width)::value;
+        for_packs(where.n, aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
-            if (copies_variance && one.fresh != nullptr) store(load_moment<V>(job, 1, i), one.fresh, i);
-            if (one.anchor != nullptr) store(load_weight<V>(job, i), one.anchor, i);
+            if (copies_variance && one.fresh != nullptr)
+                store(load<V>(job.moment[1].data, job.moment[1].type, i), one.fresh, i);
+            if (one.anchor != nullptr) store(load<V>(job.weight, job.weight_type, i), one.anchor, i);
         });
     });
     if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed
-    const int64_t workers = b.x.layout.worker_numel + b.x.layout.part_count,
-                  servers = b.x.layout.server_numel + b.x.layout.row_scales;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < workers; k += int64_t(gridDim.x) * kThreads)
-        b.x.worker[k] = 0;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < servers; k += int64_t(gridDim.x) * kThreads)
-        b.x.server[k] = 0;
+    const int64_t workers = b.x.own.worker_numel + b.x.own.part_count,
+                  servers = b.x.own.server_numel + b.x.own.row_scales;
+    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) b.x.worker[k] = 0;
+    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) b.x.server[k] = 0;
 }
 
 } // namespace dsopt::gpu

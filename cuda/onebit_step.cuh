@@ -6,6 +6,13 @@
 
 namespace dsopt::gpu {
 
+// By Feed. The mean of what is `scaled` is taken by lamb_moments().
+using OneBitKernel = void (*)(DeviceOneBit);
+constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
+                                         feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
+constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullptr, finish_kernel<Feed::gradient>,
+                                           finish_kernel<Feed::distance>};
+
 class OneBitStep final : public OneBitLoops {
 public:
     /// `plan` as the host has it, `d` as kernels do. `jobs`, `layout`: in device memory; no layout where nothing is
@@ -16,16 +23,15 @@ public:
         b_{.d = d, .one = *plan.onebit, .x = {}, .packs = false, .whole_vectors = true} {
         b_.one.jobs = jobs;
         if (b_.one.exchanges) {
-            buffers_ = *plan.onebit->buffers;
-            buffers_.table = layout;
-            buffers_.skip = &plan.control->skip;
-            b_.x = device_exchange(buffers_, layout);
-            b_.packs = !b_.one.compat && !buffers_.layout->has_levels();
+            b_.x = device_exchange(*plan.onebit->buffers, layout);
+            b_.x.table = layout;
+            b_.x.skip = &plan.control->skip;
+            b_.packs = !b_.one.compat && !b_.x.layout->has_levels();
             b_.whole_vectors = !b_.one.compat;
         }
     }
 
-    const ExchangeBuffers &buffers() const override { return buffers_; }
+    const ExchangeBuffers &buffers() const override { return b_.x; }
     void begin() override { launcher_.block("begin_onebit", begin_onebit_kernel, b_); }
     void scale_momenta() override {
         if (b_.d.plan.count == 0) return;
@@ -33,26 +39,32 @@ public:
         launcher_.block("momentum_scaling", momentum_scaling_kernel, b_);
     }
     void feed(Feed feed) override {
-        switch (feed) {
-        case Feed::momentum: return send(feed_kernel<Feed::momentum>, false);
-        case Feed::scaled: return send(feed_kernel<Feed::scaled>, false);
-        case Feed::gradient: return send(feed_kernel<Feed::gradient>, false);
-        case Feed::distance: return send(feed_kernel<Feed::distance>, true);
+        const OneBitKernel kernel = kFeedKernels[size_t(feed)];
+        if (!b_.one.exchanges) {
+            if (feed == Feed::distance) over_leaves("feed", kernel); // it takes a step, too
+            return;
         }
+        const CompressLayout &layout = *b_.x.layout;
+        if (layout.has_levels()) {
+            clear_gaps(b_.x, launcher_);
+            return over_leaves("feed", kernel);
+        }
+        clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
+        over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
+        if (!b_.packs) {
+            launcher_.over(b_.x.own.part_count, "feed_padding", feed_padding_kernel, b_);
+            launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
+        }
+        end_rows(b_.x, launcher_);
     }
     void take(Feed feed) override {
-        switch (feed) {
-        case Feed::momentum: over_leaves("finish", finish_kernel<Feed::momentum>); break;
-        case Feed::gradient: over_leaves("finish", finish_kernel<Feed::gradient>); break;
-        case Feed::distance: over_leaves("finish", finish_kernel<Feed::distance>); break;
-        case Feed::scaled: return; // lamb_moments()
-        }
+        over_leaves("finish", kFinishKernels[size_t(feed)]);
         if (b_.one.momentum != nullptr) over_leaves("keep_momentum", keep_momentum_kernel);
     }
     void local() override { over_leaves("local", local_kernel); }
     void lamb_moments() override {
-        if (b_.one.padding != nullptr && b_.x.layout.part_count != 0)
-            launcher_.over(b_.x.layout.ranks, "finish_padding", finish_padding_kernel, b_);
+        if (b_.one.padding != nullptr && b_.x.own.part_count != 0)
+            launcher_.over(b_.x.own.ranks, "finish_padding", finish_padding_kernel, b_);
         over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kTileBytes);
     }
     void lamb_trust() override { launcher_.block("onebit_trust", onebit_trust_kernel, b_); }
@@ -65,31 +77,11 @@ public:
     }
 
 private:
-    void over_leaves(const char *name, void (*kernel)(DeviceOneBit), size_t shared = 0) {
+    void over_leaves(const char *name, OneBitKernel kernel, size_t shared = 0) {
         launcher_.over({b_.d.leaves, shared}, name, kernel, b_);
-    }
-    /// `steps`: the kernel takes a step, too, also where nothing is sent.
-    void send(void (*kernel)(DeviceOneBit), bool steps) {
-        if (!b_.one.exchanges) {
-            if (steps) over_leaves("feed", kernel);
-            return;
-        }
-        const CompressLayout &layout = *buffers_.layout;
-        if (layout.has_levels()) {
-            clear_gaps(b_.x, launcher_);
-            return over_leaves("feed", kernel);
-        }
-        clear_rows(b_.x.send, layout.rows_bytes(), launcher_);
-        over_leaves("feed", kernel, b_.packs ? kTurns * kTileBytes : 0);
-        if (!b_.packs) {
-            launcher_.over(b_.x.layout.part_count, "feed_padding", feed_padding_kernel, b_);
-            launcher_.over(layout.part_leaf.back(), "pack", pack_kernel, b_.x);
-        }
-        end_rows(b_.x, launcher_);
     }
 
     const Launcher &launcher_;
-    ExchangeBuffers buffers_;
     DeviceOneBit b_;
 };
 

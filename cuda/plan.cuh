@@ -2,6 +2,7 @@
 // A step as kernels see it.
 #pragma once
 #include "device/decide.h"
+#include "rules/onebit.h"
 #include "vec.cuh"
 
 namespace dsopt::gpu {
@@ -41,13 +42,14 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     return last;
 }
 
-/// The elements of a tensor that a leaf has.
+/// The elements that the index-th leaf of a tensor, or of anything else that is cut like one, has.
 struct Leaf {
     int64_t begin;
     int n;
-    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
-        begin((leaf - job.first_leaf) * kLeaf),
-        n(int(job.numel - begin < kLeaf ? job.numel - begin : kLeaf)) {}
+    __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
+        begin(index * kLeaf),
+        n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
+    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) : Leaf(job.numel, leaf - job.first_leaf) {}
 };
 
 /// body(leaf, tensor) for every `stride`-th leaf from `first` on. Which tensor the next one is of is read ahead.
@@ -73,8 +75,8 @@ __device__ __forceinline__ double add_squares(const float *x, int n, double sum 
     for (int i = threadIdx.x % 32; i < n; i += 32) {
         const double wide = x[i];
 #if defined(__CUDA_ARCH__)
-        sum = __fma_rn(wide, wide,
-                       sum); // the same bits: the square of a float is exact in double, so one rounding is left
+        // The same bits: the square of a float is exact in double, so one rounding is left.
+        sum = __fma_rn(wide, wide, sum);
 #else
         sum += wide * wide;
 #endif
@@ -88,10 +90,8 @@ template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
 }
 /// In all lanes, too.
 template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
-    for (int width = 16; width != 0; width /= 2) {
-        const T other = __shfl_xor_sync(0xffffffffu, value, width);
-        value = other > value ? other : value;
-    }
+    for (int width = 16; width != 0; width /= 2)
+        value = larger_factor(value, __shfl_xor_sync(0xffffffffu, value, width));
     return value;
 }
 

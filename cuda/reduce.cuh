@@ -143,18 +143,13 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     if (decides && d.decided) decide_on_block(d);
 }
 
-/// The table alone, before ranks add theirs.
-__global__ void __launch_bounds__(kThreads, 1) fold_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel();
-    fold_on_block(d);
-}
-
-/// The decision alone: gradients are not read, or ranks had to add up their norms in between.
-__global__ void __launch_bounds__(kThreads, 1) decide_kernel(GRID_CONSTANT const DevicePlan d, const bool fold) {
-    begin_kernel(true);
-    if (fold) fold_on_block(d);
+/// What the last block of pass 1 does, or a part of it: gradients are not read, or ranks add up their norms in between.
+__global__ void __launch_bounds__(kThreads, 1)
+    decide_kernel(GRID_CONSTANT const DevicePlan d, const bool folds, const bool decides) {
+    begin_kernel(decides);
+    if (folds) fold_on_block(d);
     __syncthreads();
-    decide_on_block(d);
+    if (decides) decide_on_block(d);
 }
 
 } // namespace dsopt::gpu

@@ -67,12 +67,12 @@ public:
         check(cudaGetDevice(&before), "cudaGetDevice");
         check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
         try {
-            if (before != gpu.ordinal()) gpu.enter();
+            entered_ = before != gpu.ordinal();
+            if (entered_) gpu.enter();
         } catch (...) {
             (void)cudaThreadExchangeStreamCaptureMode(&mode_);
             throw;
         }
-        entered_ = before != gpu.ordinal();
     }
     ~OnDevice() {
         if (entered_) gpu_.leave();
@@ -87,20 +87,17 @@ private:
     bool entered_ = false;
 };
 
-struct DeviceFree {
-    void operator()(void *memory) const { (void)cudaFree(memory); }
+template <auto Free> struct FreedBy {
+    void operator()(void *memory) const { (void)Free(memory); }
 };
-using DeviceMemory = std::unique_ptr<void, DeviceFree>;
+using DeviceMemory = std::unique_ptr<void, FreedBy<cudaFree>>;
+using PinnedMemory = std::unique_ptr<void, FreedBy<cudaFreeHost>>;
 inline DeviceMemory device_memory(size_t bytes) {
     void *memory = nullptr;
     check(cudaMalloc(&memory, bytes != 0 ? bytes : 1), "cudaMalloc");
     return DeviceMemory(memory);
 }
 
-struct PinnedFree {
-    void operator()(void *memory) const { (void)cudaFreeHost(memory); }
-};
-using PinnedMemory = std::unique_ptr<void, PinnedFree>;
 inline PinnedMemory pinned_memory(size_t bytes) {
     void *memory = nullptr;
     check(cudaMallocHost(&memory, bytes != 0 ? bytes : 1), "cudaMallocHost");

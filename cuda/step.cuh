@@ -61,14 +61,14 @@ public:
         if (plan_.read_gradients)
             launcher_.over(d_.leaves / kWarps + 1, "inspect", inspect_kernel, d_, !agrees);
         else if (agrees)
-            launcher_.block("fold", fold_kernel, d_);
+            launcher_.block("fold", decide_kernel, d_, true, false);
         else if (d_.decided)
-            launcher_.block("decide", decide_kernel, d_, true);
+            launcher_.block("decide", decide_kernel, d_, true, true);
         is_decided_ = !agrees;
     }
     void move_norms(const NormMove &move) override { launcher_.thread("move_norms", move_norms_kernel, move); }
     void decide() override {
-        if (!is_decided_) launcher_.block("decide", decide_kernel, d_, false);
+        if (!is_decided_) launcher_.block("decide", decide_kernel, d_, false, true);
     }
     bool is_skipped() override {
         int32_t skip = 0;

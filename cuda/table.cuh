@@ -75,7 +75,7 @@ public:
 
     /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs
     /// nothing, up to kPatchWords changed words one small kernel, more than that an upload.
-    const void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
+    void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
         if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
             captured_ = captured_ || in_capture;
@@ -137,12 +137,12 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
     const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
     if (fresh && cache != nullptr && capturing(launcher.stream))
         throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
-    const void *table = workspace + extra.table;
+    void *table = workspace + extra.table;
     if (cache != nullptr)
         table = cache->bring(image, bytes, plan.how.repeats == Repeats::all, launcher);
     else
-        launcher.upload(workspace + extra.table, image, bytes);
-    const StepTable there = StepTable::at(const_cast<void *>(table), shape);
+        launcher.upload(table, image, bytes);
+    const StepTable there = StepTable::at(table, shape);
     if (!fresh) return there;
     launcher.over(plan.count, "map", map_kernel, there.jobs, reinterpret_cast<int32_t *>(workspace + extra.map),
                   plan.count);

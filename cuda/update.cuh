@@ -91,30 +91,31 @@ template <int V> __device__ __forceinline__ Pack<V> fetch_weight(const TensorJob
 template <int V> __device__ __forceinline__ Pack<V> fetch_moment(const TensorJob &job, int index, int64_t i) {
     return fetch<V>(job.moment[index].data, job.moment[index].type, i);
 }
-template <int V> __device__ __forceinline__ Pack<V> load_weight(const TensorJob &job, int64_t i) {
-    return widen(fetch_weight<V>(job, i), job.weight_type);
-}
-template <int V> __device__ __forceinline__ Pack<V> load_moment(const TensorJob &job, int index, int64_t i) {
-    return widen(fetch_moment<V>(job, index, i), job.moment[index].type);
-}
 template <int V> __device__ __forceinline__ void store_moment(const Pack<V> &x, const Moment &moment, int64_t i) {
     store(x, moment.data, moment.type, i);
 }
 
-/// What a rule reads of V neighbours.
-template <int V> struct Inputs { Pack<V> g, p, m, v; };
-/// All of them are under way before the first one is waited for. A rule without a moment has neither registers nor
-/// traffic for it.
-template <int V, int Moments> __device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
-    Inputs<V> t;
-    t.g = fetch_gradient<V>(job, i);
+/// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
+/// waited for.
+template <int V> struct Inputs {
+    Pack<V> g, p, m, v, own; // the last one is the 1-bit family's
+    /// What is not there is zero, of any type.
+    __device__ __forceinline__ void widen_all(const TensorJob &job) {
+        g = widen(g, job.grad_type);
+        p = widen(p, job.weight_type);
+        m = widen(m, job.moment[0].type);
+        v = widen(v, job.moment[1].type);
+    }
+};
+/// A rule without a moment has neither registers nor traffic for it.
+template <int V, int Moments, bool Gradient = true>
+__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
+    Inputs<V> t{};
+    if constexpr (Gradient) t.g = fetch_gradient<V>(job, i);
     t.p = fetch_weight<V>(job, i);
     if constexpr (Moments > 0) t.m = fetch_moment<V>(job, 0, i);
     if constexpr (Moments > 1) t.v = fetch_moment<V>(job, 1, i);
-    t.g = widen(t.g, job.grad_type);
-    t.p = widen(t.p, job.weight_type);
-    if constexpr (Moments > 0) t.m = widen(t.m, job.moment[0].type);
-    if constexpr (Moments > 1) t.v = widen(t.v, job.moment[1].type);
+    t.widen_all(job);
     return t;
 }
 
@@ -131,14 +132,7 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     }
     if (!(plan.flags & kOutOnly) || job.has_master) store(p, job.weight, job.weight_type, i);
     if (job.copy != nullptr) store(p, job.copy, job.copy_type, i);
-    if (job.out != nullptr) {
-        Pack<V> x = p;
-        if (plan.flags & kDelta) {
-#pragma unroll
-            for (int k = 0; k < V; ++k) x.at[k] = p.at[k] - old.at[k];
-        }
-        store(x, job.out, job.out_type, i);
-    }
+    if (job.out != nullptr) store(plan.flags & kDelta ? p - old : p, job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
@@ -165,11 +159,8 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
     if constexpr (R::moments.count > 1) store_moment(t.v, s.job.moment[1], where.begin + i);
     publish(plan, s, t.p, old, where.begin + i);
     if (plan.report_norms) {
-#pragma unroll
-        for (int k = 0; k < V; ++k) {
-            tiles.a[i + k] = old.at[k];
-            tiles.b[i + k] = t.p.at[k] - old.at[k];
-        }
+        to_tile(old, tiles.a + i);
+        to_tile(t.p - old, tiles.b + i);
     }
 }
 
@@ -187,24 +178,21 @@ __device__ __forceinline__ void lamb_moments_pack(const SharedTensor &s, const L
 
 template <int V>
 __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
-    const TensorJob &job = s.job;
-    Pack<V> p = fetch_weight<V>(job, i), m = fetch_moment<V>(job, 0, i), v = fetch_moment<V>(job, 1, i);
-    p = widen(p, job.weight_type);
-    m = widen(m, job.moment[0].type);
-    v = widen(v, job.moment[1].type);
-    const Pack<V> old = p;
+    Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
+    const Pack<V> old = t.p;
 #pragma unroll
     for (int k = 0; k < V; ++k)
         visit(s.rule, [&](auto formula) INLINED {
             using R = typename decltype(formula)::type;
-            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(p.at[k], m.at[k], v.at[k]);
+            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
         });
-    publish(plan, s, p, old, i);
+    publish(plan, s, t.p, old, i);
 }
 
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
-    if (job.out != nullptr) store(plan.flags & kDelta ? Pack<V>{} : load_weight<V>(job, i), job.out, job.out_type, i);
+    if (job.out != nullptr)
+        store(plan.flags & kDelta ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
@@ -250,12 +238,11 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         });
         __syncthreads();
         if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
-            const double weights =
-                add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return d.tensor_squares[i]; });
-            if (threadIdx.x == 0) d.tensor_squares[0] = weights;
-            const double updates =
-                add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return d.tensor_updates[i]; });
-            if (threadIdx.x == 0) d.tensor_updates[0] = updates;
+            const LeafFold<true> by{threadIdx.x == 0};
+            const double weights = by.sum(d.tensor_squares, int32_t(plan.count));
+            if (by.lead) d.tensor_squares[0] = weights;
+            const double updates = by.sum(d.tensor_updates, int32_t(plan.count));
+            if (by.lead) d.tensor_updates[0] = updates;
         }
     }
     if (!skip && d.together) count_on_block(plan);
@@ -290,18 +277,17 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
         [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
             if (skipped(d) || !s.job.present || // asked anew each time: one register less in the loop
                 (s.job.onebit && d.elsewhere == Elsewhere::idle))
-                return for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    unchanged_pack<decltype(width)::value>(plan, s.job, where.begin + i);
+                return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
+                    unchanged_pack<V>(plan, s.job, where.begin + i);
                 });
             if (elsewhere(d, s.job)) return;
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
-                for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    constexpr int W = decltype(width)::value;
+                for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     if constexpr (R::sweeps == 2)
-                        lamb_moments_pack<R, W>(s, where, i, tiles);
+                        lamb_moments_pack<R, V>(s, where, i, tiles);
                     else
-                        update_pack<R, W>(plan, s, where, i, tiles);
+                        update_pack<R, V>(plan, s, where, i, tiles);
                 });
             });
             if (sweeps_of(s.rule) == 2 || plan.report_norms) sum_tiles(d, leaf, where.n, tiles);
@@ -325,8 +311,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
 __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT const DevicePlan d) {
     begin_kernel(true);
-    for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < d.plan.count; i += int64_t(gridDim.x) * kThreads)
-        take_shared_trust(d.plan, i);
+    for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) take_shared_trust(d.plan, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT const DevicePlan d) {
@@ -340,9 +325,8 @@ __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
                 if (!s.job.present || sweeps_of(s.rule) == 1 || elsewhere(d, s.job)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
-                for_packs(where.n, s.aligned, [&](auto width, int i) INLINED {
-                    lamb_weights_pack<decltype(width)::value>(plan, s, where.begin + i);
-                });
+                for_packs(where.n, s.aligned,
+                          [&]<int V>(Width<V>, int i) INLINED { lamb_weights_pack<V>(plan, s, where.begin + i); });
             });
     if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }

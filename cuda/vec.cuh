@@ -10,6 +10,12 @@ namespace dsopt::gpu {
 constexpr int kThreads = 256; // a block
 constexpr int kWarps = kThreads / 32;
 
+// Where a thread, and its warp, are in the grid, and how many of them there are.
+__device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }
+__device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
+__device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
+
 /// First in every kernel. What the kernel before it wrote is in sight now: the launcher lets blocks come while that one
 /// still runs (programmatic dependent launch). `next_may_come`: another kernel of the same call follows, and its blocks
 /// may come as soon as those of this one leave room; none of a caller's may, who need not know of it.
@@ -24,6 +30,14 @@ __device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
 
 /// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
+template <int V> using Width = std::integral_constant<int, V>; // says V to a lambda
+
+template <int V> __device__ __forceinline__ Pack<V> operator-(const Pack<V> &a, const Pack<V> &b) {
+    Pack<V> y;
+#pragma unroll
+    for (int k = 0; k < V; ++k) y.at[k] = a.at[k] - b.at[k];
+    return y;
+}
 
 /// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
 /// faster instructions.
@@ -99,12 +113,18 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *
     store(x, data, Dtype::f32, i);
 }
 
-/// body(V, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are `aligned`, and
-/// single ones behind them.
+/// To shared memory.
+template <int V> __device__ __forceinline__ void to_tile(const Pack<V> &x, float *tile) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) tile[k] = x.at[k];
+}
+
+/// body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are
+/// `aligned`, and single ones behind them.
 template <class Body> __device__ __forceinline__ void for_packs(int n, bool aligned, const Body &body) {
     const int whole = aligned ? n / 4 * 4 : 0;
-    for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(std::integral_constant<int, 4>{}, i);
-    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+    for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, i);
+    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(Width<1>{}, i);
 }
 
 } // namespace dsopt::gpu
