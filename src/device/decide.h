@@ -36,22 +36,23 @@ inline double fold_leaves(const double *sums, const TensorJob &job) {
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
-/// From a tensor's sums of squares: its trust ratio, or what model ranks add up for it.
+/// The trust ratio of a tensor: from its own sums of squares, or those of all model ranks.
+DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
+    const Hyper &hyper = plan.groups[plan.jobs[i].group];
+    plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+}
+/// From a tensor's sums: its trust ratio, or what model ranks add up for it.
 DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
-    const TensorJob &job = plan.jobs[i];
-    const Hyper &hyper = plan.groups[job.group];
-    if (job.trust_slot >= 0)
-        plan.shards.sums[job.trust_slot] = {weights, updates, 1};
-    else
-        plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+    const int32_t slot = plan.jobs[i].trust_slot;
+    if (slot < 0) return take_trust(plan, i, weights, updates);
+    plan.shards.sums[slot] = {weights, updates, 1};
 }
 /// From the sums of all shards, on every model rank alike.
 DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
     if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
-    const Hyper &hyper = plan.groups[job.group];
     const ShardSums &sums = plan.shards.sums[job.trust_slot];
-    plan.trust_ratio[i] = trust_ratio(sums.weights, sums.updates, hyper.min_trust, hyper.max_trust);
+    take_trust(plan, i, sums.weights, sums.updates);
 }
 
 /// The last line of dsopt_tensors_norm: `value` is the sum of squares, or the largest magnitude.
@@ -134,8 +135,10 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
            scale_can_be_used(*plan.scaler.state) && can_divide_by(given * double(scale_in_use(*plan.scaler.state)));
 }
 
-/// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
-DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
+/// Why this rank would skip the step, before norms are known; and for the table as ranks add it up, how many of them
+/// have a reason.
+DSOPT_HD void note_reasons(const StepPlan &plan) {
+    Found &found = plan.control->found;
     int32_t reasons = 0;
     if (plan.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
@@ -144,13 +147,8 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
     if (plan.given.skip != nullptr && *plan.given.skip != 0) reasons |= DSOPT_SKIP_CALLER;
-    return reasons;
-}
-/// The same with what was found, and for the table as ranks add it up: how many of them have a reason.
-DSOPT_HD void note_reasons(const StepPlan &plan) {
-    Found &found = plan.control->found;
-    found.reasons = reasons_to_skip(plan, found);
-    plan.norms.reasons() = found.reasons != 0;
+    found.reasons = reasons;
+    plan.norms.reasons() = reasons != 0;
 }
 
 /// Where pass 1 did not run.
@@ -212,12 +210,8 @@ DSOPT_HD double wrapper_square(double squares) { return squares <= 3.40282346638
 /// True if the step is taken. Writes one divisor a group, moves the scaler, and notes the outcome.
 DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
-    const Found &found = plan.control->found;
     Outcome &outcome = *plan.outcome;
-    outcome.nonfinite = found.nonfinite;
-    outcome.first_bad = found.first_bad;
-    outcome.kind = found.kind;
-    outcome.reasons = found.reasons;
+    static_cast<Found &>(outcome) = plan.control->found;
     const bool have_norms = plan.read_gradients || plan.given.grad_norms != nullptr;
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);

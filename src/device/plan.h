@@ -92,22 +92,21 @@ enum StepFlag : uint32_t {
 /// The original's fp16 wrappers, whose order of events compat mode follows.
 enum class Wrapper : uint8_t { none, fused, unfused };
 
-/// What a step tells, in backend memory. Written by the step, read by the host when it asks.
-struct Outcome {
-    int32_t skipped;
-    int32_t kind; // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
-    int64_t nonfinite, first_bad;
-    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
-    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
-    double ms[DSOPT_MS_PHASES];
-    int32_t reasons; // why it was skipped, DSOPT_SKIP_...
-    int32_t reserved;
-};
-
 /// What pass 1 found on this rank, and why the rank would skip the step.
 struct Found {
     int64_t nonfinite, first_bad;
-    int32_t kind, reasons; // as in Outcome
+    int32_t kind;    // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
+    int32_t reasons; // DSOPT_SKIP_...
+};
+
+/// What a step tells, in backend memory. Written by the step, read by the host when it asks. Its reasons are those for
+/// which it was skipped.
+struct Outcome : Found {
+    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
+    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
+    double ms[DSOPT_MS_PHASES];
+    int32_t skipped;
+    int32_t reserved;
 };
 
 /// Words that the loops of a step share, in backend memory.
