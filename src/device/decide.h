@@ -282,17 +282,17 @@ DSOPT_HD bool counts_together(const StepPlan &plan, const Hyper &hyper) {
 constexpr int kCountedTypes = 3;
 DSOPT_HD Dtype counted_type(int index) { return index == 0 ? Dtype::f16 : index == 1 ? Dtype::bf16 : Dtype::f32; }
 
-/// visit(begin, end, group) for the stretches of tensors of one group that follow one another.
-template <class Visit> DSOPT_HD void for_stretches(const StepPlan &plan, const Visit &visit) {
+/// visit(plan, begin, end, group) for the stretches of tensors of one group that follow one another.
+inline void for_stretches(const StepPlan &plan, void (*visit)(const StepPlan &, int64_t, int64_t, int32_t)) {
     for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
         const int32_t group = plan.jobs[begin].group;
         for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-        visit(begin, end, group);
+        visit(plan, begin, end, group);
     }
 }
 
 /// Where the count of such a stretch is: at its last tensor that takes part; -1 without one.
-DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
+inline int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
     int64_t last = -1;
     for (int64_t i = begin; i < end; ++i)
         if (plan.jobs[i].present) last = i;
@@ -300,8 +300,8 @@ DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t en
 }
 
 /// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that
-/// has a gradient by itself. Counters move in count_steps(), when nothing can fail any more.
-DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+/// has a gradient by itself. Counters move at the end of the step, when nothing can fail any more.
+inline void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
     const Hyper hyper = hyper_of(plan, group);
     const double divisor = plan.divisors[group];
     if (!counts_together(plan, hyper)) {
@@ -336,7 +336,7 @@ DSOPT_HD bool counts_alone(const StepPlan &plan, int64_t i) {
     return plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]);
 }
 /// The counter of tensors that count together.
-DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+inline void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
     if (!counts_together(plan, plan.groups[group])) return;
     const int64_t last = counting_tensor(plan, begin, end);
     for (int type = 0; type < kCountedTypes; ++type)
