@@ -147,7 +147,7 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
             put(p, job.copy, grad, i, copies);
         } else {
             if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, copies);
-            if (job.out != nullptr) put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, outputs);
+            if (job.out != nullptr) put(span.flags & DSOPT_STEP_DELTA ? p - old : p, job.out, job.out_type, i, outputs);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, end - begin);

@@ -269,7 +269,8 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     const TensorJob &job = *span.job;
     // Over the gradients its lines are in the caches already.
     const bool streaming = span.streaming && job.out != job.grad;
-    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n, streaming);
+    if (job.out != nullptr)
+        store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out, job.out_type, index, n, streaming);
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
@@ -278,7 +279,7 @@ inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
 }
 
 /// OUT_ONLY leaves parameters alone, but a master is state.
-inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & kOutOnly) != 0; }
+inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0; }
 
 /// A tile of the weights of a span, which a rule changes in place.
 class WeightTile {
@@ -287,7 +288,7 @@ public:
     explicit WeightTile(const Span &span, bool sums_change = false) :
         span_(span),
         keeps_(keeps_weights(span)),
-        compares_(sums_change || (span.flags & kDelta) != 0) {}
+        compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
         at_ = dsopt::cpu::open(span_.job->weight, span_.job->weight_type, index, n, buffer_, keeps_);

@@ -395,7 +395,7 @@ DSOPT_HD void write_report(const StepPlan &plan) {
         plan.scaler.state != nullptr ? float(plan.scaler.state->skipped_in_row) : 0.0f;
     report[DSOPT_REPORT_REASONS] = float(outcome.reasons);
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i)
-        if ((plan.flags & kNoNan) && report[i] != report[i]) report[i] = -1;
+        if ((plan.flags & DSOPT_STEP_NO_NAN) && report[i] != report[i]) report[i] = -1;
 }
 
 } // namespace dsopt

@@ -83,12 +83,6 @@ struct NormTable {
     int64_t size_with_lanes() const { return size_with_message() + cells() * kLanes; }
 };
 
-enum StepFlag : uint32_t {
-    kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
-    kDelta = DSOPT_STEP_DELTA,
-    kNoNan = DSOPT_STEP_NO_NAN,
-};
-
 /// The original's fp16 wrappers, whose order of events compat mode follows.
 enum class Wrapper : uint8_t { none, fused, unfused };
 
@@ -168,6 +162,7 @@ struct StepPlan {
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
+    /// DSOPT_STEP_... OUT_ONLY: `weight` is read only, `copy` is NULL; with a master only the copy is left alone.
     uint32_t flags;
     Wrapper wrapper;
     bool read_gradients; // pass 1: count non-finite elements, sum squares
