@@ -64,6 +64,16 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
     return all;
 }
 
+/// call(moment[0], ...) with as many as the rule has.
+template <class R, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
+    if constexpr (R::moments.count == 0)
+        call();
+    else if constexpr (R::moments.count == 1)
+        call(moment[0]);
+    else
+        call(moment[0], moment[1]);
+}
+
 #if DSOPT_HAS_REGISTERS
 /// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
 /// fp32, nothing that is made of whole tiles.
@@ -76,23 +86,19 @@ bool fits_registers(const Span &span) {
            !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
 }
 
-/// A change of weights as registers take it: change(g, p, m) with the moments in an array.
+/// A change of weights as registers take it: change(g, p, m) with the moments in an array. A closure: of a struct with
+/// the rule in it gcc 12 copies each number apart, which a small tensor feels.
 template <int Count, bool WritesMoments, class F> struct Change {
     static constexpr int count = Count;
     static constexpr bool writes_moments = WritesMoments;
     const F change;
 };
 template <class R> auto change_by(const R &rule) {
-    constexpr int count = R::moments.count;
     const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
-        if constexpr (count == 0)
-            rule(g, p);
-        else if constexpr (count == 1)
-            rule(g, p, m[0]);
-        else
-            rule(g, p, m[0], m[1]);
+        with_moments<R>(
+            m, [&](auto &...each) __attribute__((always_inline)) { rule(g, p, each...); });
     };
-    return Change<count, true, decltype(change)>{change};
+    return Change<R::moments.count, true, decltype(change)>{change};
 }
 /// The second sweep of LAMB, which only reads the moments.
 template <class R> auto change_by_moments(const R &rule) {
@@ -193,16 +199,6 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-template <class R>
-void apply_rule(const R &rule, int64_t n, const float *g, float *p, float *const (&moment)[kMoments]) {
-    if constexpr (R::moments.count == 0)
-        apply(rule, n, g, p);
-    else if constexpr (R::moments.count == 1)
-        apply(rule, n, g, p, moment[0]);
-    else
-        apply(rule, n, g, p, moment[0], moment[1]);
-}
-
 /// The same for any types, and for what is left behind whole registers.
 template <class R> class TileUpdate {
 public:
@@ -213,7 +209,7 @@ public:
         float *p = weights_.open(i, n), *moment[kMoments] = {};
         for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
         if (span_.sums) weight_sum.add(p, n);
-        apply_rule(rule_, n, g, p, moment);
+        with_moments<R>(moment, [&](auto... each) { apply(rule_, n, g, p, each...); });
         for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
         weights_.close(i, n);
         if (span_.sums) change_sum.add(weights_.change(), n);
@@ -243,7 +239,7 @@ template <class R> void update_plain(const R &rule, const Span &span) {
         const auto *g = element<float>(static_cast<const void *>(job.grad), i);
         float *p = element<float>(job.weight, i), *moment[kMoments] = {};
         for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment[k].data, i);
-        apply_rule(rule, n, g, p, moment);
+        with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
     }
     if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
 }
@@ -425,10 +421,8 @@ constexpr Kernels table(const char *name, bool bf16_instruction) {
 }
 } // namespace
 
-extern const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA);
 constinit const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA) = table(DSOPT_TEXT(DSOPT_ISA), false);
 #if defined(__AVX512F__)
-extern const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16);
 constinit const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16) = table(DSOPT_TEXT(DSOPT_ISA) "_bf16", true);
 #endif
 
