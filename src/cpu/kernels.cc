@@ -273,13 +273,6 @@ template <class R> void update_with(const R &rule, const Span &span) {
     }
 }
 
-void update(const Span &span) {
-    visit(span.rule, [&](auto formula) {
-        using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 1) update_with(R{*span.scalars}, span); // two are below
-    });
-}
-
 /// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
 template <class R>
 void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *m, float *v,
@@ -328,10 +321,13 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
     }
 }
 
-void lamb_moments(const Span &span) {
+void update(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 2) lamb_moments_with(typename R::Moments{*span.scalars}, span);
+        if constexpr (R::sweeps == 1)
+            update_with(R{*span.scalars}, span);
+        else
+            lamb_moments_with(typename R::Moments{*span.scalars}, span);
     });
 }
 
@@ -407,17 +403,11 @@ extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 namespace {
 // Evaluated at compile time: nothing of this file may run on a processor without its instruction set.
 constexpr Kernels table(const char *name, bool bf16_instruction) {
-    return {name,
-            DSOPT_JOIN(onebit_, DSOPT_ISA),
-            inspect,
-            squares,
-            update,
-            lamb_moments,
-            lamb_weights,
-            unchanged,
-            axpby,
-            clamp,
-            bf16_instruction};
+    return {name,      DSOPT_JOIN(onebit_, DSOPT_ISA),
+            inspect,   squares,
+            update,    lamb_weights,
+            unchanged, axpby,
+            clamp,     bf16_instruction};
 }
 } // namespace
 

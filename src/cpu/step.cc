@@ -62,7 +62,7 @@ public:
                 if (skipped || !span.job->present || (elsewhere && idle))
                     kernels_.unchanged(span);
                 else if (!elsewhere)
-                    (sweeps_of(span.rule) == 2 ? kernels_.lamb_moments : kernels_.update)(span);
+                    kernels_.update(span);
             },
             asks_ahead);
         if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
