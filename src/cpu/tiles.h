@@ -174,28 +174,15 @@ typedef float Float8 __attribute__((vector_size(32), aligned(4)));
 typedef double Double8 __attribute__((vector_size(64)));
 
 inline Float8 floats8(const float *x, F32) { return *reinterpret_cast<const Float8 *>(x); }
-inline Float8 floats8(const uint16_t *x, BF16) {
+template <class Tag> Float8 floats8(const uint16_t *x, Tag tag) {
 #if defined(__AVX2__)
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(x));
-    return Float8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-#else
-    typedef uint16_t Half8 __attribute__((vector_size(16), aligned(2)));
-    typedef uint32_t Word8 __attribute__((vector_size(32)));
-    return Float8(__builtin_convertvector(*reinterpret_cast<const Half8 *>(x), Word8) << 16);
-#endif
-}
-inline Float8 floats8(const uint16_t *x, F16) {
-#if defined(__F16C__)
-    return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
-#elif defined(__aarch64__)
-    const float32x4_t halves[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))),
-                                   vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4)))};
-    Float8 all;
-    __builtin_memcpy(&all, halves, sizeof all);
-    return all;
+    return Float8(widened(read<__m128i>(x), tag));
+#elif DSOPT_HAS_REGISTERS
+    const Floats halves[] = {load(x, tag), load(x + kWide, tag)};
+    return read<Float8>(halves);
 #else
     Float8 all;
-    for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
+    for (int i = 0; i < 8; ++i) all[i] = tag.load(x[i]);
     return all;
 #endif
 }
