@@ -238,9 +238,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
             // Summed by itself: a difference to the dense part would be NaN where that is not finite.
-            double experts = 0;
-            for (int64_t type = 1; plan.wrapper == Wrapper::fused && type < table.classes; ++type)
-                experts += table.square(g, type);
+            const double experts = plan.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
     }
@@ -251,12 +249,10 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         plan.divisors[g] = own > all ? own : all;
     }
     const double shown = plan.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
-    double experts = 0;
-    for (int64_t type = 1; type < table.classes; ++type) experts += table.of_all(type);
     outcome.skipped = skip;
     outcome.grad_norm = have_norms ? norm / shown : NAN;
     outcome.dense_norm = have_norms ? sqrt(table.of_all(0)) / shown : NAN;
-    outcome.expert_norm = have_norms ? sqrt(experts) / shown : NAN;
+    outcome.expert_norm = have_norms ? sqrt(table.total(table.groups, 1)) / shown : NAN;
     outcome.weight_norm = outcome.update_norm = NAN;
     outcome.scale_used = used;
     outcome.divisor = skip ? 0.0 : table.groups != 0 ? plan.divisors[0] : scale;

@@ -69,9 +69,10 @@ struct NormTable {
     DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
     DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
     DSOPT_HD double &reasons() const { return at[cells()]; }
-    DSOPT_HD double total(int64_t group) const {
+    /// Of a row; from column 1 on: of the experts.
+    DSOPT_HD double total(int64_t group, int64_t first = 0) const {
         double sum = 0;
-        for (int64_t type = 0; type < classes; ++type) sum += square(group, type);
+        for (int64_t type = first; type < classes; ++type) sum += square(group, type);
         return sum;
     }
     /// Behind the table: what agree_on_norms() sends of it, a column and the reasons.
