@@ -199,31 +199,6 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-/// The same for any types, and for what is left behind whole registers.
-template <class R> class TileUpdate {
-public:
-    TileUpdate(const R &rule, const Span &span) : rule_(rule), span_(span), weights_(span, span.sums) {}
-    void run(int64_t i, int64_t n, LeafSum &weight_sum, LeafSum &change_sum) {
-        const TensorJob &job = *span_.job;
-        const float *g = open_gradient(job, i, n, g_buffer_);
-        float *p = weights_.open(i, n), *moment[kMoments] = {};
-        for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
-        if (span_.sums) weight_sum.add(p, n);
-        with_moments<R>(moment, [&](auto... each) { apply(rule_, n, g, p, each...); });
-        for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
-        weights_.close(i, n);
-        if (span_.sums) change_sum.add(weights_.change(), n);
-    }
-
-private:
-    static constexpr int count = R::moments.count;
-    static_assert(count >= 0 && count <= kMoments);
-    const R &rule_;
-    const Span &span_;
-    WeightTile weights_;
-    Buffer g_buffer_, moment_buffer_[count > 0 ? count : 1];
-};
-
 /// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
@@ -247,7 +222,10 @@ template <class R> void update_plain(const R &rule, const Span &span) {
 template <class R> void update_with(const R &rule, const Span &span) {
     // The compiler's loop is as good as registers, and ends in smaller ones.
     if (is_plain(span)) return update_plain(rule, span);
-    TileUpdate<R> tiles(rule, span);
+    constexpr int count = R::moments.count;
+    const TensorJob &job = *span.job;
+    WeightTile weights(span, span.sums);
+    Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
 #if DSOPT_HAS_REGISTERS
     const bool in_registers = fits_registers(span);
 #else
@@ -264,11 +242,21 @@ template <class R> void update_with(const R &rule, const Span &span) {
 #if DSOPT_HAS_REGISTERS
             if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
 #endif
-            if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
+            const int64_t n = end - rest;
+            if (n == 0) continue;
+            // Of any types, and what is left behind whole registers.
+            const float *g = open_gradient(job, rest, n, g_buffer);
+            float *p = weights.open(rest, n), *moment[kMoments] = {};
+            for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], rest, n, moment_buffer[k]);
+            if (span.sums) weight_sum.add(p, n);
+            with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
+            for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], rest, n);
+            weights.close(rest, n);
+            if (span.sums) change_sum.add(weights.change(), n);
         }
         if (span.sums) {
-            span.sums_a[span.job->first_leaf + leaf / kLeaf] = weight_sum.fold();
-            span.sums_b[span.job->first_leaf + leaf / kLeaf] = change_sum.fold();
+            span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
+            span.sums_b[job.first_leaf + leaf / kLeaf] = change_sum.fold();
         }
     }
 }
