@@ -130,9 +130,9 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
         for (int k = 0; k < V; ++k)
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
     }
-    if (!(plan.flags & kOutOnly) || job.has_master) store(p, job.weight, job.weight_type, i);
+    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight, job.weight_type, i);
     if (job.copy != nullptr) store(p, job.copy, job.copy_type, i);
-    if (job.out != nullptr) store(plan.flags & kDelta ? p - old : p, job.out, job.out_type, i);
+    if (job.out != nullptr) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const Sh
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
     if (job.out != nullptr)
-        store(plan.flags & kDelta ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out, job.out_type, i);
+        store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out, job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 

@@ -44,29 +44,15 @@ constexpr bool is_float_dtype(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
 }
 
-DSOPT_HD uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-DSOPT_HD float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
+// The builtin of std::bit_cast, which as a function of the library must not be in files for one instruction set.
+DSOPT_HD uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+DSOPT_HD float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 /// A double in memory that is aligned for I32 only, as state that a caller owns may be.
 struct DoubleWords {
     int32_t words[2];
-    DSOPT_HD operator double() const {
-        double value;
-        memcpy(&value, words, sizeof value);
-        return value;
-    }
-    DSOPT_HD DoubleWords &operator=(double value) {
-        memcpy(words, &value, sizeof value);
-        return *this;
-    }
+    DSOPT_HD operator double() const { return __builtin_bit_cast(double, *this); }
+    DSOPT_HD DoubleWords &operator=(double value) { return *this = __builtin_bit_cast(DoubleWords, value); }
 };
 
 DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
@@ -81,9 +67,7 @@ DSOPT_HD uint16_t f32_to_bf16(float value) {
 /// Exact. The multiplication by 2^112 re-biases the exponent and normalises subnormals in one rounding-free operation.
 DSOPT_HD float f16_to_f32(uint16_t value) {
 #if defined(__aarch64__) && !defined(__CUDA_ARCH__)
-    __fp16 half; // an instruction there, with the same result, which gcc vectorises
-    __builtin_memcpy(&half, &value, sizeof half);
-    return float(half);
+    return float(__builtin_bit_cast(__fp16, value)); // an instruction there, with the same result, which gcc vectorises
 #endif
     const uint32_t magnitude = uint32_t(value & 0x7fffu) << 13;
     const float scaled = float_of(magnitude) * float_of(0x77800000u /* 2^112 */);
@@ -96,10 +80,7 @@ DSOPT_HD float f16_to_f32(uint16_t value) {
 /// To nearest, ties to even, overflow to infinity; a NaN keeps its upper payload bits and becomes quiet.
 DSOPT_HD uint16_t f32_to_f16(float value) {
 #if defined(__aarch64__) && !defined(__CUDA_ARCH__)
-    const __fp16 half = __fp16(value);
-    uint16_t word;
-    __builtin_memcpy(&word, &half, sizeof word);
-    return word;
+    return __builtin_bit_cast(uint16_t, __fp16(value));
 #endif
     const uint32_t bits = bits_of(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;

@@ -16,13 +16,13 @@
 namespace dsopt {
 namespace {
 
-using Body = void (*)(void *arg, int64_t i);
+using Body = FunctionRef<void(int64_t i)>;
 
 /// The parts of one call in the hands of the caller's pool. Each runs once at most, whatever the pool does, and in the
 /// end it is known what did not happen. A binding's pool cannot throw through C: it prints an exception and comes back.
 class Handout {
 public:
-    Handout(int64_t parts, Body body, void *arg) : parts_(parts), body_(body), arg_(arg) {}
+    Handout(int64_t parts, Body body) : parts_(parts), body_(body) {}
 
     /// In place of the body.
     static void run(void *handout, int64_t i) {
@@ -36,7 +36,7 @@ public:
             self.again_.store(i, std::memory_order_relaxed);
             return;
         }
-        self.body_(self.arg_, i);
+        self.body_(i);
         self.done_.fetch_add(1, std::memory_order_release);
     }
 
@@ -67,7 +67,6 @@ private:
 
     const int64_t parts_;
     const Body body_;
-    void *const arg_;
     std::atomic<uint64_t> begun_[Parallel::kMaxThreads / 64] = {}; // a bit a part
     std::atomic<int64_t> done_{0};
     std::atomic<int64_t> again_{-1}, outside_{0}; // the last of those that should not have come; 0 is never outside
@@ -75,12 +74,12 @@ private:
 
 /// Where there is no OpenMP: a build without it (the thread sanitizer does not see into its runtime), a child of
 /// fork(). Where the system gives no thread, its share runs here.
-void run_on_new_threads(int workers, int64_t parts, Body body, void *arg) {
+void run_on_new_threads(int workers, int64_t parts, Body body) {
     constexpr int most = 64;
     std::thread pool[most];
     const int team = std::min(workers, most + 1);
     const auto share = [=](int worker) {
-        for (int64_t i = worker; i < parts; i += team) body(arg, i);
+        for (int64_t i = worker; i < parts; i += team) body(i);
     };
     int running = 0;
     try {
@@ -93,9 +92,9 @@ void run_on_new_threads(int workers, int64_t parts, Body body, void *arg) {
 
 } // namespace
 
-void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg) const {
+void Parallel::run_parts(int64_t parts, Body body) const {
     if (hook != nullptr) {
-        Handout handout(parts, body, arg);
+        Handout handout(parts, body);
         try {
             hook(user, parts, Handout::run, &handout);
         } catch (const std::exception &error) { handout.check(error.what()); } catch (...) {
@@ -106,17 +105,17 @@ void Parallel::run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg
     }
     const int workers = int(std::min<int64_t>(parts, threads));
     if (workers <= 1) {
-        for (int64_t i = 0; i < parts; ++i) body(arg, i);
+        for (int64_t i = 0; i < parts; ++i) body(i);
         return;
     }
 #if defined(_OPENMP)
     if (!plain_threads) {
 #pragma omp parallel for num_threads(workers) schedule(static)
-        for (int64_t i = 0; i < parts; ++i) body(arg, i);
+        for (int64_t i = 0; i < parts; ++i) body(i);
         return;
     }
 #endif
-    run_on_new_threads(workers, parts, body, arg);
+    run_on_new_threads(workers, parts, body);
 }
 
 int default_threads() {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+#include "base/function_ref.h"
 #include "dsopt.h"
 
 namespace dsopt {
@@ -19,12 +20,11 @@ struct Parallel {
         if (parts == 1)
             body(int64_t(0));
         else if (parts > 1)
-            run_parts(
-                parts, [](void *arg, int64_t i) { (*static_cast<const Body *>(arg))(i); }, const_cast<Body *>(&body));
+            run_parts(parts, body);
     }
 
 private:
-    void run_parts(int64_t parts, void (*body)(void *, int64_t), void *arg) const;
+    void run_parts(int64_t parts, FunctionRef<void(int64_t)> body) const;
 };
 
 /// As many as OpenMP would take (OMP_NUM_THREADS and affinity are respected), or as many as cores without OpenMP.

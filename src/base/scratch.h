@@ -15,12 +15,9 @@ public:
     using Block = std::vector<char>;
     Block take(size_t bytes) {
         Block block;
-        {
-            const std::lock_guard lock(mutex_);
-            if (!free_.empty()) {
-                block = std::move(free_.back());
-                free_.pop_back();
-            }
+        if (const std::lock_guard lock(mutex_); !free_.empty()) {
+            block = std::move(free_.back());
+            free_.pop_back();
         }
         if (block.size() < bytes) block = Block(bytes);
         return block;

@@ -23,6 +23,11 @@ template <> struct FirstSize<dsopt_scaler_info> { static constexpr size_t value 
 template <> struct FirstSize<dsopt_compressed> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_io> { static constexpr size_t value = 80; };
 
+template <class T> T *not_null(T *pointer, const char *what) {
+    if (pointer == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", what);
+    return pointer;
+}
+
 template <class T> void check_size(size_t size, const char *type) {
     static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
     // What is not initialised is mostly far larger: nobody shall read or clear so many bytes.
@@ -53,16 +58,10 @@ template <class T> T read_struct(const T *user, const char *type) {
 
 /// Write `known` into a caller's struct, no further than the caller's size.
 template <class T> void write_struct(T *user, T known, const char *type) {
-    if (user == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", type);
-    const size_t size = user->size;
+    const size_t size = not_null(user, type)->size;
     check_size<T>(size, type);
     known.size = size;
     std::memcpy(user, &known, size < sizeof known ? size : sizeof known);
-}
-
-template <class T> T *not_null(T *pointer, const char *what) {
-    if (pointer == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s is NULL", what);
-    return pointer;
 }
 
 } // namespace dsopt

@@ -105,7 +105,6 @@ void feed_and_pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange
 }
 
 void pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel) {
-    begin_rows(exchange);
     for_each_leaf(exchange.layout->part_leaf, parallel,
                   [&](int64_t i, int64_t leaf) { pack_leaf(kernels, exchange, i, leaf); });
     end_rows(exchange);

@@ -32,6 +32,7 @@ void pack_leaf(const OneBitKernels &kernels, const ExchangeBuffers &exchange, in
                const Owed *owed = nullptr);
 /// To be called when all leaves are packed.
 void end_rows(const ExchangeBuffers &exchange);
+/// After begin_rows(): packs all leaves, then end_rows().
 void pack(const OneBitKernels &kernels, const ExchangeBuffers &exchange, const Parallel &parallel);
 /// Two levels: zeros between the tensors of the message.
 void clear_gaps(const ExchangeBuffers &exchange);

@@ -107,8 +107,7 @@ public:
     /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for
     /// memory.
     template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
-        using Position = typename Cut<List>::Position;
-        const auto start = [&](const Position &first, const Position &last) {
+        const auto start = [&](const auto &first, const auto &last) {
             return Share{{plan_.jobs, first.tensor, first.element, last.tensor, last.element}, streaming_};
         };
         cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Share &share) {

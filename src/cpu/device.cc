@@ -77,7 +77,40 @@ public:
         });
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
-              dsopt_norm_result *result, const Parallel &parallel, void *stream) const override;
+              dsopt_norm_result *result, const Parallel &parallel, void *) const override {
+        std::vector<int64_t> first(size_t(count) + 1);
+        for (int64_t i = 0; i < count; ++i)
+            first[size_t(i) + 1] = first[size_t(i)] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
+        const auto leaves = size_t(first[size_t(count)]);
+        std::vector<double> squares(leaves);
+        std::vector<int64_t> bad(leaves);
+        std::vector<float> largest(leaves);
+        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+            kernels_.inspect(list[i].data, Dtype(list[i].dtype), begin, end, squares.data(), bad.data(),
+                             kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
+        });
+        dsopt_norm_result r{};
+        r.first_bad = -1;
+        float most = 0;
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
+                r.nonfinite += bad[size_t(leaf)] & 0xffff;
+                if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
+                const float magnitude = largest[size_t(leaf)];
+                most = magnitude > most || magnitude != magnitude ? magnitude : most;
+            }
+        const double total = add_in_lanes(count, [&](int64_t i) {
+            const int64_t begin = first[size_t(i)];
+            return add_in_lanes(first[size_t(i) + 1] - begin,
+                                [&](int64_t leaf) { return squares[size_t(begin + leaf)]; });
+        });
+        const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
+        if (raw)
+            r.norm = value; // ranks add theirs before the root is taken
+        else
+            finish_norm(r, kind, value, max_norm);
+        *result = r;
+    }
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *) const override {
         scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
@@ -115,41 +148,6 @@ private:
     const Kernels &kernels_ = choose_kernels();
     const cpu::CacheSizes caches_ = cpu::cache_sizes();
 };
-
-void CpuLoops::norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
-                    dsopt_norm_result *result, const Parallel &parallel, void *) const {
-    std::vector<int64_t> first(size_t(count) + 1);
-    for (int64_t i = 0; i < count; ++i)
-        first[size_t(i) + 1] = first[size_t(i)] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
-    const auto leaves = size_t(first[size_t(count)]);
-    std::vector<double> squares(leaves);
-    std::vector<int64_t> bad(leaves);
-    std::vector<float> largest(leaves);
-    ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
-        kernels_.inspect(list[i].data, Dtype(list[i].dtype), begin, end, squares.data(), bad.data(),
-                         kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
-    });
-    dsopt_norm_result r{};
-    r.first_bad = -1;
-    float most = 0;
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
-            r.nonfinite += bad[size_t(leaf)] & 0xffff;
-            if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
-            const float magnitude = largest[size_t(leaf)];
-            most = magnitude > most || magnitude != magnitude ? magnitude : most;
-        }
-    const double total = add_in_lanes(count, [&](int64_t i) {
-        const int64_t begin = first[size_t(i)];
-        return add_in_lanes(first[size_t(i) + 1] - begin, [&](int64_t leaf) { return squares[size_t(begin + leaf)]; });
-    });
-    const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
-    if (raw)
-        r.norm = value; // ranks add theirs before the root is taken
-    else
-        finish_norm(r, kind, value, max_norm);
-    *result = r;
-}
 
 class CpuDevice final : public Device {
 public:

@@ -64,6 +64,16 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
     return all;
 }
 
+/// call(moment[0], ...) with as many as the rule has.
+template <class R, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
+    if constexpr (R::moments.count == 0)
+        call();
+    else if constexpr (R::moments.count == 1)
+        call(moment[0]);
+    else
+        call(moment[0], moment[1]);
+}
+
 #if DSOPT_HAS_REGISTERS
 /// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
 /// fp32, nothing that is made of whole tiles.
@@ -76,23 +86,19 @@ bool fits_registers(const Span &span) {
            !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
 }
 
-/// A change of weights as registers take it: change(g, p, m) with the moments in an array.
+/// A change of weights as registers take it: change(g, p, m) with the moments in an array. A closure: of a struct with
+/// the rule in it gcc 12 copies each number apart, which a small tensor feels.
 template <int Count, bool WritesMoments, class F> struct Change {
     static constexpr int count = Count;
     static constexpr bool writes_moments = WritesMoments;
     const F change;
 };
 template <class R> auto change_by(const R &rule) {
-    constexpr int count = R::moments.count;
     const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
-        if constexpr (count == 0)
-            rule(g, p);
-        else if constexpr (count == 1)
-            rule(g, p, m[0]);
-        else
-            rule(g, p, m[0], m[1]);
+        with_moments<R>(
+            m, [&](auto &...each) __attribute__((always_inline)) { rule(g, p, each...); });
     };
-    return Change<count, true, decltype(change)>{change};
+    return Change<R::moments.count, true, decltype(change)>{change};
 }
 /// The second sweep of LAMB, which only reads the moments.
 template <class R> auto change_by_moments(const R &rule) {
@@ -147,7 +153,7 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
             put(p, job.copy, grad, i, copies);
         } else {
             if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, copies);
-            if (job.out != nullptr) put(span.flags & kDelta ? p - old : p, job.out, job.out_type, i, outputs);
+            if (job.out != nullptr) put(span.flags & DSOPT_STEP_DELTA ? p - old : p, job.out, job.out_type, i, outputs);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, end - begin);
@@ -193,41 +199,6 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-template <class R>
-void apply_rule(const R &rule, int64_t n, const float *g, float *p, float *const (&moment)[kMoments]) {
-    if constexpr (R::moments.count == 0)
-        apply(rule, n, g, p);
-    else if constexpr (R::moments.count == 1)
-        apply(rule, n, g, p, moment[0]);
-    else
-        apply(rule, n, g, p, moment[0], moment[1]);
-}
-
-/// The same for any types, and for what is left behind whole registers.
-template <class R> class TileUpdate {
-public:
-    TileUpdate(const R &rule, const Span &span) : rule_(rule), span_(span), weights_(span, span.sums) {}
-    void run(int64_t i, int64_t n, LeafSum &weight_sum, LeafSum &change_sum) {
-        const TensorJob &job = *span_.job;
-        const float *g = open_gradient(job, i, n, g_buffer_);
-        float *p = weights_.open(i, n), *moment[kMoments] = {};
-        for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], i, n, moment_buffer_[k]);
-        if (span_.sums) weight_sum.add(p, n);
-        apply_rule(rule_, n, g, p, moment);
-        for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], i, n);
-        weights_.close(i, n);
-        if (span_.sums) change_sum.add(weights_.change(), n);
-    }
-
-private:
-    static constexpr int count = R::moments.count;
-    static_assert(count >= 0 && count <= kMoments);
-    const R &rule_;
-    const Span &span_;
-    WeightTile weights_;
-    Buffer g_buffer_, moment_buffer_[count > 0 ? count : 1];
-};
-
 /// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
@@ -243,7 +214,7 @@ template <class R> void update_plain(const R &rule, const Span &span) {
         const auto *g = element<float>(static_cast<const void *>(job.grad), i);
         float *p = element<float>(job.weight, i), *moment[kMoments] = {};
         for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment[k].data, i);
-        apply_rule(rule, n, g, p, moment);
+        with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
     }
     if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
 }
@@ -251,7 +222,10 @@ template <class R> void update_plain(const R &rule, const Span &span) {
 template <class R> void update_with(const R &rule, const Span &span) {
     // The compiler's loop is as good as registers, and ends in smaller ones.
     if (is_plain(span)) return update_plain(rule, span);
-    TileUpdate<R> tiles(rule, span);
+    constexpr int count = R::moments.count;
+    const TensorJob &job = *span.job;
+    WeightTile weights(span, span.sums);
+    Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
 #if DSOPT_HAS_REGISTERS
     const bool in_registers = fits_registers(span);
 #else
@@ -268,20 +242,23 @@ template <class R> void update_with(const R &rule, const Span &span) {
 #if DSOPT_HAS_REGISTERS
             if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
 #endif
-            if (rest < end) tiles.run(rest, end - rest, weight_sum, change_sum);
+            const int64_t n = end - rest;
+            if (n == 0) continue;
+            // Of any types, and what is left behind whole registers.
+            const float *g = open_gradient(job, rest, n, g_buffer);
+            float *p = weights.open(rest, n), *moment[kMoments] = {};
+            for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], rest, n, moment_buffer[k]);
+            if (span.sums) weight_sum.add(p, n);
+            with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
+            for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], rest, n);
+            weights.close(rest, n);
+            if (span.sums) change_sum.add(weights.change(), n);
         }
         if (span.sums) {
-            span.sums_a[span.job->first_leaf + leaf / kLeaf] = weight_sum.fold();
-            span.sums_b[span.job->first_leaf + leaf / kLeaf] = change_sum.fold();
+            span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
+            span.sums_b[job.first_leaf + leaf / kLeaf] = change_sum.fold();
         }
     }
-}
-
-void update(const Span &span) {
-    visit(span.rule, [&](auto formula) {
-        using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 1) update_with(R{*span.scalars}, span); // two are below
-    });
 }
 
 /// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
@@ -332,10 +309,13 @@ template <class R> void lamb_moments_with(const R &rule, const Span &span) {
     }
 }
 
-void lamb_moments(const Span &span) {
+void update(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 2) lamb_moments_with(typename R::Moments{*span.scalars}, span);
+        if constexpr (R::sweeps == 1)
+            update_with(R{*span.scalars}, span);
+        else
+            lamb_moments_with(typename R::Moments{*span.scalars}, span);
     });
 }
 
@@ -411,24 +391,16 @@ extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 namespace {
 // Evaluated at compile time: nothing of this file may run on a processor without its instruction set.
 constexpr Kernels table(const char *name, bool bf16_instruction) {
-    return {name,
-            DSOPT_JOIN(onebit_, DSOPT_ISA),
-            inspect,
-            squares,
-            update,
-            lamb_moments,
-            lamb_weights,
-            unchanged,
-            axpby,
-            clamp,
-            bf16_instruction};
+    return {name,      DSOPT_JOIN(onebit_, DSOPT_ISA),
+            inspect,   squares,
+            update,    lamb_weights,
+            unchanged, axpby,
+            clamp,     bf16_instruction};
 }
 } // namespace
 
-extern const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA);
 constinit const Kernels DSOPT_JOIN(kernels_, DSOPT_ISA) = table(DSOPT_TEXT(DSOPT_ISA), false);
 #if defined(__AVX512F__)
-extern const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16);
 constinit const Kernels DSOPT_JOIN(DSOPT_JOIN(kernels_, DSOPT_ISA), _bf16) = table(DSOPT_TEXT(DSOPT_ISA) "_bf16", true);
 #endif
 

@@ -50,10 +50,10 @@ struct Kernels {
     void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
                     float *largest, int64_t leaf);
     void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
-    /// Element-wise rules: everything in one read-modify-write.
+    /// Element-wise rules: everything in one read-modify-write. LAMB: moments, and sums of weight^2 and update^2 of each
+    /// leaf.
     void (*update)(const Span &span);
-    /// LAMB: moments, and sums of weight^2 and update^2 of each leaf; then the weights.
-    void (*lamb_moments)(const Span &span);
+    /// LAMB, second sweep.
     void (*lamb_weights)(const Span &span);
     /// A tensor that stays as it is: outputs and zeroed gradients all the same.
     void (*unchanged)(const Span &span);

@@ -219,13 +219,14 @@ struct Tile {
     Buffer g_buffer, m_buffer, v_buffer, track_buffer;
     const float *g, *v;
     float *p, *m, *track;
+    WeightTile weights;
 
-    explicit Tile(const OneBitSpan &span) : weights_(span) {}
+    explicit Tile(const OneBitSpan &span) : weights(span) {}
     /// `replaces_momentum`: whoever asks writes it and does not read it.
     void open_all(const OneBitSpan &span, int64_t i, int64_t n, bool replaces_momentum = false) {
         const TensorJob &job = *span.job;
         g = open_gradient(job, i, n, g_buffer);
-        p = weights_.open(i, n);
+        p = weights.open(i, n);
         m = m_buffer.at;
         if (!replaces_momentum && span.momentum.rows != nullptr)
             mean(span.momentum, span.worker + i, n, m);
@@ -234,10 +235,6 @@ struct Tile {
         v = open(job.moment[1], i, n, v_buffer);
         track = span.track != nullptr ? span.track + i : track_buffer.at;
     }
-    void close_weights(int64_t i, int64_t n) { weights_.close(i, n); }
-
-private:
-    WeightTile weights_;
 };
 
 /// For arrays that a rule leaves as they are.
@@ -337,7 +334,7 @@ void finish(const OneBitSpan &span) {
             store(t.m, job.moment[0].data, job.moment[0].type, i, n, span.streaming);
         else if (!span.momentum_goes)
             close(t.m, job.moment[0], i, n);
-        t.close_weights(i, n);
+        t.weights.close(i, n);
     }
 }
 
@@ -403,7 +400,7 @@ void lamb_weights(const OneBitSpan &span) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
         apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, only_read(t.m), t.v);
-        t.close_weights(i, n);
+        t.weights.close(i, n);
     }
 }
 
@@ -415,7 +412,7 @@ void local(const OneBitSpan &span) {
         t.open_all(span, i, n);
         local_tile(span, t, n);
         close(t.m, job.moment[0], i, n);
-        t.close_weights(i, n);
+        t.weights.close(i, n);
     }
 }
 

@@ -69,10 +69,4 @@ struct OneBitKernels {
     void (*local)(const OneBitSpan &span);
 };
 
-extern const OneBitKernels onebit_generic;
-#if defined(__x86_64__)
-extern const OneBitKernels onebit_avx2;
-extern const OneBitKernels onebit_avx512;
-#endif
-
 } // namespace dsopt::cpu

@@ -18,12 +18,16 @@
 namespace dsopt::cpu {
 namespace {
 
+// `Packed`: a register's elements as 16-bit ones.
 #if defined(__AVX512F__)
 constexpr int kWide = 16;
+using Packed = __m256i;
 #elif defined(__AVX2__)
 constexpr int kWide = 8;
+using Packed = __m128i;
 #else
 constexpr int kWide = 4;
+using Packed = uint16x4_t;
 #endif
 /// Sixteen registers do not hold the constants of a rule beside those of rounding to bf16.
 constexpr bool kFewRegisters = kWide == 8;
@@ -37,24 +41,21 @@ template <class T> DSOPT_HD T read(const void *from) {
     return value;
 }
 
+#if defined(__AVX512F__) // with masks: gcc 12 warns of its own header without
+DSOPT_HD Floats widened(__m256i x, BF16) { return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, x)) << 16); }
+DSOPT_HD Floats widened(__m256i x, F16) { return Floats(_mm512_maskz_cvtph_ps(0xffff, x)); }
+#endif
+#if defined(__AVX2__)
+DSOPT_HD __m256 widened(__m128i x, BF16) { return __m256(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+DSOPT_HD __m256 widened(__m128i x, F16) { return _mm256_cvtph_ps(x); }
+#else
+DSOPT_HD Floats widened(uint16x4_t x, BF16) { return Floats(__builtin_convertvector(Halves(x), Words) << 16); }
+DSOPT_HD Floats widened(uint16x4_t x, F16) { return Floats(vcvt_f32_f16(vreinterpret_f16_u16(x))); }
+#endif
+
 DSOPT_HD Floats load(const float *from, F32) { return read<Floats>(from); }
-DSOPT_HD Floats load(const uint16_t *from, BF16) {
-#if defined(__AVX512F__) // gcc 12 makes several instructions of this one
-    return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(from))) << 16);
-#elif defined(__AVX2__)
-    return Floats(Words(_mm256_cvtepu16_epi32(read<__m128i>(from))) << 16);
-#else
-    return Floats(__builtin_convertvector(read<Halves>(from), Words) << 16);
-#endif
-}
-DSOPT_HD Floats load(const uint16_t *from, F16) {
-#if defined(__AVX512F__) // with a mask: gcc 12 warns of its own header without
-    return Floats(_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(from)));
-#elif defined(__AVX2__)
-    return Floats(_mm256_cvtph_ps(read<__m128i>(from)));
-#else
-    return Floats(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))));
-#endif
+template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag) {
+    return Floats(widened(read<Packed>(from), tag));
 }
 
 /// As the type is stored.
@@ -127,11 +128,8 @@ struct FirstLanes {
     explicit FirstLanes(int64_t count) : mask(__mmask16((1u << count) - 1)) {}
 };
 DSOPT_HD Floats load(const float *from, F32, FirstLanes some) { return Floats(_mm512_maskz_loadu_ps(some.mask, from)); }
-DSOPT_HD Floats load(const uint16_t *from, BF16, FirstLanes some) {
-    return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some.mask, from))) << 16);
-}
-DSOPT_HD Floats load(const uint16_t *from, F16, FirstLanes some) {
-    return Floats(_mm512_maskz_cvtph_ps(0xffff, _mm256_maskz_loadu_epi16(some.mask, from)));
+template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag, FirstLanes some) {
+    return widened(_mm256_maskz_loadu_epi16(some.mask, from), tag);
 }
 DSOPT_HD void write(Floats x, void *to, FirstLanes some) { _mm512_mask_storeu_ps(to, some.mask, __m512(x)); }
 DSOPT_HD void write(Halves x, void *to, FirstLanes some) { _mm256_mask_storeu_epi16(to, some.mask, __m256i(x)); }

@@ -43,9 +43,7 @@ public:
     void move_norms(const NormMove &move) override { move(); }
 
     void decide() override {
-        if (!decide_step(plan_)) return;
-        for_stretches(plan_,
-                      [&](int64_t begin, int64_t end, int32_t group) { make_all_scalars(plan_, begin, end, group); });
+        if (decide_step(plan_)) for_stretches(plan_, make_all_scalars);
     }
 
     bool is_skipped() override { return plan_.control->skip != 0; }
@@ -64,7 +62,7 @@ public:
                 if (skipped || !span.job->present || (elsewhere && idle))
                     kernels_.unchanged(span);
                 else if (!elsewhere)
-                    (sweeps_of(span.rule) == 2 ? kernels_.lamb_moments : kernels_.update)(span);
+                    kernels_.update(span);
             },
             asks_ahead);
         if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
@@ -90,8 +88,7 @@ public:
         if (!is_skipped()) {
             for (int64_t i = 0; i < plan_.count; ++i)
                 if (counts_alone(plan_, i)) plan_.step[i] = one_more(plan_.step[i]);
-            for_stretches(plan_,
-                          [&](int64_t begin, int64_t end, int32_t group) { count_together(plan_, begin, end, group); });
+            for_stretches(plan_, count_together);
             if (plan_.report_norms) fold_updates(plan_);
         }
         write_report(plan_);

@@ -174,28 +174,15 @@ typedef float Float8 __attribute__((vector_size(32), aligned(4)));
 typedef double Double8 __attribute__((vector_size(64)));
 
 inline Float8 floats8(const float *x, F32) { return *reinterpret_cast<const Float8 *>(x); }
-inline Float8 floats8(const uint16_t *x, BF16) {
+template <class Tag> Float8 floats8(const uint16_t *x, Tag tag) {
 #if defined(__AVX2__)
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i *>(x));
-    return Float8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-#else
-    typedef uint16_t Half8 __attribute__((vector_size(16), aligned(2)));
-    typedef uint32_t Word8 __attribute__((vector_size(32)));
-    return Float8(__builtin_convertvector(*reinterpret_cast<const Half8 *>(x), Word8) << 16);
-#endif
-}
-inline Float8 floats8(const uint16_t *x, F16) {
-#if defined(__F16C__)
-    return Float8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
-#elif defined(__aarch64__)
-    const float32x4_t halves[2] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))),
-                                   vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4)))};
-    Float8 all;
-    __builtin_memcpy(&all, halves, sizeof all);
-    return all;
+    return Float8(widened(read<__m128i>(x), tag));
+#elif DSOPT_HAS_REGISTERS
+    const Floats halves[] = {load(x, tag), load(x + kWide, tag)};
+    return read<Float8>(halves);
 #else
     Float8 all;
-    for (int i = 0; i < 8; ++i) all[i] = f16_to_f32(x[i]);
+    for (int i = 0; i < 8; ++i) all[i] = tag.load(x[i]);
     return all;
 #endif
 }
@@ -269,7 +256,8 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     const TensorJob &job = *span.job;
     // Over the gradients its lines are in the caches already.
     const bool streaming = span.streaming && job.out != job.grad;
-    if (job.out != nullptr) store(span.flags & kDelta ? change : weights, job.out, job.out_type, index, n, streaming);
+    if (job.out != nullptr)
+        store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out, job.out_type, index, n, streaming);
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
@@ -278,7 +266,7 @@ inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
 }
 
 /// OUT_ONLY leaves parameters alone, but a master is state.
-inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & kOutOnly) != 0; }
+inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0; }
 
 /// A tile of the weights of a span, which a rule changes in place.
 class WeightTile {
@@ -287,7 +275,7 @@ public:
     explicit WeightTile(const Span &span, bool sums_change = false) :
         span_(span),
         keeps_(keeps_weights(span)),
-        compares_(sums_change || (span.flags & kDelta) != 0) {}
+        compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
         at_ = dsopt::cpu::open(span_.job->weight, span_.job->weight_type, index, n, buffer_, keeps_);

@@ -73,9 +73,7 @@ std::unique_ptr<Device> make_device(const dsopt_context_desc &desc) {
 Context::Context(const dsopt_context_desc &desc) :
     desc_(desc),
     chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
-    log_level_(desc.log_level),
-    generation_(0),
-    plain_threads_(false) {
+    log_level_(desc.log_level) {
     if (desc.threads < 0 || desc.threads > Parallel::kMaxThreads)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, %d]", desc.threads,
                     Parallel::kMaxThreads);
@@ -84,8 +82,8 @@ Context::Context(const dsopt_context_desc &desc) :
     if ((desc.allocate == nullptr) != (desc.release == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc: allocate and release come together or not at all");
     if (chunk_ <= 0 || chunk_ % kLeaf != 0)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.chunk is %lld, not a positive multiple of %lld",
-                    static_cast<long long>(chunk_), static_cast<long long>(kLeaf));
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.chunk is %lld, not a positive multiple of %lld", ll(chunk_),
+                    ll(kLeaf));
     if (desc.flags & ~uint32_t(DSOPT_CONTEXT_CHECK_POINTERS))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0)

@@ -31,38 +31,25 @@ private:
     int64_t chunk_;
     int threads_;
     int log_level_;
-    int64_t generation_;
-    bool plain_threads_;
+    int64_t generation_ = 0;
+    bool plain_threads_ = false;
 };
 
 /// A block of backend memory that goes back when its owner does.
 class Memory {
 public:
     Memory() = default;
-    Memory(std::shared_ptr<const Context> context, size_t bytes, void *stream) :
-        context_(std::move(context)),
-        data_(context_->allocate(bytes, stream)),
-        bytes_(bytes) {}
-    Memory(Memory &&other) noexcept { swap(other); }
-    Memory &operator=(Memory &&other) noexcept {
-        Memory(std::move(other)).swap(*this);
-        return *this;
-    }
-    ~Memory() {
-        if (data_ != nullptr) context_->release(data_, bytes_, nullptr);
-    }
-    void *data() const { return data_; }
-    size_t bytes() const { return bytes_; }
+    Memory(const std::shared_ptr<const Context> &context, size_t bytes, void *stream) :
+        data_(context->allocate(bytes, stream), Release{context, bytes}) {}
+    void *data() const { return data_.get(); }
 
 private:
-    void swap(Memory &other) noexcept {
-        std::swap(context_, other.context_);
-        std::swap(data_, other.data_);
-        std::swap(bytes_, other.bytes_);
-    }
-    std::shared_ptr<const Context> context_;
-    void *data_ = nullptr;
-    size_t bytes_ = 0;
+    struct Release {
+        std::shared_ptr<const Context> context;
+        size_t bytes;
+        void operator()(void *data) const noexcept { context->release(data, bytes, nullptr); }
+    };
+    std::unique_ptr<void, Release> data_;
 };
 
 } // namespace dsopt

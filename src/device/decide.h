@@ -36,22 +36,23 @@ inline double fold_leaves(const double *sums, const TensorJob &job) {
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
-/// From a tensor's sums of squares: its trust ratio, or what model ranks add up for it.
+/// The trust ratio of a tensor: from its own sums of squares, or those of all model ranks.
+DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
+    const Hyper &hyper = plan.groups[plan.jobs[i].group];
+    plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+}
+/// From a tensor's sums: its trust ratio, or what model ranks add up for it.
 DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
-    const TensorJob &job = plan.jobs[i];
-    const Hyper &hyper = plan.groups[job.group];
-    if (job.trust_slot >= 0)
-        plan.shards.sums[job.trust_slot] = {weights, updates, 1};
-    else
-        plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+    const int32_t slot = plan.jobs[i].trust_slot;
+    if (slot < 0) return take_trust(plan, i, weights, updates);
+    plan.shards.sums[slot] = {weights, updates, 1};
 }
 /// From the sums of all shards, on every model rank alike.
 DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
     if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
-    const Hyper &hyper = plan.groups[job.group];
     const ShardSums &sums = plan.shards.sums[job.trust_slot];
-    plan.trust_ratio[i] = trust_ratio(sums.weights, sums.updates, hyper.min_trust, hyper.max_trust);
+    take_trust(plan, i, sums.weights, sums.updates);
 }
 
 /// The last line of dsopt_tensors_norm: `value` is the sum of squares, or the largest magnitude.
@@ -134,8 +135,10 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
            scale_can_be_used(*plan.scaler.state) && can_divide_by(given * double(scale_in_use(*plan.scaler.state)));
 }
 
-/// Why this rank would skip the step, before norms are known. An OR of DSOPT_SKIP_...
-DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
+/// Why this rank would skip the step, before norms are known; and for the table as ranks add it up, how many of them
+/// have a reason.
+DSOPT_HD void note_reasons(const StepPlan &plan) {
+    Found &found = plan.control->found;
     int32_t reasons = 0;
     if (plan.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
@@ -144,13 +147,8 @@ DSOPT_HD int32_t reasons_to_skip(const StepPlan &plan, const Found &found) {
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
     if (plan.given.skip != nullptr && *plan.given.skip != 0) reasons |= DSOPT_SKIP_CALLER;
-    return reasons;
-}
-/// The same with what was found, and for the table as ranks add it up: how many of them have a reason.
-DSOPT_HD void note_reasons(const StepPlan &plan) {
-    Found &found = plan.control->found;
-    found.reasons = reasons_to_skip(plan, found);
-    plan.norms.reasons() = found.reasons != 0;
+    found.reasons = reasons;
+    plan.norms.reasons() = reasons != 0;
 }
 
 /// Where pass 1 did not run.
@@ -212,12 +210,8 @@ DSOPT_HD double wrapper_square(double squares) { return squares <= 3.40282346638
 /// True if the step is taken. Writes one divisor a group, moves the scaler, and notes the outcome.
 DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
-    const Found &found = plan.control->found;
     Outcome &outcome = *plan.outcome;
-    outcome.nonfinite = found.nonfinite;
-    outcome.first_bad = found.first_bad;
-    outcome.kind = found.kind;
-    outcome.reasons = found.reasons;
+    static_cast<Found &>(outcome) = plan.control->found;
     const bool have_norms = plan.read_gradients || plan.given.grad_norms != nullptr;
     const bool wrapped = plan.wrapper != Wrapper::none;
     double total = table.total(table.groups);
@@ -244,9 +238,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
             // Summed by itself: a difference to the dense part would be NaN where that is not finite.
-            double experts = 0;
-            for (int64_t type = 1; plan.wrapper == Wrapper::fused && type < table.classes; ++type)
-                experts += table.square(g, type);
+            const double experts = plan.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
     }
@@ -257,12 +249,10 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         plan.divisors[g] = own > all ? own : all;
     }
     const double shown = plan.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
-    double experts = 0;
-    for (int64_t type = 1; type < table.classes; ++type) experts += table.of_all(type);
     outcome.skipped = skip;
     outcome.grad_norm = have_norms ? norm / shown : NAN;
     outcome.dense_norm = have_norms ? sqrt(table.of_all(0)) / shown : NAN;
-    outcome.expert_norm = have_norms ? sqrt(experts) / shown : NAN;
+    outcome.expert_norm = have_norms ? sqrt(table.total(table.groups, 1)) / shown : NAN;
     outcome.weight_norm = outcome.update_norm = NAN;
     outcome.scale_used = used;
     outcome.divisor = skip ? 0.0 : table.groups != 0 ? plan.divisors[0] : scale;
@@ -288,17 +278,17 @@ DSOPT_HD bool counts_together(const StepPlan &plan, const Hyper &hyper) {
 constexpr int kCountedTypes = 3;
 DSOPT_HD Dtype counted_type(int index) { return index == 0 ? Dtype::f16 : index == 1 ? Dtype::bf16 : Dtype::f32; }
 
-/// visit(begin, end, group) for the stretches of tensors of one group that follow one another.
-template <class Visit> DSOPT_HD void for_stretches(const StepPlan &plan, const Visit &visit) {
+/// visit(plan, begin, end, group) for the stretches of tensors of one group that follow one another.
+inline void for_stretches(const StepPlan &plan, void (*visit)(const StepPlan &, int64_t, int64_t, int32_t)) {
     for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
         const int32_t group = plan.jobs[begin].group;
         for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-        visit(begin, end, group);
+        visit(plan, begin, end, group);
     }
 }
 
 /// Where the count of such a stretch is: at its last tensor that takes part; -1 without one.
-DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
+inline int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
     int64_t last = -1;
     for (int64_t i = begin; i < end; ++i)
         if (plan.jobs[i].present) last = i;
@@ -306,8 +296,8 @@ DSOPT_HD int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t en
 }
 
 /// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that
-/// has a gradient by itself. Counters move in count_steps(), when nothing can fail any more.
-DSOPT_HD void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+/// has a gradient by itself. Counters move at the end of the step, when nothing can fail any more.
+inline void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
     const Hyper hyper = hyper_of(plan, group);
     const double divisor = plan.divisors[group];
     if (!counts_together(plan, hyper)) {
@@ -342,7 +332,7 @@ DSOPT_HD bool counts_alone(const StepPlan &plan, int64_t i) {
     return plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]);
 }
 /// The counter of tensors that count together.
-DSOPT_HD void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
+inline void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
     if (!counts_together(plan, plan.groups[group])) return;
     const int64_t last = counting_tensor(plan, begin, end);
     for (int type = 0; type < kCountedTypes; ++type)
@@ -401,7 +391,7 @@ DSOPT_HD void write_report(const StepPlan &plan) {
         plan.scaler.state != nullptr ? float(plan.scaler.state->skipped_in_row) : 0.0f;
     report[DSOPT_REPORT_REASONS] = float(outcome.reasons);
     for (int i = 0; i < DSOPT_REPORT_FLOATS; ++i)
-        if ((plan.flags & kNoNan) && report[i] != report[i]) report[i] = -1;
+        if ((plan.flags & DSOPT_STEP_NO_NAN) && report[i] != report[i]) report[i] = -1;
 }
 
 } // namespace dsopt

@@ -69,9 +69,10 @@ struct NormTable {
     DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
     DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
     DSOPT_HD double &reasons() const { return at[cells()]; }
-    DSOPT_HD double total(int64_t group) const {
+    /// Of a row; from column 1 on: of the experts.
+    DSOPT_HD double total(int64_t group, int64_t first = 0) const {
         double sum = 0;
-        for (int64_t type = 0; type < classes; ++type) sum += square(group, type);
+        for (int64_t type = first; type < classes; ++type) sum += square(group, type);
         return sum;
     }
     /// Behind the table: what agree_on_norms() sends of it, a column and the reasons.
@@ -83,31 +84,24 @@ struct NormTable {
     int64_t size_with_lanes() const { return size_with_message() + cells() * kLanes; }
 };
 
-enum StepFlag : uint32_t {
-    kOutOnly = DSOPT_STEP_OUT_ONLY, // `weight` is read only, `copy` is NULL; with a master only the copy is left alone
-    kDelta = DSOPT_STEP_DELTA,
-    kNoNan = DSOPT_STEP_NO_NAN,
-};
-
 /// The original's fp16 wrappers, whose order of events compat mode follows.
 enum class Wrapper : uint8_t { none, fused, unfused };
-
-/// What a step tells, in backend memory. Written by the step, read by the host when it asks.
-struct Outcome {
-    int32_t skipped;
-    int32_t kind; // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
-    int64_t nonfinite, first_bad;
-    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
-    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
-    double ms[DSOPT_MS_PHASES];
-    int32_t reasons; // why it was skipped, DSOPT_SKIP_...
-    int32_t reserved;
-};
 
 /// What pass 1 found on this rank, and why the rank would skip the step.
 struct Found {
     int64_t nonfinite, first_bad;
-    int32_t kind, reasons; // as in Outcome
+    int32_t kind;    // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
+    int32_t reasons; // DSOPT_SKIP_...
+};
+
+/// What a step tells, in backend memory. Written by the step, read by the host when it asks. Its reasons are those for
+/// which it was skipped.
+struct Outcome : Found {
+    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
+    double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
+    double ms[DSOPT_MS_PHASES];
+    int32_t skipped;
+    int32_t reserved;
 };
 
 /// Words that the loops of a step share, in backend memory.
@@ -169,6 +163,7 @@ struct StepPlan {
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
+    /// DSOPT_STEP_... OUT_ONLY: `weight` is read only, `copy` is NULL; with a master only the copy is left alone.
     uint32_t flags;
     Wrapper wrapper;
     bool read_gradients; // pass 1: count non-finite elements, sum squares

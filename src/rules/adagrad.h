@@ -33,7 +33,6 @@ inline constexpr RuleInfo kAdagrad{.algorithm = DSOPT_ALGORITHM_ADAGRAD,
                                    .name = "adagrad",
                                    .fields = kEps | kLrDecay,
                                    .flags = DSOPT_GROUP_EPS_INSIDE_SQRT,
-                                   .compat = false,
                                    .defaults = adagrad_defaults,
                                    .check = check_adagrad,
                                    .formula = by_eps<Rule::adagrad, Rule::adagrad_eps_inside>};

@@ -7,6 +7,11 @@
 namespace dsopt {
 namespace {
 
+void check_range(const char *name, double value, GroupField::Range range) {
+    if (range == GroupField::below_one) return require(value >= 0 && value < 1, name, value, "in [0, 1)");
+    require(std::isfinite(value) && value >= 0, name, value, "finite and not negative");
+}
+
 void check_field(const GroupField &field, double value, const RuleInfo &info) {
     if (field.field != 0 && !(info.fields & field.field)) {
         if (value != 0)
@@ -14,11 +19,7 @@ void check_field(const GroupField &field, double value, const RuleInfo &info) {
                         field.whose != nullptr ? ": it is for " : "", field.whose != nullptr ? field.whose : "");
         return;
     }
-    switch (field.range) {
-    case GroupField::not_negative:
-        return require(std::isfinite(value) && value >= 0, field.name, value, "finite and not negative");
-    case GroupField::below_one: return require(value >= 0 && value < 1, field.name, value, "in [0, 1)");
-    }
+    check_range(field.name, value, field.range);
 }
 
 /// Fields that only the 1-bit family has. Where the algorithm does not use them they must be 0.
@@ -43,10 +44,9 @@ void check_onebit_fields(const dsopt_group &g) {
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "trust_beta, _threshold, _min_change and _max_change have an effect in 1-bit LAMB only");
     if (!lamb) return;
-    require(g.trust_beta >= 0 && g.trust_beta < 1, "trust_beta", g.trust_beta, "in [0, 1)");
-    require(g.trust_threshold >= 0 && g.trust_threshold < 1, "trust_threshold", g.trust_threshold, "in [0, 1)");
-    require(std::isfinite(g.trust_max_change) && g.trust_max_change >= 0, "trust_max_change", g.trust_max_change,
-            "finite and not negative");
+    check_range("trust_beta", g.trust_beta, GroupField::below_one);
+    check_range("trust_threshold", g.trust_threshold, GroupField::below_one);
+    check_range("trust_max_change", g.trust_max_change, GroupField::not_negative);
     require(g.trust_min_change >= 0 && g.trust_min_change <= g.trust_max_change, "trust_min_change", g.trust_min_change,
             "in [0, trust_max_change]");
 }

@@ -6,29 +6,25 @@
 
 namespace dsopt {
 
-template <bool EpsInside> struct LambMoments {
-    Scalars s;
-    /// Returns the update, whose norm the trust ratio needs.
-    template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
-        take_gradient(s, unscale(s, g), m, v);
-        return plain_update<EpsInside>(s, p, m, v);
-    }
-};
-
-template <bool EpsInside> struct LambWeights {
-    Scalars s;
-    float trust;
-    template <class F> DSOPT_HD void operator()(F &p, F m, F v) const {
-        p = p - (s.lr * trust) * plain_update<EpsInside>(s, p, m, v);
-    }
-};
-
 template <bool EpsInside> struct Lamb {
     static constexpr int sweeps = 2;
     static constexpr uint32_t fields = kAdamFields | kFoldedCorrection | kTrust;
     static constexpr MomentList moments = kMeans;
-    using Moments = LambMoments<EpsInside>;
-    using Weights = LambWeights<EpsInside>;
+    struct Moments {
+        Scalars s;
+        /// Returns the update, whose norm the trust ratio needs.
+        template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
+            take_gradient(s, unscale(s, g), m, v);
+            return plain_update<EpsInside>(s, p, m, v);
+        }
+    };
+    struct Weights {
+        Scalars s;
+        float trust;
+        template <class F> DSOPT_HD void operator()(F &p, F m, F v) const {
+            p = p - (s.lr * trust) * plain_update<EpsInside>(s, p, m, v);
+        }
+    };
 };
 
 inline void lamb_defaults(dsopt_group &group) {

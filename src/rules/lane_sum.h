@@ -12,12 +12,9 @@ constexpr int kLanes = 32;
 
 /// The sum of all lanes, in lane[0].
 template <int Lanes> DSOPT_HD double fold_lanes(double *lane) {
-    if constexpr (Lanes == 1) {
-        return lane[0];
-    } else {
-        for (int l = 0; l < Lanes / 2; ++l) lane[l] += lane[l + Lanes / 2];
-        return fold_lanes<Lanes / 2>(lane);
-    }
+    for (int l = 0; l < Lanes / 2; ++l) lane[l] += lane[l + Lanes / 2];
+    if constexpr (Lanes > 2) fold_lanes<Lanes / 2>(lane);
+    return lane[0];
 }
 
 /// value(0), value(1), ... value(count - 1) by one thread, at most `Lanes` of them. The lanes that are left out would

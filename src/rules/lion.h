@@ -27,8 +27,6 @@ inline void lion_defaults(dsopt_group &group) {
 inline constexpr RuleInfo kLion{.algorithm = DSOPT_ALGORITHM_LION,
                                 .name = "lion",
                                 .fields = kBeta1 | kBeta2,
-                                .flags = 0,
-                                .compat = false,
                                 .defaults = lion_defaults,
                                 .formula = always<Rule::lion>};
 

@@ -15,14 +15,12 @@ DSOPT_HD float rms_of(double squares, int64_t numel) {
     return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
 }
 
-/// A bit for each element, lowest first: it takes part. NULL: all do.
-DSOPT_HD bool takes_part(const int32_t *active, int64_t element) {
-    return active == nullptr || ((uint32_t(active[element / 32]) >> (element % 32)) & 1u) != 0;
-}
-/// The bits of `element` and of those behind it up to the end of the word, lowest first.
+/// A bit for each element, lowest first: it takes part. NULL: all do. Here those of `element` and of what is behind it up
+/// to the end of the word.
 DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
     return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
 }
+DSOPT_HD bool takes_part(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
 
 /// What a rank brings to the exchange of a step.
 enum class Feed : uint8_t {

@@ -98,8 +98,8 @@ struct RuleInfo {
     int32_t algorithm;                                              // DSOPT_ALGORITHM_...
     const char *name;                                               // in checkpoints and messages
     uint32_t fields;                                                // an OR of Field
-    int32_t flags;                                                  // of enum dsopt_group_flags that have an effect
-    bool compat;                                                    // compat mode has it
+    int32_t flags = 0;                                              // of enum dsopt_group_flags that have an effect
+    bool compat = false;                                            // compat mode has it
     void (*defaults)(dsopt_group &group);                           // of fields that do not start as 0
     void (*check)(const dsopt_group &group, bool compat) = nullptr; // what the tables above do not say
     Rule (*formula)(const dsopt_group &group, bool compat);         // which one its options choose

@@ -47,7 +47,6 @@ inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
                                .name = "sgd",
                                .fields = kMomentum,
                                .flags = DSOPT_GROUP_NESTEROV,
-                               .compat = false,
                                .defaults = [](dsopt_group &group) { group.lr = 1e-3; },
                                .check = check_sgd,
                                .formula = sgd_formula};
