@@ -192,7 +192,8 @@ __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const Sh
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
     if (job.out != nullptr)
-        store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out, job.out_type, i);
+        store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out,
+              job.out_type, i);
     if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
 }
 
