@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# run.sh MPIRUN PROGRAM SCENARIO: with 2 and with 4 ranks on this machine, as root too, more ranks than cores too. Every rank
-# has to say that it is done: launchers differ in what they make of exit codes.
+# run.sh MPIRUN PROGRAM SCENARIO RANKS...: with each of these numbers of ranks on this machine, as root too, more ranks than
+# cores too. Every rank has to say that it is done: launchers differ in what they make of exit codes.
 set -u
 [ "$1" != none ] || { echo "mpi: skipped, no MPI is installed"; exit 77; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader
@@ -12,12 +12,14 @@ case $1 in
 *mpich*) cores= ;;
 *) cores=--oversubscribe ;;
 esac
-for ranks in 2 4; do
-    said=$(timeout 60 "$1" $cores -n $ranks "$2" "$3" 2>&1)
+launcher=$1 program=$2 scenario=$3
+shift 3
+for ranks; do
+    said=$(timeout 60 "$launcher" $cores -n "$ranks" "$program" "$scenario" 2>&1)
     code=$?
     done=$(echo "$said" | grep -o 'that is done' | wc -l)
-    [ "$done" = $ranks ] && ! echo "$said" | grep -q 'line [0-9]*: not ' && continue
+    [ "$done" = "$ranks" ] && ! echo "$said" | grep -q 'line [0-9]*: not ' && continue
     echo "$said"
-    echo "$3 with $ranks ranks: $done of them are done, exit code $code"
+    echo "$scenario with $ranks ranks: $done of them are done, exit code $code"
     exit 1
 done
