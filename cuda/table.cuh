@@ -11,7 +11,7 @@ struct Extra {
     Offsets offsets;
     size_t table, map, squares, updates, cell, layout;
     explicit Extra(const StepShape &shape) :
-        table(offsets.add(StepTable::bytes(shape))),
+        table(offsets.add(StepTable(nullptr, shape).bytes)),
         map(offsets.add(size_t(shape.leaves) * sizeof(int32_t))),
         squares(offsets.add(size_t(shape.tensors) * sizeof(double))),
         updates(offsets.add(size_t(shape.tensors) * sizeof(double))),
@@ -132,7 +132,7 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
                              const Launcher &launcher) {
     char *const workspace = static_cast<char *>(plan.how.extra);
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
-    const size_t bytes = StepTable::bytes(shape);
+    const size_t bytes = StepTable(nullptr, shape).bytes;
     Cache *const cache = static_cast<Cache *>(plan.how.cache);
     const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
     if (fresh && cache != nullptr && capturing(launcher.stream))
@@ -142,7 +142,7 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
         table = cache->bring(image, bytes, plan.how.repeats == Repeats::all, launcher);
     else
         launcher.upload(table, image, bytes);
-    const StepTable there = StepTable::at(table, shape);
+    const StepTable there(table, shape);
     if (!fresh) return there;
     launcher.over(plan.count, "map", map_kernel, there.jobs, reinterpret_cast<int32_t *>(workspace + extra.map),
                   plan.count);

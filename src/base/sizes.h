@@ -15,7 +15,23 @@ constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) 
 /// No read, write or copy between a file, the host and a device is larger.
 constexpr size_t kPiece = size_t(4) << 20;
 
-/// Pieces of a workspace begin on lines of their own, counted from here. The caller's memory may begin anywhere.
+/// A block of memory in pieces that begin on lines of their own. NULL: they are counted, and are nowhere.
+class Pieces {
+public:
+    explicit Pieces(void *memory) : memory_(static_cast<char *>(memory)) {}
+    template <class T> void take_bytes(T *&piece, size_t bytes) {
+        piece = memory_ != nullptr ? reinterpret_cast<T *>(memory_ + bytes_) : nullptr;
+        bytes_ += round_up(bytes);
+    }
+    template <class T> void take(T *&piece, int64_t count) { take_bytes(piece, size_t(count) * sizeof(T)); }
+    size_t bytes() const { return bytes_; }
+
+private:
+    char *const memory_;
+    size_t bytes_ = 0;
+};
+
+/// Lines of a workspace are counted from here. The caller's memory may begin anywhere.
 constexpr size_t kWorkspaceAlignment = 256;
 
 /// What to ask of the caller, so that `bytes` fit behind any address.

@@ -17,24 +17,17 @@ struct StepShape {
 struct StepTable {
     TensorJob *jobs;
     Hyper *groups;
-    OneBitJob *onebit; // NULL without the family
+    OneBitJob *onebit = nullptr; // NULL without the family
+    size_t bytes;
 
-    static size_t bytes(const StepShape &shape) { return Offsets(shape).bytes; }
-    static StepTable at(void *memory, const StepShape &shape) {
-        const Offsets offset(shape);
-        char *const base = static_cast<char *>(memory);
-        return {reinterpret_cast<TensorJob *>(base), reinterpret_cast<Hyper *>(base + offset.groups),
-                shape.onebit ? reinterpret_cast<OneBitJob *>(base + offset.onebit) : nullptr};
+    /// `memory` NULL: only to know the bytes.
+    StepTable(void *memory, const StepShape &shape) {
+        Pieces pieces(memory);
+        pieces.take(jobs, shape.tensors);
+        pieces.take(groups, shape.groups);
+        if (shape.onebit) pieces.take(onebit, shape.tensors);
+        bytes = pieces.bytes();
     }
-
-private:
-    struct Offsets {
-        size_t groups, onebit, bytes;
-        explicit Offsets(const StepShape &shape) :
-            groups(round_up(size_t(shape.tensors) * sizeof(TensorJob))),
-            onebit(groups + round_up(size_t(shape.groups) * sizeof(Hyper))),
-            bytes(onebit + (shape.onebit ? round_up(size_t(shape.tensors) * sizeof(OneBitJob)) : 0)) {}
-    };
 };
 
 } // namespace dsopt

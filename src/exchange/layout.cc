@@ -74,21 +74,17 @@ ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer,
 
 /// Returns how many bytes it takes. NULL: it only counts them.
 size_t ExchangeBuffers::take_from(void *workspace) {
-    size_t used = 0;
-    const auto take = [&]<class T>(T *&array, int64_t count) {
-        array = workspace != nullptr ? reinterpret_cast<T *>(static_cast<char *>(workspace) + used) : nullptr;
-        used += round_up(size_t(count) * sizeof(T));
-    };
-    for (char **rows : {&send, &recv, &slice_results}) take(*rows, layout->rows_bytes());
-    take(result, layout->row_bytes());
-    take(sums, layout->leaves());
-    take(counts, layout->leaves());
+    Pieces pieces(workspace);
+    for (char **rows : {&send, &recv, &slice_results}) pieces.take(*rows, layout->rows_bytes());
+    pieces.take(result, layout->row_bytes());
+    pieces.take(sums, layout->leaves());
+    pieces.take(counts, layout->leaves());
     results = slice_results;
-    if (!layout->has_levels()) return used;
-    take(results, layout->row_bytes() * layout->whole->ranks);
-    take(message, layout->whole->worker_numel);
-    take(slices, layout->whole->worker_numel);
-    return used;
+    if (!layout->has_levels()) return pieces.bytes();
+    pieces.take(results, layout->row_bytes() * layout->whole->ranks);
+    pieces.take(message, layout->whole->worker_numel);
+    pieces.take(slices, layout->whole->worker_numel);
+    return pieces.bytes();
 }
 
 size_t CompressLayout::workspace_bytes() const {

@@ -15,22 +15,6 @@ void set_moment(Moment &moment, const dsopt_tensor *state) {
     moment.type = state != nullptr ? Dtype(state->dtype) : Dtype::f32;
 }
 
-/// Cuts memory into pieces.
-class Pieces {
-public:
-    explicit Pieces(const void *memory) : begin_(reinterpret_cast<uintptr_t>(memory)), at_(begin_) {}
-    template <class T> void take_bytes(T *&piece, size_t bytes) {
-        piece = reinterpret_cast<T *>(at_);
-        at_ += round_up(bytes);
-    }
-    template <class T> void take(T *&piece, size_t count) { take_bytes(piece, count * sizeof(T)); }
-    size_t bytes() const { return at_ - begin_; }
-
-private:
-    const uintptr_t begin_;
-    uintptr_t at_;
-};
-
 void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                const OneBitPlan *onebit, TensorJob *jobs) {
     const dsopt_step &step = request.step;
@@ -119,7 +103,6 @@ StepShape shape_of(const Optimizer &optimizer) {
 
 StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) {
     const StepShape shape = shape_of(optimizer);
-    const size_t count = size_t(shape.tensors), groups = size_t(shape.groups), leaves = size_t(shape.leaves);
     const NormTable table_of_norms{nullptr, shape.groups, 1 + optimizer.desc().expert_count};
     const OneBitSetup *const onebit = shape.onebit ? &optimizer.onebit()->setup() : nullptr;
     const bool lamb = onebit != nullptr && onebit->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -127,22 +110,22 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     Pieces pieces(workspace);
     pieces.take(control, 1);
     pieces.take(outcome, 1);
-    pieces.take(scalars, count);
-    pieces.take(divisors, groups);
-    pieces.take(norms, size_t(table_of_norms.size_with_lanes()));
-    pieces.take(sums_a, leaves);
-    pieces.take(sums_b, leaves);
-    pieces.take(bad, leaves);
-    pieces.take(factors, lamb ? leaves : 0);
+    pieces.take(scalars, shape.tensors);
+    pieces.take(divisors, shape.groups);
+    pieces.take(norms, table_of_norms.size_with_lanes());
+    pieces.take(sums_a, shape.leaves);
+    pieces.take(sums_b, shape.leaves);
+    pieces.take(bad, shape.leaves);
+    pieces.take(factors, lamb ? shape.leaves : 0);
     pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots()}.bytes());
     pieces.take_bytes(extra, device.loops().extra_bytes(shape));
     pieces.take_bytes(exchange, shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
-    pieces.take(mean, onebit != nullptr ? size_t(onebit->mean_numel + onebit->mean_scratch) : 0);
+    pieces.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
     Pieces apart(host);
     Pieces &host_pieces = device.is_host() ? pieces : apart;
-    host_pieces.take_bytes(table, StepTable::bytes(shape));
-    host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * count : 0);
-    host_pieces.take(host_norms, device.is_host() ? 0 : size_t(table_of_norms.size_with_message()));
+    host_pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
+    host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
+    host_pieces.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
     bytes = pieces.bytes();
     host_bytes = apart.bytes();
 }

@@ -29,7 +29,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
     if (!request.remembers) device.clear(memory.control, kZeroedBytes, stream);
 
-    const StepTable table = StepTable::at(memory.table, shape_of(*this));
+    const StepTable table(memory.table, shape_of(*this));
     const bool own_schedule = onebit_ && request.own_schedule;
     PlannedOneBit onebit;
     if (onebit_)
