@@ -475,8 +475,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
             throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
         if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
         not_null(result, "result");
-        if (reinterpret_cast<uintptr_t>(result) % alignof(dsopt_norm_result) != 0)
-            throw Error(DSOPT_ERR_ALIGNMENT, "result is at %p, not aligned to 8 bytes", static_cast<void *>(result));
+        check_aligned(result, alignof(dsopt_norm_result), "result");
         check_list(list, count, "tensor");
         norm_over_ranks(context, comm_if_any(comm).get(), list, count, norm, max_norm, result, stream);
     });

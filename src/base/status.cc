@@ -19,6 +19,11 @@ void require(bool good, const char *field, double value, const char *range) {
     if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
 }
 
+void check_aligned(const void *data, size_t bytes, const char *what) {
+    if (reinterpret_cast<uintptr_t>(data) % bytes != 0)
+        throw Error(DSOPT_ERR_ALIGNMENT, "%s is at %p, not aligned to %zu bytes", what, data, bytes);
+}
+
 void set_last_error(const char *text) noexcept { std::snprintf(last_error_text, sizeof last_error_text, "%s", text); }
 const char *last_error() noexcept { return last_error_text; }
 

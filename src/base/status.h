@@ -24,6 +24,8 @@ constexpr long long ll(int64_t value) { return static_cast<long long>(value); }
 
 /// Throws ARGUMENT unless `good`: "lr is -1, must be finite and not negative".
 void require(bool good, const char *field, double value, const char *range);
+/// Throws ALIGNMENT unless `data` begins at a multiple of `bytes`.
+void check_aligned(const void *data, size_t bytes, const char *what);
 
 /// Text of dsopt_last_error() for the calling thread.
 void set_last_error(const char *text) noexcept;

@@ -40,9 +40,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     if (layout.all().worker_numel == 0) return; // nothing to send, on any rank
     if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
-    for (const void *buffer : {args.worker_error, args.server_error})
-        if (reinterpret_cast<uintptr_t>(buffer) % 4 != 0)
-            throw Error(DSOPT_ERR_ALIGNMENT, "an error buffer is at %p, not aligned to 4 bytes", buffer);
+    for (const float *buffer : {args.worker_error, args.server_error}) check_aligned(buffer, 4, "an error buffer");
     const size_t slack = slack_of(args.workspace), needed = layout.workspace_bytes() + slack;
     if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",

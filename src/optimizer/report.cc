@@ -81,8 +81,7 @@ dsopt_report Optimizer::report() const {
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream) {
     check_groups(optimizer);
     not_null(reduction, "reduction");
-    if (reinterpret_cast<uintptr_t>(reduction) % sizeof *reduction != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "reduction is at %p, not aligned to 4 bytes", static_cast<void *>(reduction));
+    check_aligned(reduction, sizeof *reduction, "reduction");
     const StateEntry *const entry = optimizer.state().find(StateKind::schedule);
     if ((schedule != nullptr) != (entry != nullptr))
         throw Error(DSOPT_ERR_ARGUMENT,

@@ -34,9 +34,7 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
     if ((step.flags & DSOPT_STEP_NO_NAN) && step.report == nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_STEP_NO_NAN has no effect without dsopt_step.report");
     const void *const scalars[] = {step.lr, step.hyper, step.grad_scale, step.skip, step.grad_norms, step.report};
-    for (const void *scalar : scalars)
-        if (reinterpret_cast<uintptr_t>(scalar) % 4 != 0)
-            throw Error(DSOPT_ERR_ALIGNMENT, "a scalar of dsopt_step is at %p, not aligned to 4 bytes", scalar);
+    for (const void *scalar : scalars) check_aligned(scalar, 4, "a scalar of dsopt_step");
 
     const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;

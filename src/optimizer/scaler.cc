@@ -72,9 +72,7 @@ PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const Scaler
 }
 
 void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
-    if (reinterpret_cast<uintptr_t>(overflow) % sizeof *overflow != 0)
-        throw Error(DSOPT_ERR_ALIGNMENT, "overflow is at %p, not aligned to 4 bytes",
-                    static_cast<const void *>(overflow));
+    check_aligned(overflow, sizeof *overflow, "overflow");
     context.device().loops().update_scaler(scaler.rules, scaler.state, scaler.scale, overflow, stream);
 }
 
