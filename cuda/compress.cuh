@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT c
     }
 }
 
-constexpr int kRanksAtOnce = 8; // whose bits a thread of serve_kernel asks for before it waits for any
+constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side, as far as there are registers
 
 /// The own chunk: the mean of what all ranks sent, in rank order, and what is owed, to the kept sums and the bits of
 /// the result.
@@ -242,24 +242,29 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
         for_packs(where.n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(x.server, server + i);
             Pack<V> sum{};
+            const uint8_t *bits_at = x.bits(x.recv) + (server + i) / 8;
+            const char *scale_at = x.recv + slot * 4;
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
                 unsigned bits[kRanksAtOnce];
                 float values[kRanksAtOnce];
 #pragma unroll
-                for (int k = 0; k < kRanksAtOnce; ++k) {
-                    // Past the last rank the last one once more, so that no load waits for a branch.
-                    char *row = x.row(x.recv, first + k < layout.ranks ? first + k : layout.ranks - 1);
-                    bits[k] = x.bits(row)[(server + i) / 8];
-                    values[k] = DeviceExchange::scales(row)[slot];
+                for (int r = 0; r < kRanksAtOnce; ++r) {
+                    bits[r] = *bits_at;
+                    values[r] = *reinterpret_cast<const float *>(scale_at);
+                    // The last rank is read again in place of those that are not there: no load waits for a branch.
+                    const int64_t next = first + r + 1 < layout.ranks ? layout.row_bytes : 0;
+                    bits_at += next;
+                    scale_at += next;
                 }
 #pragma unroll
                 for (int r = 0; r < kRanksAtOnce; ++r) {
-                    if (first + r >= layout.ranks) break;
+                    const bool there = first + r < layout.ranks;
                     const float value = values[r] * share;
 #pragma unroll
                     for (int k = 0; k < V; ++k) {
                         const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
-                        sum.at[k] = first + r == 0 ? signed_value : sum.at[k] + signed_value;
+                        const float added = first + r == 0 ? signed_value : sum.at[k] + signed_value;
+                        sum.at[k] = there ? added : sum.at[k];
                     }
                 }
             }

@@ -60,6 +60,7 @@ SUMS = {"inspect_kernel": 16, "decide_kernel": 16, "update_kernel": 16, "lamb_we
         "row_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
         "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
+RANKS_AT_ONCE = 4  # whose bits, a byte each, serve_kernel has asked for before it waits for any, at least
 REGISTERS = 65536
 # Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
 MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
@@ -104,22 +105,22 @@ def registers_of(operand, width=1):
     return set(range(int(number.group(1)), int(number.group(1)) + width)) if number else set()
 
 
-def loads_under_way(code):
-    """The most 16-byte loads of global memory that follow one another before one is used."""
+def loads_under_way(code, kind=r"128", registers=4):
+    """The most loads of global memory of this kind that follow one another before one is used: of 16 bytes, or others."""
     most, under_way, count = 0, set(), 0
     for line in instructions(code):
         words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
         opcode, operands = words[0], words[1] if len(words) > 1 else ""
         names = re.findall(r"(?<![\w.])R\d+", operands)
-        wide = re.fullmatch(r"LDG\.E(\.\w+)*\.128(\.\w+)*", opcode)
+        meant = re.fullmatch(r"LDG\.E(\.\w+)*\.%s(\.\w+)*" % kind, opcode)
         written = re.match(r"R\d+", operands) and not opcode.startswith("ST")
         read = {int(name[1:]) for name in (names[1:] if written else names)}
         for name in re.findall(r"(?<![\w.])R(\d+)\.64", operands):
             read.add(int(name) + 1)
         if read & under_way or re.match(r"(BRA|EXIT|RET|BRX|BAR)\b", opcode) and not line.startswith("@"):
             under_way, count = set(), 0
-        if wide:
-            under_way |= registers_of(names[0], 4)
+        if meant:
+            under_way |= registers_of(names[0], registers)
             count += 1
             most = max(most, count)
     return most
@@ -230,6 +231,9 @@ def judge_machine_code(judge, arch, usage, code):
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
+    for name in [name for name in code if re.search(r"\d+serve_kernel", name)]:
+        ranks = loads_under_way(code[name], "U8", 1)
+        judge.say(ranks >= RANKS_AT_ONCE, "%s serve_kernel: the bits of %d ranks under way" % (arch, ranks))
     for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))
