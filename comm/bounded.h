@@ -62,7 +62,7 @@ template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> s
         }
         thread.join();
         return result.get();
-    } catch (const std::exception &) { return {}; }
+    } catch (...) { return {}; }
 }
 
 } // namespace dsopt

@@ -24,10 +24,10 @@ void Comm::Scratch::leave_behind() {
     static std::mutex mutex;
     static auto &kept = *new std::vector<Memory>; // for ever, but reachable: no leak to a tool that looks for them
     const std::lock_guard lock(mutex);
+    bytes_ = 0;
     if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
     for (Memory &memory : outgrown_) kept.push_back(std::move(memory));
     outgrown_.clear();
-    bytes_ = 0;
 }
 
 Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider) :
@@ -41,7 +41,7 @@ Comm::~Comm() {
     try {
         if (!provider_.own_codes) context_->check_process();
     } catch (const Error &) {
-        return; // after fork() an end may be locked, and waited in, by threads that did not come along: kept
+        return; // after fork() it is the parent's, and may be locked by threads that did not come along: kept
     }
     table_.destroy(table_.self);
 }

@@ -3,7 +3,6 @@
 // row of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
 // the order that is part of the result and read once.
 #pragma once
-#include "base/sizes.h"
 #include "device/compress.h"
 #include "launcher.cuh"
 #include "lists.cuh"

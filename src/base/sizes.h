@@ -31,7 +31,7 @@ private:
     size_t bytes_ = 0;
 };
 
-/// Lines of a workspace are counted from here. The caller's memory may begin anywhere.
+/// The first line of a workspace begins at a multiple of this. The caller's memory may begin anywhere.
 constexpr size_t kWorkspaceAlignment = 256;
 
 /// What to ask of the caller, so that `bytes` fit behind any address.

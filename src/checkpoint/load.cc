@@ -115,10 +115,9 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     files.verify_others();
 }
 
-// Memory comes only when nothing in the file can fail any more: masters are left for it to fill, and a load that fails
-// must not leave such ones behind.
-
-/// Everything is read and its checksum compared before the first byte of the optimizer changes.
+/// Everything is read and its checksum compared before the first byte of the optimizer changes. Here and below memory
+/// comes when nothing in the file can fail any more: masters are left for it to fill, and a load that fails must not
+/// leave such ones behind.
 void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, const std::vector<Transfer> &transfers,
                          const std::vector<int64_t> &order, bool masters_follow) {
     size_t total = 0;
@@ -201,7 +200,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
     const ScalerRules rules =
         wanted.scaler != nullptr ? read_scaler_rules(fields, wanted.scaler->rules()) : ScalerRules{};
-    if (optimizer.desc().compat != DSOPT_COMPAT_NONE && rules.hysteresis > 1 && wanted.hyper)
+    if (optimizer.compat() && rules.hysteresis > 1 && wanted.hyper)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint's loss scale has a hysteresis of %d, which the original's wrappers ignore",
                     rules.hysteresis);

@@ -119,14 +119,14 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         groups[i].flags = flags;
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         try {
-            check_group(groups[i], optimizer.desc().compat != DSOPT_COMPAT_NONE);
+            check_group(groups[i], optimizer.compat());
         } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
         if (const MomentInfo *const moment = first_difference(moments_of(groups[i]), moments_of(optimizer.groups()[i])))
             throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
                         moment->name);
     }
     try {
-        (void)check_family(groups, optimizer.desc().compat != DSOPT_COMPAT_NONE);
+        (void)check_family(groups, optimizer.compat());
     } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "groups of the checkpoint: %s", e.what()); }
     return groups;
 }

@@ -42,7 +42,7 @@ private:
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
     DataRank own_;     // of this process
-    DataRank saved_{}; // who saved the first file
+    DataRank saved_{}; // who saved the first file that was given
     int main_ = 0;
 };
 

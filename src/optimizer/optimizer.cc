@@ -200,7 +200,8 @@ void Optimizer::check_not_frozen(size_t first_new, const Kept &kept) const {
                         params_[i].name.c_str());
 }
 
-/// Into the tensors of the lists as they are now, in new memory. Each is still there: groups only come.
+/// Into the tensors of the lists as they are now, in new memory. Each is still there: groups only come, and no option
+/// changes which tensors an algorithm has.
 void Optimizer::carry_contents() {
     if (kept_.empty()) return;
     const Device &device = context_->device();

@@ -8,8 +8,11 @@ namespace dsopt {
 namespace {
 
 void check_range(const char *name, double value, GroupField::Range range) {
-    if (range == GroupField::below_one) return require(value >= 0 && value < 1, name, value, "in [0, 1)");
-    require(std::isfinite(value) && value >= 0, name, value, "finite and not negative");
+    switch (range) {
+    case GroupField::below_one: return require(value >= 0 && value < 1, name, value, "in [0, 1)");
+    case GroupField::not_negative:
+        return require(std::isfinite(value) && value >= 0, name, value, "finite and not negative");
+    }
 }
 
 void check_field(const GroupField &field, double value, const RuleInfo &info) {

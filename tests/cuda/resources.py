@@ -10,6 +10,7 @@ Of the machine code and the PTX that ship, or of those that nvcc makes of the so
 - registers within budget, nothing spilled to memory, and as many blocks on a multiprocessor as each kernel is meant to
   have: the grid is made of those;
 - loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
+- the bits of several ranks that an exchange has asked for before it waits for the first;
 - chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop.
 Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
 without them the test is skipped.
@@ -231,8 +232,8 @@ def judge_machine_code(judge, arch, usage, code):
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
-    for name in [name for name in code if re.search(r"\d+serve_kernel", name)]:
-        ranks = loads_under_way(code[name], "U8", 1)
+    for name in [name for name in code if re.search(r"\d+serve_kernel", name)] or ["serve_kernel"]:
+        ranks = loads_under_way(code.get(name, ""), "U8", 1)
         judge.say(ranks >= RANKS_AT_ONCE, "%s serve_kernel: the bits of %d ranks under way" % (arch, ranks))
     for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:

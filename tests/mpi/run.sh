@@ -14,6 +14,7 @@ case $1 in
 esac
 launcher=$1 program=$2 scenario=$3
 shift 3
+[ $# != 0 ] || exit 2
 for ranks; do
     said=$(timeout 60 "$launcher" $cores -n "$ranks" "$program" "$scenario" 2>&1)
     code=$?
