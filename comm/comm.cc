@@ -39,7 +39,7 @@ Comm::Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table
 Comm::~Comm() {
     if (table_.destroy == nullptr) return;
     try {
-        if (!provider_.own_codes) context_->check_process();
+        if (!provider_.of_caller) context_->check_process();
     } catch (const Error &) {
         return; // after fork() it is the parent's, and may be locked by threads that did not come along: kept
     }
@@ -67,7 +67,7 @@ int Comm::done(int kind, int result, int64_t moved) {
 
 void Comm::fail(int result, const char *what, void *stream) {
     dsopt_status status = DSOPT_ERR_COMM;
-    if (!provider_.own_codes)
+    if (!provider_.of_caller)
         status = result;
     else if (result <= -DSOPT_ERR_COMM && result >= -DSOPT_ERR_ABORTED)
         status = -result;

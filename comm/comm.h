@@ -14,7 +14,7 @@ enum class Place { host, backend };
 
 /// What a table does not say of its functions.
 struct Provider {
-    bool own_codes = false; // the caller's; the engine's functions return dsopt_status and set the last error text
+    bool of_caller = false; // its functions have codes of their own; the engine's return dsopt_status
     bool enqueues = false;  // they come back before the exchange is done, which is then done in the order of the stream
     /// With `enqueues`: waits until the stream is done, no longer than the comm lets it. NULL: as long as it takes.
     int (*wait)(void *self, void *stream) = nullptr;

@@ -25,7 +25,7 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
     if (enqueues && (context->device().is_host() || table.memory != DSOPT_MEMORY_BACKEND))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "DSOPT_COMM_FLAG_ENQUEUE needs a CUDA context and a table that takes its memory");
-    return std::make_unique<Comm>(std::move(context), table, Provider{.own_codes = true, .enqueues = enqueues});
+    return std::make_unique<Comm>(std::move(context), table, Provider{.of_caller = true, .enqueues = enqueues});
 }
 
 } // namespace
