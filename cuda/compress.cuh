@@ -153,9 +153,12 @@ template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExc
     });
 }
 
-/// The kept sum of the k-th neighbour: the new value and what is owed. Zero where `active` says that it takes no part.
-__device__ __forceinline__ float new_sum(float value, float kept, float scale, uint32_t active, int k) {
-    return (active >> k) & 1u ? value + error_of(kept, scale) : 0.0f;
+/// The kept sums of V neighbours: new values and what is owed. Zero where `active` says that one takes no part.
+template <int V>
+__device__ __forceinline__ Pack<V> new_sums(const Pack<V> &x, const Pack<V> &kept, float scale, uint32_t active) {
+    Pack<V> y;
+    unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? x.at[k] + error_of(kept.at[k], scale) : 0.0f; });
+    return y;
 }
 
 /// Kept sums that are there already.
@@ -176,9 +179,8 @@ __global__ void __launch_bounds__(kThreads)
         const int real = real_elements(list[part], where);
         for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, where.begin + i);
-            Pack<V> sum = load<V>(x.worker, worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(value.at[k], sum.at[k], scale, ~0u, k);
+            const Pack<V> sum = new_sums(value, load<V>(x.worker, worker + i), scale, ~0u);
+            to_tile(sum, tile + i);
             store(sum, x.worker, worker + i);
         });
         for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
@@ -246,30 +248,27 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
                 unsigned bits[kRanksAtOnce];
                 float values[kRanksAtOnce];
-#pragma unroll
-                for (int r = 0; r < kRanksAtOnce; ++r) {
+                unrolled<kRanksAtOnce>([&](int r) INLINED {
                     bits[r] = *bits_at;
                     values[r] = *reinterpret_cast<const float *>(scale_at);
                     // The last rank is read again in place of those that are not there: no load waits for a branch.
                     const int64_t next = first + r + 1 < layout.ranks ? layout.row_bytes : 0;
                     bits_at += next;
                     scale_at += next;
-                }
-#pragma unroll
-                for (int r = 0; r < kRanksAtOnce; ++r) {
+                });
+                unrolled<kRanksAtOnce>([&](int r) INLINED {
                     const bool there = first + r < layout.ranks;
                     const float value = values[r] * share;
-#pragma unroll
-                    for (int k = 0; k < V; ++k) {
+                    unrolled<V>([&](int k) INLINED {
                         const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
                         const float added = first + r == 0 ? signed_value : sum.at[k] + signed_value;
                         sum.at[k] = there ? added : sum.at[k];
-                    }
-                }
+                    });
+                });
             }
             const uint32_t active = active_from(x.worker_active, segment.begin + where.begin + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(sum.at[k], old.at[k], scale, active, k);
+            sum = new_sums(sum, old, scale, active);
+            to_tile(sum, tile + i);
             store(sum, x.server, server + i);
         });
         __syncthreads();
@@ -307,8 +306,7 @@ __device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, 
     const int64_t bit = unit.server + place.at;
     const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
     Pack<V> y;
-#pragma unroll
-    for (int k = 0; k < V; ++k) y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale;
+    unrolled<V>([&](int k) INLINED { y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale; });
     return y;
 }
 template <int V>
@@ -332,8 +330,7 @@ __global__ void __launch_bounds__(kThreads)
             Pack<V> y =
                 x.values != nullptr ? load<V>(x.values, worker + i) : mean_at<V>(x, x.results, part, unit, where);
             const uint32_t active = active_from(x.active, worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f;
+            unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f; });
             store(y, list[part].data, Dtype::f32, leaf.begin + i);
         });
     });
@@ -368,11 +365,9 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceE
     Pack<V> sum = load<V>(x.slices, i);
     for (int rank = 1; rank < x.own.node_ranks; ++rank) {
         const Pack<V> other = load<V>(x.slices + rank * x.own.slice, i); // slices are multiples of 32 elements
-#pragma unroll
-        for (int k = 0; k < V; ++k) sum.at[k] += other.at[k];
+        unrolled<V>([&](int k) INLINED { sum.at[k] += other.at[k]; });
     }
-#pragma unroll
-    for (int k = 0; k < V; ++k) sum.at[k] *= share;
+    unrolled<V>([&](int k) INLINED { sum.at[k] *= share; });
     return sum;
 }
 
@@ -383,10 +378,9 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
         const float scale = x.worker_scales()[part];
         for_packs(where.n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> mean = mean_of_slices<V>(x, worker + i);
-            Pack<V> sum = load<V>(x.worker, worker + i);
             const uint32_t active = active_from(x.worker_active, worker + i); // `worker`: a multiple of 32
-#pragma unroll
-            for (int k = 0; k < V; ++k) tile[i + k] = sum.at[k] = new_sum(mean.at[k], sum.at[k], scale, active, k);
+            const Pack<V> sum = new_sums(mean, load<V>(x.worker, worker + i), scale, active);
+            to_tile(sum, tile + i);
             store(sum, x.worker, worker + i);
         });
     });

@@ -18,10 +18,8 @@ template <class Value> __device__ __forceinline__ double add_by_warp(int32_t cou
     int32_t i = int32_t(threadIdx.x % 32);
     for (; i + 32 * (kAhead - 1) < count; i += 32 * kAhead) {
         double values[kAhead];
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) values[k] = value(i + 32 * k);
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) sum += values[k];
+        unrolled<kAhead>([&](int k) INLINED { values[k] = value(i + 32 * k); });
+        unrolled<kAhead>([&](int k) INLINED { sum += values[k]; });
     }
 #pragma unroll 4
     for (; i < count; i += 32) sum += value(i);

@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(kThreads)
         if (b != 0) old = fetch<V>(y.data, Dtype(y.dtype), i);
         v = widen(v, Dtype(x.dtype));
         old = widen(old, Dtype(y.dtype));
-#pragma unroll
-        for (int k = 0; k < V; ++k) v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k];
+        unrolled<V>([&](int k) INLINED { v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k]; });
         store(v, y.data, Dtype(y.dtype), i);
     });
 }
@@ -90,8 +89,7 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
     begin_kernel();
     for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
         Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
-#pragma unroll
-        for (int k = 0; k < V; ++k) v.at[k] = clamped(v.at[k], limit);
+        unrolled<V>([&](int k) INLINED { v.at[k] = clamped(v.at[k], limit); });
         store(v, x.data, Dtype(x.dtype), i);
     });
 }

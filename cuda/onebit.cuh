@@ -71,9 +71,9 @@ template <Feed F, class Body> __device__ __forceinline__ void for_own_packs(cons
 template <int V, Feed F>
 __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
-#pragma unroll
-    for (int k = 0; k < V; ++k)
+    unrolled<V>([&](int k) INLINED {
         y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+    });
     return y;
 }
 
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
             Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
-#pragma unroll
-                for (int k = 0; k < V; ++k)
+                unrolled<V>([&](int k) INLINED {
                     local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+                });
                 store(t.p, s.job.weight, s.job.weight_type, i);
                 store_moment(t.m, s.job.moment[0], i);
                 if (!o.one.anchored) store(t.own, one.track(), i);
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (b.x.message != nullptr) return store(values, kept, i); // as they are
             const uint32_t active = active_from(b.x.active, one.worker + i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) sum.at[k] = new_sum(values.at[k], sum.at[k], o.scale, active, k);
+            sum = new_sums(values, sum, o.scale, active);
             if (b.packs) to_tile(sum, turns.tile() + at);
             store(sum, kept, i);
         });
@@ -166,12 +165,11 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
         const Pack<V> old = t.p;
         if (one.mask != nullptr) {
-#pragma unroll
-            for (int k = 0; k < V; ++k) t.g.at[k] *= one.mask[i + k];
+            unrolled<V>([&](int k) INLINED { t.g.at[k] *= one.mask[i + k]; });
         }
-#pragma unroll
-        for (int k = 0; k < V; ++k)
+        unrolled<V>([&](int k) INLINED {
             take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        });
         if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, old, i);
@@ -184,9 +182,9 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
     constexpr Feed F = Feed::distance;
     for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
-#pragma unroll
-        for (int k = 0; k < V; ++k)
+        unrolled<V>([&](int k) INLINED {
             local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        });
         store_moment(t.m, s.job.moment[0], i);
         if (!o.one.anchored) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, t.p, i);
@@ -206,8 +204,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
-#pragma unroll
-            for (int k = 0; k < V; ++k) {
+            unrolled<V>([&](int k) INLINED {
                 const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : t.g.at[k];
                 const LambUpdate u =
                     lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
@@ -215,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
                 most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
-            }
+            });
             store_moment(t.m, s.job.moment[0], i);
             store(t.own, one.fresh, i);
         });
@@ -254,9 +251,9 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
         Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
         const Pack<V> old = t.p;
         const float lr = s.scalars.lr * s.trust;
-#pragma unroll
-        for (int k = 0; k < V; ++k)
+        unrolled<V>([&](int k) INLINED {
             t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
+        });
         publish(b.d.plan, s, t.p, old, i);
     });
 }

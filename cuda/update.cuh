@@ -126,9 +126,9 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     const TensorJob &job = s.job;
     if (job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
-#pragma unroll
-        for (int k = 0; k < V; ++k)
+        unrolled<V>([&](int k) INLINED {
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
+        });
     }
     if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight, job.weight_type, i);
     if (job.copy != nullptr) store(p, job.copy, job.copy_type, i);
@@ -153,8 +153,7 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
                                             const Tiles &tiles) {
     Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
     const Pack<V> old = t.p;
-#pragma unroll
-    for (int k = 0; k < V; ++k) update_one(R{s.scalars}, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k]);
+    unrolled<V>([&](int k) INLINED { update_one(R{s.scalars}, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k]); });
     if constexpr (R::moments.count > 0) store_moment(t.m, s.job.moment[0], where.begin + i);
     if constexpr (R::moments.count > 1) store_moment(t.v, s.job.moment[1], where.begin + i);
     publish(plan, s, t.p, old, where.begin + i);
@@ -167,11 +166,10 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
 template <class R, int V>
 __device__ __forceinline__ void lamb_moments_pack(const SharedTensor &s, const Leaf &where, int i, const Tiles &tiles) {
     Inputs<V> t = load_inputs<V, 2>(s.job, where.begin + i);
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
+    unrolled<V>([&](int k) INLINED {
         tiles.a[i + k] = t.p.at[k];
         tiles.b[i + k] = typename R::Moments{s.scalars}(t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k]);
-    }
+    });
     store_moment(t.m, s.job.moment[0], where.begin + i);
     store_moment(t.v, s.job.moment[1], where.begin + i);
 }
@@ -180,12 +178,12 @@ template <int V>
 __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
     Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
     const Pack<V> old = t.p;
-#pragma unroll
-    for (int k = 0; k < V; ++k)
+    unrolled<V>([&](int k) INLINED {
         visit(s.rule, [&](auto formula) INLINED {
             using R = typename decltype(formula)::type;
             if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
         });
+    });
     publish(plan, s, t.p, old, i);
 }
 
@@ -212,15 +210,15 @@ __device__ inline void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, cons
 __device__ inline void count_steps(const StepPlan &plan) {
     for (int64_t first = threadIdx.x; first < plan.count; first += 4 * kThreads) {
         bool counts[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
+        unrolled<4>([&](int k) INLINED {
             counts[k] = first + k * kThreads < plan.count && counts_alone(plan, first + k * kThreads);
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
+        });
+        unrolled<4>([&](int k) INLINED {
             if (counts[k]) {
                 int32_t &step = plan.step[first + k * kThreads];
                 step = one_more(step);
             }
+        });
     }
 }
 

@@ -28,14 +28,19 @@ __device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
 #endif
 }
 
+/// body(0), body(1), ... body(Count - 1) in a row: arrays that they index stay in registers.
+template <int Count, class Body> __device__ __forceinline__ void unrolled(const Body &body) {
+#pragma unroll
+    for (int k = 0; k < Count; ++k) body(k);
+}
+
 /// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
 template <int V> using Width = std::integral_constant<int, V>; // says V to a lambda
 
 template <int V> __device__ __forceinline__ Pack<V> operator-(const Pack<V> &a, const Pack<V> &b) {
     Pack<V> y;
-#pragma unroll
-    for (int k = 0; k < V; ++k) y.at[k] = a.at[k] - b.at[k];
+    unrolled<V>([&](int k) INLINED { y.at[k] = a.at[k] - b.at[k]; });
     return y;
 }
 
@@ -75,11 +80,10 @@ template <int V> __device__ __forceinline__ Pack<V> fetch(const void *data, Dtyp
 template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype type) {
     if (type == Dtype::f32) return x;
     Pack<V> y;
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
+    unrolled<V>([&](int k) INLINED {
         const uint16_t half = uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16));
         y.at[k] = type == Dtype::f16 ? f16_to_f32(half) : bf16_to_f32(half);
-    }
+    });
     return y;
 }
 __device__ __forceinline__ float4 float4_of(const Pack<4> &x) {
@@ -115,8 +119,7 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *
 
 /// To shared memory.
 template <int V> __device__ __forceinline__ void to_tile(const Pack<V> &x, float *tile) {
-#pragma unroll
-    for (int k = 0; k < V; ++k) tile[k] = x.at[k];
+    unrolled<V>([&](int k) INLINED { tile[k] = x.at[k]; });
 }
 
 /// body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are
