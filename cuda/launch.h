@@ -56,10 +56,4 @@ cudaError_t launch(const char *name, bool early, void (*kernel)(P...), dim3 grid
 #endif
 }
 
-template <class... P, class... A>
-cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                   A &&...arguments) {
-    return launch(name, false, kernel, grid, block, shared, stream, std::forward<A>(arguments)...);
-}
-
 } // namespace gpu

@@ -171,7 +171,7 @@ int expect(const float *x, int floats, float value, cudaStream_t stream) {
 }
 template <class Kernel, class... A>
 void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
-    check(gpu::launch("planted", kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
+    check(gpu::launch("planted", false, kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
 }
 
 int run(const char *name) {
@@ -205,7 +205,7 @@ int run(const char *name) {
     }
     if (is("write-past-shared")) launch(past_shared, 1, 64, s, x);
     if (is("write-past-dynamic-shared"))
-        check(gpu::launch("planted", past_dynamic_shared, 1, 64, 64 * sizeof(float), s, x));
+        check(gpu::launch("planted", false, past_dynamic_shared, 1, 64, 64 * sizeof(float), s, x));
     if (is("missing-barrier")) {
         launch(missing_barrier, 4, 64, s, x);
         return expect(x, kCount, 1, s);
