@@ -2,6 +2,7 @@
 // Communicators. A provider fills the table of dsopt.h; everything above it uses this class, which counts, checks and
 // keeps the first failure.
 #pragma once
+#include "base/not_copied.h"
 #include "device/context.h"
 #include <atomic>
 #include <memory>
@@ -22,12 +23,10 @@ struct Provider {
 
 /// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
 /// and what the provider lacks is made from what it has. Both happen in this class alone.
-class Comm {
+class Comm : NotCopied {
 public:
     Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider = {});
     ~Comm();
-    Comm(const Comm &) = delete;
-    Comm &operator=(const Comm &) = delete;
 
     const std::shared_ptr<const Context> &context() const { return context_; }
     int rank() const { return table_.rank; }

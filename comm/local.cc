@@ -137,15 +137,13 @@ std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
 }
 
 /// One rank's end, of a meeting that it has joined.
-class Endpoint {
+class Endpoint : NotCopied {
 public:
     Endpoint(std::shared_ptr<Meeting> meeting, int rank, int timeout_ms) :
         meeting_(std::move(meeting)),
         rank_(rank),
         timeout_ms_(timeout_ms) {}
     ~Endpoint() { meeting_->leave(rank_); }
-    Endpoint(const Endpoint &) = delete;
-    Endpoint &operator=(const Endpoint &) = delete;
 
     dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
         const Offer own{Offer::reduce, dtype, op, count, send};

@@ -7,11 +7,9 @@
 namespace dsopt {
 
 /// One rank's end. Waits until its library is done, the time-out is over, or abort() was called by any thread.
-class PolledEndpoint {
+class PolledEndpoint : NotCopied {
 public:
     PolledEndpoint(int ranks, int timeout_ms) : ranks_(ranks), timeout_ms_(timeout_ms) {}
-    PolledEndpoint(const PolledEndpoint &) = delete;
-    PolledEndpoint &operator=(const PolledEndpoint &) = delete;
 
     void abort() noexcept { asked_to_abort_.store(true); }
     /// Why the last call failed.

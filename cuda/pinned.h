@@ -8,7 +8,7 @@
 namespace dsopt::gpu {
 
 /// Two page-locked buffers on a stream of their own.
-class PinnedPair {
+class PinnedPair : NotCopied {
 public:
     explicit PinnedPair(const Gpu &gpu) : gpu_(gpu) {
         const OnDevice on(gpu);
@@ -19,8 +19,6 @@ public:
         (void)cudaStreamSynchronize(stream_);
         (void)cudaStreamDestroy(stream_);
     }
-    PinnedPair(const PinnedPair &) = delete;
-    PinnedPair &operator=(const PinnedPair &) = delete;
 
     void *buffer(int half) const { return halves_[half].memory.get(); }
     void copy(int half, void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {

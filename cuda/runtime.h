@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small things around the CUDA runtime: errors, the current device, memory with owners.
 #pragma once
+#include "base/not_copied.h"
 #include "base/status.h"
 #include "launch.h"
 #include <memory>
@@ -18,7 +19,7 @@ inline void check(cudaError_t error, const char *what) {
 }
 
 /// A device, and its primary context, which is there as long as this.
-class Gpu {
+class Gpu : NotCopied {
 public:
     explicit Gpu(int ordinal) :
         ordinal_(ordinal),
@@ -28,8 +29,6 @@ public:
         say(function<Status(void **, int)>("cuDevicePrimaryCtxRetain")(&context_, ordinal), "cuDevicePrimaryCtxRetain");
     }
     ~Gpu() { (void)release_(ordinal_); }
-    Gpu(const Gpu &) = delete;
-    Gpu &operator=(const Gpu &) = delete;
     int ordinal() const { return ordinal_; }
     void enter() const { say(push_(context_), "cuCtxPushCurrent"); }
     void leave() const {
@@ -60,7 +59,7 @@ private:
 /// While it lives, the device is current in this thread, and what the thread does may allocate, or ask about streams,
 /// beside captures of others without spoiling them. The context is pushed: cudaSetDevice(), which would give the
 /// caller's device back, makes a context on a device that the caller may never have used.
-class OnDevice {
+class OnDevice : NotCopied {
 public:
     explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
         int before = 0;
@@ -78,8 +77,6 @@ public:
         if (entered_) gpu_.leave();
         (void)cudaThreadExchangeStreamCaptureMode(&mode_);
     }
-    OnDevice(const OnDevice &) = delete;
-    OnDevice &operator=(const OnDevice &) = delete;
 
 private:
     const Gpu &gpu_;
@@ -104,12 +101,10 @@ inline PinnedMemory pinned_memory(size_t bytes) {
     return PinnedMemory(memory);
 }
 
-class Event {
+class Event : NotCopied {
 public:
     explicit Event(unsigned flags) { check(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate"); }
     ~Event() { (void)cudaEventDestroy(event_); }
-    Event(const Event &) = delete;
-    Event &operator=(const Event &) = delete;
     cudaEvent_t get() const { return event_; }
 
 private:
@@ -171,7 +166,7 @@ using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
 using ScratchPool = BlockPool<DeviceMemory, device_memory>;
 
 /// Device memory for what a call enqueues on a stream.
-class Scratch {
+class Scratch : NotCopied {
 public:
     Scratch(ScratchPool &pool, size_t bytes, cudaStream_t stream) : pool_(pool), stream_(stream) {
         block_ = pool.take(bytes);
@@ -184,8 +179,6 @@ public:
         } catch (const std::exception &) { // cudaFree() waits for the work
         }
     }
-    Scratch(const Scratch &) = delete;
-    Scratch &operator=(const Scratch &) = delete;
     char *get() const { return static_cast<char *>(memory_); }
 
 private:

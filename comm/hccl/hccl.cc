@@ -16,7 +16,7 @@ using namespace hccl;
 constexpr int kDestroyMs = 5000;
 
 /// Makes a context current in this thread and gives the thread's own back.
-class MadeCurrent {
+class MadeCurrent : NotCopied {
 public:
     MadeCurrent(const Api &api, hccl::Current context) : api_(api) {
         if (api_.get_context(&before_) != 0) before_ = nullptr; // the thread has none
@@ -26,8 +26,6 @@ public:
     ~MadeCurrent() {
         if (before_ != nullptr) (void)api_.set_context(before_);
     }
-    MadeCurrent(const MadeCurrent &) = delete;
-    MadeCurrent &operator=(const MadeCurrent &) = delete;
 
 private:
     const Api &api_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // An object that one call at a time may change: whoever comes second is told, and nobody waits.
 #pragma once
+#include "base/not_copied.h"
 #include "base/status.h"
 #include <atomic>
 
@@ -13,7 +14,7 @@ using InUse = std::atomic<int32_t>;
 }
 
 /// Nobody else: whoever comes second gets DSOPT_ERR_BUSY instead of a race.
-class Exclusive {
+class Exclusive : NotCopied {
 public:
     explicit Exclusive(InUse &in_use) : in_use_(in_use) {
         int32_t nobody = 0;
@@ -21,15 +22,13 @@ public:
             refuse_second();
     }
     ~Exclusive() { in_use_.store(0, std::memory_order_release); }
-    Exclusive(const Exclusive &) = delete;
-    Exclusive &operator=(const Exclusive &) = delete;
 
 private:
     InUse &in_use_;
 };
 
 /// Nobody who changes it; readers never stand in each other's way.
-class Shared {
+class Shared : NotCopied {
 public:
     explicit Shared(InUse &in_use) : in_use_(in_use) {
         int32_t readers = in_use.load(std::memory_order_relaxed);
@@ -39,8 +38,6 @@ public:
             !in_use.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire, std::memory_order_relaxed));
     }
     ~Shared() { in_use_.fetch_sub(1, std::memory_order_release); }
-    Shared(const Shared &) = delete;
-    Shared &operator=(const Shared &) = delete;
 
 private:
     InUse &in_use_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "base/function_ref.h"
+#include "base/not_copied.h"
 #include "dsopt.h"
 
 namespace dsopt {
@@ -32,12 +33,10 @@ int default_threads();
 
 /// Default floating-point environment for the life of the object: callers that flush denormals or round differently
 /// would otherwise change the results. One per thread that computes.
-class DefaultFloatEnvironment {
+class DefaultFloatEnvironment : NotCopied {
 public:
     DefaultFloatEnvironment();
     ~DefaultFloatEnvironment();
-    DefaultFloatEnvironment(const DefaultFloatEnvironment &) = delete;
-    DefaultFloatEnvironment &operator=(const DefaultFloatEnvironment &) = delete;
 
 private:
     unsigned long saved_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+#include "base/not_copied.h"
 #include <cstddef>
 #include <mutex>
 #include <new>
@@ -34,7 +35,7 @@ private:
     std::mutex mutex_;
     std::vector<Block> free_;
 };
-class HostScratch {
+class HostScratch : NotCopied {
 public:
     HostScratch(ScratchPool &pool, size_t bytes) : pool_(pool) {
         if (bytes != 0) block_ = pool.take(bytes);
@@ -42,8 +43,6 @@ public:
     ~HostScratch() {
         if (!block_.empty()) pool_.give(std::move(block_));
     }
-    HostScratch(const HostScratch &) = delete;
-    HostScratch &operator=(const HostScratch &) = delete;
     char *data() { return block_.data(); }
 
 private:
