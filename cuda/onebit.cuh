@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
 __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
     begin_kernel();
-    if (b.one.compat && skipped(b.d)) return;
+    if (b.one.rules.compat && skipped(b.d)) return;
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &one = b.one.jobs[tensor];

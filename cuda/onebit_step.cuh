@@ -26,8 +26,8 @@ public:
             b_.x = device_exchange(*plan.onebit->buffers, layout);
             b_.x.table = layout;
             b_.x.skip = &plan.control->skip;
-            b_.packs = !b_.one.compat && !b_.x.layout->has_levels();
-            b_.whole_vectors = !b_.one.compat;
+            b_.packs = !b_.one.rules.compat && !b_.x.layout->has_levels();
+            b_.whole_vectors = !b_.one.rules.compat;
         }
     }
 

@@ -55,7 +55,7 @@ public:
             return all();
         }
         begin_rows(buffers_);
-        if (!onebit_.compat) {
+        if (!onebit_.rules.compat) {
             feed_leaves(feed);
             return end_rows(buffers_);
         }
@@ -126,7 +126,7 @@ public:
     }
 
     void freeze(bool copies_variance) override {
-        if (onebit_.compat && is_skipped()) return;
+        if (onebit_.rules.compat && is_skipped()) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             const OneBitJob &one = onebit_.jobs[i];

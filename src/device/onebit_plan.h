@@ -33,8 +33,7 @@ struct OneBitPlan {
     TrustRules trust;
     ScheduleState now; // before the step, as the host knows it
     Stage stage;       // which follows from it
-    bool compat;
-    bool exchanges; // there are other ranks
+    bool exchanges;    // there are other ranks
     ScheduleState *schedule;
     DoubleWords *lr_sum; // one a group; 0/1 Adam
     // One a tensor; 1-bit LAMB.
@@ -51,7 +50,7 @@ struct OneBitPlan {
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, Feed feed, int64_t tensor, int32_t group) {
     return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
             one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
-            one.compat && !one.exchanges && feed == Feed::gradient, !one.compat};
+            one.rules.compat && !one.exchanges && feed == Feed::gradient, !one.rules.compat};
 }
 
 // The family's counters. begin_...: before the exchange of a step that is taken. end_...: after everything else of it.
@@ -100,7 +99,7 @@ DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
 /// Of a skipped step, too: the original alone never hears of one.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
     if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
-    if (taken || !one.compat) (void)advance_schedule(one.rules, *one.schedule);
+    if (taken || !one.rules.compat) (void)advance_schedule(one.rules, *one.schedule);
 }
 
 } // namespace dsopt

@@ -138,7 +138,7 @@ ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) co
 }
 
 void OneBit::count_step(const OneBitPlan &plan) const {
-    if (plan.compat || context_.device().is_host()) return;
+    if (plan.rules.compat || context_.device().is_host()) return;
     known_ = plan.now;
     (void)advance_schedule(setup_.rules, *known_);
 }
@@ -160,7 +160,6 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .trust = setup_.trust,
                     .now = now,
                     .stage = stage_of(setup_.rules, now),
-                    .compat = setup_.rules.compat,
                     .exchanges = setup_.compresses,
                     .schedule = schedule,
                     .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),
@@ -188,7 +187,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
 void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
                         void *stream) const {
     const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
-    const bool some = onebit.stage == Stage::dry ? onebit.compat : onebit.stage != Stage::full;
+    const bool some = onebit.stage == Stage::dry ? onebit.rules.compat : onebit.stage != Stage::full;
     for (size_t i = 0; i < setup_.mean.size(); ++i) {
         const int64_t at = setup_.mean[i];
         if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;

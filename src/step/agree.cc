@@ -34,7 +34,7 @@ void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, 
     const int64_t ranks = data_ranks(comms.data, comms.node);
     const bool local = plan.onebit != nullptr && plan.onebit->stage != Stage::full && plan.onebit->stage != Stage::dry;
     // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
-    if (local && !plan.onebit->compat && ranks > 1) {
+    if (local && !plan.onebit->rules.compat && ranks > 1) {
         over_data(table.at, table.size());
         return run({NormMove::mean, table, 0, double(ranks)});
     }

@@ -23,7 +23,7 @@ void update_adam(const StepRun &run, StepLoops &loops, Feed feed) {
 
 void update_lamb(const StepRun &run, StepLoops &loops) {
     OneBitLoops &own = *loops.onebit();
-    if (run.plan.onebit->compat) own.scale_momenta();
+    if (run.plan.onebit->rules.compat) own.scale_momenta();
     feed_and_exchange(run, loops, Feed::scaled);
     own.lamb_moments();
     const bool shards = begin_shards(run, true);
@@ -42,7 +42,7 @@ void update_onebit(const StepRun &run, StepLoops &loops) {
     const OneBitPlan &plan = *run.plan.onebit;
     if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->begin();
     if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
-    if (plan.compat && plan.exchanges && loops.is_skipped()) return;
+    if (plan.rules.compat && plan.exchanges && loops.is_skipped()) return;
     if (plan.stage == Stage::local) return loops.onebit()->local();
     if (plan.stage == Stage::sync) return update_adam(run, loops, Feed::distance);
     switch (plan.rules.algorithm) {
@@ -61,7 +61,7 @@ void end_onebit(const StepRun &run, StepLoops &loops) {
     if (plan.stage == Stage::full && plan.active != nullptr && stage_of(plan.rules, next) != Stage::full)
         loops.onebit()->find_active();
     // The original forgets the copies when it was resumed past the freeze.
-    const bool late = plan.compat && next.step != plan.rules.freeze_step;
+    const bool late = plan.rules.compat && next.step != plan.rules.freeze_step;
     if (froze) loops.onebit()->freeze(plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late);
 }
 
