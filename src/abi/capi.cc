@@ -19,23 +19,14 @@
 
 using namespace dsopt;
 
-// Handles keep shared ownership, so an object lives as long as one made from it.
-struct dsopt_context {
-    std::shared_ptr<const Context> object;
-    const Context &context() const { return *object; }
-};
-struct dsopt_comm {
-    std::shared_ptr<Comm> object;
-    const Context &context() const { return *object->context(); }
-};
-struct dsopt_scaler {
-    std::shared_ptr<Scaler> object;
-    const Context &context() const { return object->context(); }
-};
-struct dsopt_optimizer {
-    std::shared_ptr<Optimizer> object;
-    const Context &context() const { return object->context(); }
-};
+namespace {
+/// Ownership is shared: an object lives as long as one made from it.
+template <class T> struct Handle { std::shared_ptr<T> object; };
+} // namespace
+struct dsopt_context : Handle<const Context> {};
+struct dsopt_comm : Handle<Comm> {};
+struct dsopt_scaler : Handle<Scaler> {};
+struct dsopt_optimizer : Handle<Optimizer> {};
 
 namespace {
 
@@ -59,9 +50,13 @@ template <class F> dsopt_status fence(F &&body) noexcept {
     }
 }
 
+const Context &context_of(const Context &context) { return context; }
+const Context &context_of(const Comm &comm) { return *comm.context(); }
+template <class T> const Context &context_of(const T &object) { return object.context(); }
+
 /// What is behind a handle, which in a child of fork() can only be destroyed.
-template <class Handle> const auto &object_of(const Handle *handle, const char *what) {
-    not_null(handle, what)->context().check_process();
+template <class T> const std::shared_ptr<T> &object_of(const Handle<T> *handle, const char *what) {
+    context_of(*not_null(handle, what)->object).check_process();
     return handle->object;
 }
 
@@ -125,8 +120,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     with.data = comm_if_any(desc.data);
     with.model = comm_if_any(desc.model);
     with.node = comm_if_any(desc.node);
-    if (desc.expert_count < 0 || desc.expert_count > 1024)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.expert_count is %d, not in [0, 1024]", desc.expert_count);
+    require_in(0, 1024, "dsopt_optimizer_desc.expert_count", desc.expert_count);
     if ((desc.expert_count > 0) != (desc.experts != nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
                     desc.experts != nullptr ? "given" : "NULL");

@@ -19,6 +19,11 @@ void require(bool good, const char *field, double value, const char *range) {
     if (!good) throw Error(DSOPT_ERR_ARGUMENT, "%s is %g, must be %s", field, value, range);
 }
 
+void require_in(int64_t least, int64_t most, const char *field, int64_t value) {
+    if (value < least || value > most)
+        throw Error(DSOPT_ERR_ARGUMENT, "%s is %lld, not in [%lld, %lld]", field, ll(value), ll(least), ll(most));
+}
+
 void check_aligned(const void *data, size_t bytes, const char *what) {
     if (reinterpret_cast<uintptr_t>(data) % bytes != 0)
         throw Error(DSOPT_ERR_ALIGNMENT, "%s is at %p, not aligned to %zu bytes", what, data, bytes);

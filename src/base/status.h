@@ -24,6 +24,8 @@ constexpr long long ll(int64_t value) { return static_cast<long long>(value); }
 
 /// Throws ARGUMENT unless `good`: "lr is -1, must be finite and not negative".
 void require(bool good, const char *field, double value, const char *range);
+/// Throws ARGUMENT unless `value` is in [least, most].
+void require_in(int64_t least, int64_t most, const char *field, int64_t value);
 /// Throws ALIGNMENT unless `data` begins at a multiple of `bytes`.
 void check_aligned(const void *data, size_t bytes, const char *what);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/tensor_list.h"
+#include "base/struct_io.h"
 #include <iterator>
 
 namespace dsopt {
@@ -17,12 +18,6 @@ uintptr_t end_of(const dsopt_tensor &tensor) {
 }
 
 } // namespace
-
-void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label) {
-    if (tensor.dtype != dtype)
-        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %s, must be %s", label.role, label.name,
-                    dtype_text(tensor.dtype).c_str(), dtype_text(dtype).c_str());
-}
 
 void check_tensor(const dsopt_tensor &tensor, Label label) {
     const size_t size = dtype_size(tensor.dtype);
@@ -54,6 +49,20 @@ void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label) {
     if (tensor.numel != registered)
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld, registered are %lld", label.role, label.name,
                     ll(tensor.numel), ll(registered));
+}
+
+void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, Label label) {
+    check_tensor(tensor, label);
+    if (tensor.dtype != dtype)
+        throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %s, must be %s", label.role, label.name,
+                    dtype_text(tensor.dtype).c_str(), dtype_text(dtype).c_str());
+    check_numel(tensor, registered, label);
+}
+
+void check_length(const dsopt_tensor *list, int64_t count, size_t registered, const char *what) {
+    if (count != int64_t(registered))
+        throw Error(DSOPT_ERR_SHAPE, "%s has %lld tensors, registered are %zu", what, ll(count), registered);
+    if (count > 0) not_null(list, what);
 }
 
 void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {

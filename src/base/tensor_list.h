@@ -17,10 +17,13 @@ struct Label {
 void check_tensor(const dsopt_tensor &tensor, Label label);
 /// The same, and float only.
 void check_float_tensor(const dsopt_tensor &tensor, Label label);
-/// This dtype and no other.
-void check_dtype(const dsopt_tensor &tensor, int32_t dtype, Label label);
+/// The same, and this dtype and numel.
+void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, Label label);
 /// The same numel as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
+
+/// A list that has as many tensors as are registered. Throws SHAPE, ARGUMENT.
+void check_length(const dsopt_tensor *list, int64_t count, size_t registered, const char *what);
 
 /// Tensors that share no bytes. Empty ones and those without memory take up nothing.
 class MemoryMap {

@@ -74,11 +74,8 @@ Context::Context(const dsopt_context_desc &desc) :
     desc_(desc),
     chunk_(desc.chunk != 0 ? desc.chunk : kLeaf),
     log_level_(desc.log_level) {
-    if (desc.threads < 0 || desc.threads > Parallel::kMaxThreads)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.threads is %d, not in [0, %d]", desc.threads,
-                    Parallel::kMaxThreads);
-    if (desc.log_level < 0 || desc.log_level > DSOPT_LOG_TRACE)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc.log_level is %d, not in [0, 4]", desc.log_level);
+    require_in(0, Parallel::kMaxThreads, "dsopt_context_desc.threads", desc.threads);
+    require_in(0, DSOPT_LOG_TRACE, "dsopt_context_desc.log_level", desc.log_level);
     if ((desc.allocate == nullptr) != (desc.release == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_context_desc: allocate and release come together or not at all");
     if (chunk_ <= 0 || chunk_ % kLeaf != 0)

@@ -18,11 +18,7 @@ CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compr
     int64_t total = 0;
     for (int64_t i = 0; i < args.count; ++i) {
         const std::string name = std::to_string(i);
-        const Label label{"compressed tensor", name.c_str()};
-        check_tensor(args.tensors[i], label);
-        if (args.tensors[i].dtype != DSOPT_DTYPE_F32)
-            throw Error(DSOPT_ERR_DTYPE, "compressed tensor '%s' has dtype %d, must be F32", name.c_str(),
-                        args.tensors[i].dtype);
+        check_like(args.tensors[i], DSOPT_DTYPE_F32, args.tensors[i].numel, {"compressed tensor", name.c_str()});
         numels.push_back(args.tensors[i].numel);
         total += args.tensors[i].numel;
         if (total > (int64_t(1) << 56))

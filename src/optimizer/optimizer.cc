@@ -26,10 +26,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
-    if (desc.nonfinite < DSOPT_NONFINITE_AUTO || desc.nonfinite > DSOPT_NONFINITE_APPLY)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.nonfinite is %d, not in [0, 2]", desc.nonfinite);
-    if (desc.masters != DSOPT_MASTERS_PER_TENSOR && desc.masters != DSOPT_MASTERS_FLAT)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.masters is %d, not 0 or 1", desc.masters);
+    require_in(DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_APPLY, "dsopt_optimizer_desc.nonfinite", desc.nonfinite);
+    require_in(DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_FLAT, "dsopt_optimizer_desc.masters", desc.masters);
     check_max_norm(desc.max_norm, "dsopt_optimizer_desc.max_norm");
     check_max_value(desc.max_value, "dsopt_optimizer_desc.max_value");
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
@@ -296,10 +294,7 @@ void Optimizer::restore(Restored restored) {
 void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *stream) {
     if (!(desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
-    if (count != int64_t(params_.size()))
-        throw Error(DSOPT_ERR_SHAPE, "the list has %lld gradients, registered are %zu parameters", ll(count),
-                    params_.size());
-    if (count > 0) not_null(grads, "the list of gradients");
+    check_length(grads, count, params_.size(), "the list of gradients");
     for (size_t i = 0; i < params_.size(); ++i)
         if (grads[i].data != nullptr) check_beside(grads[i], params_[i], "gradient of");
     call_list_.reserve(state_.size());

@@ -68,9 +68,7 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
 }
 
 void check_param(const dsopt_tensor &given, const Param &param) {
-    check_float_tensor(given, param.label());
-    check_dtype(given, param.dtype, param.label());
-    check_numel(given, param.numel, param.label());
+    check_like(given, param.dtype, param.numel, param.label());
 }
 
 } // namespace dsopt

@@ -17,8 +17,7 @@ constexpr Profile kProfiles[] = {
 ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     constexpr uint32_t known = DSOPT_SCALER_STATIC | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN |
                                DSOPT_SCALER_KEEP_AT_MIN | DSOPT_SCALER_SHARED | DSOPT_SCALER_GROWTH_AT_WINDOW;
-    if (desc.profile < DSOPT_PROFILE_DEFAULT || desc.profile > DSOPT_PROFILE_DYNAMIC)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.profile is %d, not in [0, 3]", desc.profile);
+    require_in(DSOPT_PROFILE_DEFAULT, DSOPT_PROFILE_DYNAMIC, "dsopt_scaler_desc.profile", desc.profile);
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_scaler_desc.flags has unknown bits: 0x%x", desc.flags);
     const bool fixed = desc.flags & DSOPT_SCALER_STATIC;
@@ -57,13 +56,9 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
 
 /// From a list of the two state tensors, "loss_scale" and "scaler".
 PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const ScalerRules &rules) {
-    not_null(list, "the list of the scaler's state");
-    if (count != 2) throw Error(DSOPT_ERR_SHAPE, "the list of the scaler's state has %lld entries, not 2", ll(count));
+    check_length(list, count, 2, "the list of the scaler's state");
     const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
-        const Label label{name, "the scaler"};
-        check_tensor(tensor, label);
-        check_dtype(tensor, dtype, label);
-        check_numel(tensor, numel, label);
+        check_like(tensor, dtype, numel, {name, "the scaler"});
         if (tensor.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "%s has no memory", name);
     };
     check(list[0], "loss_scale", DSOPT_DTYPE_F32, 1);

@@ -123,19 +123,14 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
 
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required) {
     const StateTable &state = optimizer.state();
-    not_null(list, "the state list");
-    if (count != int64_t(state.size()))
-        throw Error(DSOPT_ERR_SHAPE, "the state list has %lld entries, this optimizer has %zu", ll(count),
-                    state.size());
+    check_length(list, count, state.size(), "the state list");
     for (size_t i = 0; i < state.size(); ++i) check_state_tensor(optimizer, list[i], state[i], required);
 }
 
 void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, const StateEntry &entry,
                         bool required) {
     const Label label{entry.name(), owner_of(optimizer, entry)};
-    check_tensor(tensor, label);
-    check_dtype(tensor, entry.dtype, label);
-    check_numel(tensor, entry.numel, label);
+    check_like(tensor, entry.dtype, entry.numel, label);
     if (required && tensor.data == nullptr && entry.numel != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
 }
@@ -153,9 +148,7 @@ MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *
 }
 
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
-    if (count != int64_t(params_.size()))
-        throw Error(DSOPT_ERR_SHAPE, "the list has %lld parameters, registered are %zu", ll(count), params_.size());
-    if (count > 0) not_null(list, "the list of parameters");
+    check_length(list, count, params_.size(), "the list of parameters");
     for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
     memory_map_ = map_memory(list, nullptr);
     last_step_.forget();
