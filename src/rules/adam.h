@@ -81,22 +81,19 @@ inline void check_adam(const dsopt_group &group, bool compat) {
 template <Rule Standard, Rule Compat> Rule by_mode(const dsopt_group &, bool compat) {
     return compat ? Compat : Standard;
 }
-inline constexpr RuleInfo kAdam{.algorithm = DSOPT_ALGORITHM_ADAM,
-                                .name = "adam",
-                                .fields = kAdamFields,
-                                .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
-                                .compat = true,
-                                .defaults = adam_defaults,
-                                .check = check_adam,
-                                .formula = by_mode<Rule::adam, Rule::adam_compat>};
-inline constexpr RuleInfo kAdamW{.algorithm = DSOPT_ALGORITHM_ADAMW,
-                                 .name = "adamw",
-                                 .fields = kAdamFields,
-                                 .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
-                                 .compat = true,
-                                 .defaults = adam_defaults,
-                                 .check = check_adam,
-                                 .formula = by_mode<Rule::adamw, Rule::adamw_compat>};
+constexpr RuleInfo adam_record(int32_t algorithm, const char *name, Rule (*formula)(const dsopt_group &, bool)) {
+    return {.algorithm = algorithm,
+            .name = name,
+            .fields = kAdamFields,
+            .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
+            .compat = true,
+            .defaults = adam_defaults,
+            .check = check_adam,
+            .formula = formula};
+}
+inline constexpr RuleInfo kAdam = adam_record(DSOPT_ALGORITHM_ADAM, "adam", by_mode<Rule::adam, Rule::adam_compat>);
+inline constexpr RuleInfo kAdamW =
+    adam_record(DSOPT_ALGORITHM_ADAMW, "adamw", by_mode<Rule::adamw, Rule::adamw_compat>);
 inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .name = "adam_legacy",
                                       .fields = kAdamFields,
