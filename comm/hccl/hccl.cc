@@ -127,22 +127,18 @@ private:
         return DSOPT_OK;
     }
     void join(const dsopt_comm_desc &desc) {
-        struct Joined {
-            Result result;
-            Communicator comm;
-        };
         RootInfo info;
         std::memcpy(info.bytes, desc.id, sizeof info.bytes);
         // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
         const auto joined = run_bounded(deadline(), [functions = api_, context = context_, info, desc] {
-            Joined made{functions.set_context(context), nullptr};
-            if (made.result == 0)
-                made.result = functions.init(uint32_t(desc.ranks), &info, uint32_t(desc.rank), &made.comm);
-            return made;
+            Communicator comm = nullptr;
+            Result result = functions.set_context(context);
+            if (result == 0) result = functions.init(uint32_t(desc.ranks), &info, uint32_t(desc.rank), &comm);
+            return std::pair(result, comm);
         });
         if (!joined) throw_not_all_came(desc.ranks, timeout_ms());
-        check(joined->result, "HcclCommInitRootInfo");
-        comm_ = joined->comm;
+        check(joined->first, "HcclCommInitRootInfo");
+        comm_ = joined->second;
     }
     void *grow(Buffer &buffer, size_t bytes) {
         if (bytes > buffer.bytes) {

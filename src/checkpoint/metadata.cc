@@ -3,7 +3,6 @@
 #include "optimizer/onebit.h"
 #include "rules/group.h"
 #include <algorithm>
-#include <cmath>
 #include <unordered_map>
 
 namespace dsopt {
@@ -40,6 +39,13 @@ template <class Rules, class F> void for_scaler_fields(Rules &rules, F &&f) {
 template <class T> std::string to_text(T value) {
     char text[32];
     return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+/// Runs checks of what a caller may hand in on what a file has: a failure is a FORMAT error of the file.
+template <class Check> void check_saved(const std::string &what, const Check &check) {
+    try {
+        check();
+    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "%s of the checkpoint: %s", what.c_str(), e.what()); }
 }
 
 /// Parameter names in order, each behind its length: names may hold any character.
@@ -118,16 +124,12 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
                         i);
         groups[i].flags = flags;
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
-        try {
-            check_group(groups[i], optimizer.compat());
-        } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "group %zu of the checkpoint: %s", i, e.what()); }
+        check_saved("group " + std::to_string(i), [&] { check_group(groups[i], optimizer.compat()); });
         if (const MomentInfo *const moment = first_difference(moments_of(groups[i]), moments_of(optimizer.groups()[i])))
             throw Error(DSOPT_ERR_MISMATCH, "one of group %zu of the checkpoint and of this optimizer has no %s", i,
                         moment->name);
     }
-    try {
-        (void)check_family(groups, optimizer.compat());
-    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "groups of the checkpoint: %s", e.what()); }
+    check_saved("groups", [&] { (void)check_family(groups, optimizer.compat()); });
     return groups;
 }
 
@@ -216,13 +218,12 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     saved.groups = read_groups(optimizer, fields, sizes);
     saved.max_norm = fields.number<double>("max_norm");
     saved.calls = fields.number<int64_t>("calls");
-    if (!std::isfinite(saved.max_norm) || saved.max_norm < 0)
-        throw Error(DSOPT_ERR_FORMAT, "max_norm of the checkpoint is %g", saved.max_norm);
     saved.max_value = fields.number<double>("max_value");
-    if (!is_max_value(saved.max_value))
-        throw Error(DSOPT_ERR_FORMAT, "max_value of the checkpoint is %g", saved.max_value);
-    if (saved.calls < 0 || saved.calls > kMostCalls)
-        throw Error(DSOPT_ERR_FORMAT, "calls of the checkpoint is %lld", ll(saved.calls));
+    check_saved("metadata", [&] {
+        check_max_norm(saved.max_norm, "max_norm");
+        check_max_value(saved.max_value, "max_value");
+        require_in(0, kMostCalls, "calls", saved.calls);
+    });
     saved.order = match_params(optimizer, fields, sizes);
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
@@ -243,9 +244,7 @@ ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
                     flags & DSOPT_SCALER_STATIC ? "static" : "dynamic",
                     live.flags & DSOPT_SCALER_STATIC ? "static" : "dynamic");
-    try {
-        Scaler::check(rules);
-    } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "scaler of the checkpoint: %s", e.what()); }
+    check_saved("scaler", [&] { Scaler::check(rules); });
     return rules;
 }
 
@@ -279,8 +278,8 @@ size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
         throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name,
                     tensor.dtype, wanted.dtype);
     if (tensor.bytes != wanted.bytes)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %llu bytes, here it has %llu", name,
-                    static_cast<unsigned long long>(tensor.bytes), static_cast<unsigned long long>(wanted.bytes));
+        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %zu bytes, here it has %zu", name,
+                    size_t(tensor.bytes), size_t(wanted.bytes));
     if (tensor.shape.size() > 1 && wanted.shape.size() > 1 && tensor.shape != wanted.shape)
         throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size", name);
     return index;

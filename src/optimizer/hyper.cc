@@ -47,12 +47,12 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
 
 } // namespace
 
-bool is_max_value(double value) { return value == 0 || (std::isfinite(value) && value > 0 && float(value) > 0); }
 void check_max_norm(double value, const char *field) {
     require(std::isfinite(value) && value >= 0, field, value, "finite and not negative");
 }
 void check_max_value(double value, const char *field) {
-    require(is_max_value(value), field, value, "0, or finite and above 0 in fp32");
+    const bool clips = std::isfinite(value) && value > 0 && float(value) > 0;
+    require(value == 0 || clips, field, value, "0, or finite and above 0 in fp32");
 }
 
 void Optimizer::set(int32_t group, int32_t key, double value) {

@@ -191,9 +191,7 @@ void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, 
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream);
 int32_t next_reduction(const Optimizer &optimizer, int64_t call);
 dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words);
-/// A max_value that clips, or 0 for none. Below fp32's range it would clip every gradient to zero.
-bool is_max_value(double value);
-/// Throw ARGUMENT that names `field`.
+/// Throw ARGUMENT that names `field`. A max_value below fp32's range would clip every gradient to zero.
 void check_max_norm(double value, const char *field);
 void check_max_value(double value, const char *field);
 
