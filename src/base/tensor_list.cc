@@ -59,10 +59,9 @@ void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, L
     check_numel(tensor, registered, label);
 }
 
-void check_length(const dsopt_tensor *list, int64_t count, size_t registered, const char *what) {
-    if (count != int64_t(registered))
-        throw Error(DSOPT_ERR_SHAPE, "%s has %lld tensors, registered are %zu", what, ll(count), registered);
-    if (count > 0) not_null(list, what);
+void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const char *what) {
+    if (wanted > 0) not_null(list, what);
+    if (count != int64_t(wanted)) throw Error(DSOPT_ERR_SHAPE, "%s has %lld entries, not %zu", what, ll(count), wanted);
 }
 
 void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {

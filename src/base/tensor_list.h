@@ -22,8 +22,8 @@ void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, L
 /// The same numel as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
 
-/// A list that has as many tensors as are registered. Throws SHAPE, ARGUMENT.
-void check_length(const dsopt_tensor *list, int64_t count, size_t registered, const char *what);
+/// A list of this length. Throws SHAPE, ARGUMENT.
+void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const char *what);
 
 /// Tensors that share no bytes. Empty ones and those without memory take up nothing.
 class MemoryMap {

@@ -421,7 +421,7 @@ TEST(CppOptimizer, BindsMemory) {
     plain.export_state(2, exp_avg);
     EXPECT_EQ(state.memory[2], exp_avg);
     moved.weights.pop_back();
-    EXPECT_REFUSED(opt.bind_params(moved.weights), dsopt::argument_error, "2 parameters");
+    EXPECT_REFUSED(opt.bind_params(moved.weights), dsopt::argument_error, "2 entries");
 }
 
 TEST(CppOptimizer, Accumulates) {
