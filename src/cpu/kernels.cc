@@ -286,7 +286,8 @@ void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const 
     apply(moments, n - done, g, p + done, m + done, v + done, update + done);
 }
 
-template <class R> void lamb_moments_with(const R &rule, const Span &span) {
+template <class R> void lamb_moments_with(const Span &span) {
+    const R rule{*span.scalars};
     const TensorJob &job = *span.job;
     Buffer p_buffer, m_buffer, v_buffer, u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
@@ -315,11 +316,12 @@ void update(const Span &span) {
         if constexpr (R::sweeps == 1)
             update_with(R{*span.scalars}, span);
         else
-            lamb_moments_with(typename R::Moments{*span.scalars}, span);
+            lamb_moments_with<typename R::Moments>(span);
     });
 }
 
-template <class R> void lamb_weights_with(const R &rule, const Span &span) {
+template <class R> void lamb_weights_with(const Span &span) {
+    const R rule{*span.scalars, span.trust};
     const TensorJob &job = *span.job;
     WeightTile weights(span);
     Buffer m_buffer, v_buffer;
@@ -340,7 +342,7 @@ template <class R> void lamb_weights_with(const R &rule, const Span &span) {
 void lamb_weights(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 2) lamb_weights_with(typename R::Weights{*span.scalars, span.trust}, span);
+        if constexpr (R::sweeps == 2) lamb_weights_with<typename R::Weights>(span);
     });
 }
 

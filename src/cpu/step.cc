@@ -57,7 +57,7 @@ public:
         const bool asks_ahead = caches_.core == 0 || (trial != nullptr && trial->asks(cut_.bytes()));
         const bool skipped = is_skipped(), idle = plan_.onebit != nullptr && plan_.onebit->stage == Stage::dry;
         cut_.run(
-            [&](int64_t i, const Span &span) {
+            [this, skipped, idle](int64_t i, const Span &span) {
                 const bool elsewhere = is_elsewhere(i);
                 if (skipped || !span.job->present || (elsewhere && idle))
                     kernels_.unchanged(span);
@@ -97,7 +97,7 @@ public:
 private:
     using Clock = std::chrono::steady_clock;
     /// Loops of the 1-bit family update the tensor, or nobody does.
-    bool is_elsewhere(int64_t i) const { return onebit_ && onebit_->owns(i); }
+    bool is_elsewhere(int64_t i) const { return plan_.onebit != nullptr && onebit_->owns(i); }
 
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
