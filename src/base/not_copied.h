@@ -3,7 +3,7 @@
 
 namespace dsopt {
 
-/// A base of what owns something that there is once, or is where others know it to be: neither copied nor moved.
+/// Base of classes that own something alone, or whose address others keep: they are neither copied nor moved.
 class NotCopied {
 public:
     NotCopied() = default;

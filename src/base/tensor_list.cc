@@ -52,16 +52,16 @@ void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label) {
 }
 
 void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, Label label) {
-    check_tensor(tensor, label);
     if (tensor.dtype != dtype)
         throw Error(DSOPT_ERR_DTYPE, "%s '%s' has dtype %s, must be %s", label.role, label.name,
                     dtype_text(tensor.dtype).c_str(), dtype_text(dtype).c_str());
+    check_tensor(tensor, label);
     check_numel(tensor, registered, label);
 }
 
 void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const char *what) {
-    if (wanted > 0) not_null(list, what);
     if (count != int64_t(wanted)) throw Error(DSOPT_ERR_SHAPE, "%s has %lld entries, not %zu", what, ll(count), wanted);
+    if (wanted > 0) not_null(list, what);
 }
 
 void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {

@@ -17,12 +17,12 @@ struct Label {
 void check_tensor(const dsopt_tensor &tensor, Label label);
 /// The same, and float only.
 void check_float_tensor(const dsopt_tensor &tensor, Label label);
-/// The same, and this dtype and numel.
+/// check_tensor(), and this dtype and numel.
 void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, Label label);
 /// The same numel as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
 
-/// A list of this length. Throws SHAPE, ARGUMENT.
+/// A list of this length; an empty one may be NULL. Throws SHAPE, ARGUMENT.
 void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const char *what);
 
 /// Tensors that share no bytes. Empty ones and those without memory take up nothing.

@@ -41,7 +41,7 @@ template <class T> std::string to_text(T value) {
     return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-/// Runs checks of what a caller may hand in on what a file has: a failure is a FORMAT error of the file.
+/// Applies a check that callers' values pass to values of a file, whose failure is a FORMAT error.
 template <class Check> void check_saved(const std::string &what, const Check &check) {
     try {
         check();

@@ -183,6 +183,7 @@ TEST(AccumulateRefusals, NameWhatIsWrong) {
     EXPECT_TRUE(refused(trainer.accumulate({grads[0]}), DSOPT_ERR_SHAPE));
     EXPECT_TRUE(refused(trainer.accumulate({grads[0], Array(DSOPT_DTYPE_F32, 3, 1)}), DSOPT_ERR_SHAPE, "p1"));
     EXPECT_TRUE(refused(dsopt_optimizer_accumulate(trainer.opt(), nullptr, 2, nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(refused(dsopt_optimizer_accumulate(trainer.opt(), nullptr, 0, nullptr), DSOPT_ERR_SHAPE, "0 entries"));
     std::vector<dsopt_tensor> list = list_of(grads);
     list[1].dtype = DSOPT_DTYPE_I32;
     EXPECT_TRUE(refused(dsopt_optimizer_accumulate(trainer.opt(), list.data(), 2, nullptr), DSOPT_ERR_DTYPE, "p1"));

@@ -204,7 +204,10 @@ TEST(RefusedInitState, NamesEveryWrongTensorAndWritesNothing) {
     std::vector<dsopt_tensor> shorter = lists.state;
     shorter.pop_back();
     EXPECT_TRUE(refused(call(&params, shorter), DSOPT_ERR_SHAPE, "entries"));
-    EXPECT_TRUE(refused(call(&params, {}), DSOPT_ERR_ARGUMENT, "state list is NULL"));
+    EXPECT_TRUE(refused(call(&params, {}), DSOPT_ERR_SHAPE, "the state list has 0 entries"));
+    const int64_t count = int64_t(lists.state.size());
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(trainer.opt(), params.data(), nullptr, count, nullptr),
+                        DSOPT_ERR_ARGUMENT, "the state list is NULL"));
     EXPECT_TRUE(refused(call(nullptr, lists.state), DSOPT_ERR_ARGUMENT, "'p0'"));
     EXPECT_EQ(lists.bytes(), before);
     EXPECT_OK(call(&params, lists.state));
