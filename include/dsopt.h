@@ -1014,7 +1014,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimi
  * even if that step is skipped.
  * @param[in] grads  F32, F16 or BF16, only read. NULL data = nothing to add.
  * @param[in] count  number of parameters.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _UNSUPPORTED: made without DSOPT_OPTIMIZER_ACCUMULATE.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _ARGUMENT: no list; _UNSUPPORTED: made without
+ *         DSOPT_OPTIMIZER_ACCUMULATE.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads,
                                                               int64_t count, void *stream);
