@@ -37,7 +37,13 @@ using Comm = Handle<dsopt_comm>;
 dsopt_context_desc context_desc(int32_t threads = 1, int32_t backend = DSOPT_BACKEND_CPU, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());
 /// What DSOPT_ISA can be. A processor without one of them runs the loops of the one before it that it has.
-inline constexpr const char *kIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+inline constexpr const char *kAllIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+/// Those whose bits are compared. To the thread sanitizer other code in the same threads is the same.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr const char *kIsas[] = {"generic", "avx512"};
+#else
+inline constexpr const auto &kIsas = kAllIsas;
+#endif
 /// The environment's DSOPT_ISA while it lives; read when a context is made.
 struct Isa {
     explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }

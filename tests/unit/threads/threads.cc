@@ -582,14 +582,14 @@ TEST(LogHook, ProcessorRunsTheLoopsThatAreAskedForWhereItHasThem) {
     const bool has[] = {true, false, false, false};
 #endif
     std::string wanted;
-    for (size_t i = 0; i < std::size(kIsas); ++i) {
-        if (has[i]) wanted = kIsas[i];
-        const Isa isa(kIsas[i]);
+    for (size_t i = 0; i < std::size(kAllIsas); ++i) {
+        if (has[i]) wanted = kAllIsas[i];
+        const Isa isa(kAllIsas[i]);
         Log log;
         const Context context = make_context(log.desc(DSOPT_LOG_INFO));
         ASSERT_FALSE(log.lines.empty());
         const std::string &line = log.lines[0].second;
-        EXPECT_EQ(line.substr(line.rfind(' ') + 1), wanted) << kIsas[i];
+        EXPECT_EQ(line.substr(line.rfind(' ') + 1), wanted) << kAllIsas[i];
     }
 }
 
