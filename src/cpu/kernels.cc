@@ -286,6 +286,8 @@ void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const 
     apply(moments, n - done, g, p + done, m + done, v + done, update + done);
 }
 
+// The two loops of LAMB make their rules themselves: handed over in memory they would be written in small pieces, and wide
+// reads of them would wait for that.
 template <class R> void lamb_moments_with(const Span &span) {
     const R rule{*span.scalars};
     const TensorJob &job = *span.job;
