@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between bench_against and the adapters through which it calls libraries. An adapter is against_adapter.cc, compiled against
+// the dsopt_dl.h of the commit that its library was built from, so two libraries whose structs differ can run in one process.
+// Nothing here may depend on dsopt.h, because both sides would then have different ideas of it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace against {
+
+enum class Rule { adamw, lamb, sgd, lion, adagrad, onebit_adam };
+enum class Dtype { f32, f16, bf16 };
+
+struct Case {
+    const char *name;
+    Rule rule;
+    Dtype dtype; // of parameters and gradients; 16 bits: with masters, loss scale and clipping
+    double momentum = 0;
+    bool exchanges = false; // compressed steps of one rank of 8
+    bool delta = false;     // writes the change and leaves the parameters alone
+};
+
+struct Tensor {
+    void *data;
+    int64_t numel;
+};
+
+/// What both libraries work on.
+class Shared {
+public:
+    std::vector<Tensor> params, grads;
+    std::vector<Tensor> outs; // empty unless the case writes changes
+    /// Memory for the state tensor of this name of one parameter: as many elements as the parameter has. The same for both.
+    virtual void *state_memory(const char *name, size_t param, size_t element_bytes) = 0;
+
+protected:
+    ~Shared() = default;
+};
+
+/// The step of one library.
+class Engine {
+public:
+    virtual ~Engine() = default;
+    virtual void step() = 0;
+};
+
+/// `against_open` of an adapter. NULL: this library does not know the rule. Other failures end the program.
+using Open = Engine *(const char *library, const Case &what, Shared &shared);
+
+} // namespace against
