@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What protects the code of dsopt at run time, as the ELF files have it.
+
+usage: hardening.py fortified|plain libdsopt.so libdsopt.a PROGRAM
+
+Every function is bound when a file is loaded, and what was relocated is then read-only; no stack can be executed; a
+program is placed anywhere; functions with arrays check a canary; in optimized builds (`fortified`) copies and formatted
+text into objects of known size are checked. Prints `name: reason` for each check that fails, then `N passed, N failed`.
+"""
+import re
+import subprocess
+import sys
+
+
+def output(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def checks_of_file(path):
+    dynamic, segments = output("readelf", "-dW", path), output("readelf", "-lW", path)
+    yield "is bound at load", bool(re.search(r"BIND_NOW|FLAGS_1\).*\bNOW\b", dynamic))
+    yield "has a read-only segment after relocation", "GNU_RELRO" in segments
+    stack = re.search(r"GNU_STACK\s.*?\s([RWE ]{3})\s+0x", segments)
+    yield "has a stack without code", bool(stack) and "E" not in stack.group(1)
+    yield "can be placed anywhere", bool(re.search(r"^Elf file type is DYN", segments, re.M))
+
+
+def imports(*nm):
+    return set(re.findall(r"\bU (\w+)", output(*nm)))
+
+
+def checks(fortified, shared, static, program):
+    for path in (shared, program):
+        for name, holds in checks_of_file(path):
+            yield path + " " + name, holds
+    for path, names in ((shared, imports("nm", "-D", shared)), (static, imports("nm", static))):
+        yield path + " checks canaries", "__stack_chk_fail" in names
+        checked = sorted(name for name in names if name.endswith("_chk"))
+        # A build that is not optimized cannot have them, and it is as wrong if they come from elsewhere unasked.
+        yield f"{path}: checked functions are {checked}", ("__vsnprintf_chk" in checked) == fortified
+
+
+def main():
+    passed = failed = 0
+    for name, holds in checks(sys.argv[1] == "fortified", *sys.argv[2:5]):
+        passed += holds
+        failed += not holds
+        if not holds:
+            print(f"{name}: is not so")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
