@@ -28,6 +28,12 @@ gcc $strict caller_c.c -o static -static $(pkg-config --static --cflags --libs d
 ldd shared | grep -q 'libdsopt.so.1 => /' || fail "shared: not linked to libdsopt.so.1"
 ! ldd archive | grep libdsopt || fail "archive: linked to the shared library"
 for program in shared archive static; do sh ./caller.sh ./$program || fail "$program"; done
+for package in libdsopt1 libdsopt-dev dsopt-tools; do
+    grep -q '"spdxVersion"' "/usr/share/doc/$package/sbom.spdx.json" || fail "$package has no bill of materials"
+    for holder in 'Milo Yip' 'Yann Collet'; do
+        grep -q "$holder" "/usr/share/doc/$package/copyright" || fail "$package does not name $holder"
+    done
+done
 grep -q '"abi_version"' "$(pkg-config --variable=abi_json dsopt)" || fail "no dsopt.json"
 
 version=$(pkg-config --modversion dsopt)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend of pyproject.toml: meson-python, with the wheel's tag put right.
+"""The build backend of pyproject.toml: meson-python, with another tag and with the bill of materials where wheels have it.
 
 The package is Python and a library that is loaded by ctypes, so one wheel serves every Python 3 of a platform.
 meson-python takes
-all that lies beside a shared library for code of one Python's ABI, and names the wheel so.
+all that lies beside a shared library for code of one Python's ABI, and names the wheel so. Its installation has no
+place for files of *.dist-info.
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 
 from mesonpy import (
     build_editable,
@@ -20,23 +22,27 @@ from mesonpy import (
 from mesonpy import build_wheel as build_tagged_wheel
 
 
+def wheel(*arguments):
+    """Last word of what `python -m wheel` prints."""
+    command = [sys.executable, "-m", "wheel", *arguments]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, universal_newlines=True)
+    return said.stdout.split()[-1]
+
+
+def move_sbom(path):
+    """dsopt/dsopt.spdx.json into *.dist-info/sboms (PEP 770)."""
+    with tempfile.TemporaryDirectory() as folder:
+        wheel("unpack", "--dest", folder, path)
+        (top,) = (os.path.join(folder, name) for name in os.listdir(folder))
+        (info,) = (name for name in os.listdir(top) if name.endswith(".dist-info"))
+        sboms = os.path.join(top, info, "sboms")
+        os.mkdir(sboms)
+        os.rename(os.path.join(top, "dsopt", "dsopt.spdx.json"), os.path.join(sboms, "dsopt.spdx.json"))
+        wheel("pack", "--dest-dir", os.path.dirname(path), top)
+
+
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     name = build_tagged_wheel(wheel_directory, config_settings, metadata_directory)
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "wheel",
-            "tags",
-            "--python-tag",
-            "py3",
-            "--abi-tag",
-            "none",
-            "--remove",
-            os.path.join(wheel_directory, name),
-        ],
-        stdout=subprocess.PIPE,
-        check=True,
-        universal_newlines=True,
-    )
-    return os.path.basename(said.stdout.split()[-1])
+    path = os.path.join(wheel_directory, name)
+    move_sbom(path)
+    return os.path.basename(wheel("tags", "--python-tag", "py3", "--abi-tag", "none", "--remove", path))

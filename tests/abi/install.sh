@@ -63,6 +63,11 @@ shared)
     # What other languages and programs that are not linked take.
     cmp "$(flags --variable=abi_json)" "$here/../../include/dsopt.json" || fail "shared: abi_json"
     [ -f "$(flags --variable=includedir)/dsopt_dl.h" ] || fail "shared: no dsopt_dl.h"
+    # Licences of what is compiled in, and the list of it.
+    for licence in LICENSE LICENSES/RapidJSON.txt LICENSES/xxHash.txt; do
+        cmp "$here/../../$licence" "$moved/share/licenses/dsopt/$(basename "$licence")" || fail "shared: $licence"
+    done
+    grep -q '"spdxVersion"' "$moved/share/dsopt/dsopt.spdx.json" || fail "shared: no bill of materials"
     ;;
 plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
     compile plugins plugins.c $(flags --cflags --libs) -ldl

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Licence texts of what is compiled in, and the bills of materials.
+
+usage: licences.py ROOT INPUTS CXX...
+
+The texts in LICENSES are those of the headers that this build has; every package has them; the bill of materials of
+each package has the fields that SPDX 2.3 requires, versions as the preprocessor sees them, and the same bytes for the
+same inputs. If spdx-tools are installed they validate it too. Prints `name: reason` for each check that fails, then
+`N passed, N failed`.
+"""
+import json
+import os
+import re
+import subprocess
+import sys
+
+ROOT, INPUTS, CXX = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2]), sys.argv[3:]
+HEADERS = {"RapidJSON": "rapidjson/reader.h", "xxHash": "xxhash.h"}
+LICENCES = {"RapidJSON": "MIT", "xxHash": "BSD-2-Clause", "CUDA runtime": "LicenseRef-NVIDIA-CUDA-EULA"}
+RELATIONS = {"DESCRIBES", "CONTAINS", "STATIC_LINK", "BUILD_TOOL_OF"}
+
+
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding="utf-8") as file:
+        return file.read()
+
+
+def words(text):
+    """Without the characters that comments and the format of Debian's copyright file put around a text."""
+    return " ".join(word for word in re.sub(r"[/*\u201c\u201d]", " ", text).split() if word != ".")
+
+
+def preprocessed(source):
+    said = subprocess.run([*CXX, "-x", "c++", "-E", "-P", "-"], input=source, stdout=subprocess.PIPE, text=True, check=True)
+    return said.stdout.strip().splitlines()[-1].replace(" ", "")
+
+
+def header(name):
+    """Text of a header that the compiler finds."""
+    said = subprocess.run([*CXX, "-x", "c++", "-M", "-"], input=f"#include <{HEADERS[name]}>\n", stdout=subprocess.PIPE,
+                          text=True, check=True)
+    (path,) = {path for path in said.stdout.replace("\\\n", " ").split() if path.endswith("/" + HEADERS[name])}
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def texts():
+    for name in HEADERS:
+        text = read("LICENSES", name + ".txt")
+        rights = re.search(r"^Copyright.*$", text, re.M).group()
+        notice = words(header(name)[:6000])
+        yield f"{name}: '{rights}' is in its header", words(rights) in notice
+        terms = text.split("\n\n")[3:]
+        yield f"{name}: has terms", len(terms) >= 3
+        if name == "xxHash":  # the header of RapidJSON names its licence alone
+            for paragraph in terms:
+                yield f"{name}: '{paragraph[:40]}...' is in its header", words(paragraph) in notice
+        else:
+            yield f"{name}: its header names the licence", "MIT License" in notice
+        copyright_file = words(read("packaging", "debian", "copyright"))
+        for paragraph in terms:
+            yield f"{name}: '{paragraph[:40]}...' is in debian/copyright", words(paragraph) in copyright_file
+        yield f"{name}: the crate has the text", text == read("bindings", "rust", "dsopt-sys", "LICENSES", name + ".txt")
+        yield f"{name}: it is installed", f"'LICENSES/{name}.txt'" in read("meson.build")
+    project = read("pyproject.toml")
+    yield "wheel: has the texts", '"LICENSES/*.txt"' in project
+    yield "wheel: names the licences", 'license = "Apache-2.0 AND MIT AND BSD-2-Clause"' in project
+
+
+def required(sbom):
+    """What SPDX 2.3 requires of a document without files."""
+    yield all(isinstance(sbom.get(key), str) and sbom[key] for key in ("name", "documentNamespace"))
+    yield sbom["spdxVersion"] == "SPDX-2.3" and sbom["dataLicense"] == "CC0-1.0" and sbom["SPDXID"] == "SPDXRef-DOCUMENT"
+    yield bool(re.fullmatch(r"https://[^#\s]+", sbom["documentNamespace"]))
+    yield bool(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", sbom["creationInfo"]["created"]))
+    yield all(re.match(r"(Tool|Organization|Person): \S", creator) for creator in sbom["creationInfo"]["creators"])
+    names = [package["SPDXID"] for package in sbom["packages"]]
+    yield len(set(names)) == len(names) and all(re.fullmatch(r"SPDXRef-[A-Za-z0-9.-]+", name) for name in names)
+    for package in sbom["packages"]:
+        yield all(package.get(key) for key in ("name", "versionInfo", "downloadLocation", "licenseConcluded", "licenseDeclared",
+                                               "copyrightText"))
+        yield package["filesAnalyzed"] is False
+        yield all(re.fullmatch(r"pkg:\S+@\S+", ref["referenceLocator"]) for ref in package["externalRefs"])
+    known = {"SPDXRef-DOCUMENT", *names}
+    for relation in sbom["relationships"]:
+        yield relation["relationshipType"] in RELATIONS
+        yield {relation["spdxElementId"], relation["relatedSpdxElement"]} <= known
+    # Nothing hangs in the air.
+    yield {end for one in sbom["relationships"] for end in (one["spdxElementId"], one["relatedSpdxElement"])} == known
+
+
+def valid(path):
+    """None where spdx-tools are not installed, else what they find."""
+    try:
+        from spdx_tools.spdx.parser.parse_anything import parse_file
+        from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
+    except ImportError:
+        return None
+    return [message.validation_message for message in validate_full_spdx_document(parse_file(path))]
+
+
+def written(kind, *arguments):
+    command = [sys.executable, os.path.join(ROOT, "scripts", "sbom.py"), kind, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1"}).stdout
+
+
+def materials():
+    with open(INPUTS, encoding="utf-8") as file:
+        inputs = json.load(file)
+    seen = {
+        "RapidJSON": preprocessed("#include <rapidjson/rapidjson.h>\nRAPIDJSON_MAJOR_VERSION.RAPIDJSON_MINOR_VERSION.RAPIDJSON_PATCH_VERSION"),
+        "xxHash": preprocessed("#include <xxhash.h>\nXXH_VERSION_MAJOR.XXH_VERSION_MINOR.XXH_VERSION_RELEASE"),
+    }
+    compiled_in = {name: version for name, version in inputs["compiled_in"].items() if name in seen}
+    yield f"inputs: {compiled_in} is compiled in, the preprocessor sees {seen}", compiled_in == seen
+    version = re.search(r"^#define DSOPT_VERSION_MAJOR (\d+)", read("include", "dsopt.h"), re.M).group(1)
+    yield "inputs: the version is that of dsopt.h", inputs["version"].split(".")[0] == version
+    scanned = 0
+    for kind in ("install", "wheel", "crate", "libdsopt1", "libdsopt-dev", "dsopt-tools"):
+        arguments = [] if kind == "crate" else ["--inputs", INPUTS]
+        text = written(kind, *arguments)
+        sbom = json.loads(text)
+        yield f"{kind}: has what SPDX requires", all(required(sbom))
+        yield f"{kind}: the same inputs give the same bytes", text == written(kind, *arguments)
+        have = {package["name"]: (package["versionInfo"], package["licenseDeclared"]) for package in sbom["packages"]}
+        parts = {name: have[name] for name in have if name in LICENCES}
+        has_library = kind in ("install", "wheel", "libdsopt1", "libdsopt-dev")
+        want = {name: (number, LICENCES[name]) for name, number in inputs["compiled_in"].items()} if has_library else {}
+        yield f"{kind}: {parts} is compiled in, not {want}", parts == want
+        concluded = sbom["packages"][0]["licenseConcluded"].split(" AND ")
+        yield f"{kind}: {concluded} covers its parts", set(concluded) == {"Apache-2.0", *(LICENCES[name] for name in want)}
+        path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"dsopt-{os.getpid()}.spdx.json")
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+            found = valid(path)
+        finally:
+            os.remove(path)
+        if found is not None:
+            scanned += 1
+            yield f"{kind}: spdx-tools say {found}", not found
+    print(f"spdx-tools validated {scanned} documents" if scanned else "spdx-tools are not installed: bindings/python/check has them")
+
+
+def main():
+    passed = failed = 0
+    for part in (texts, materials):
+        for name, holds in part():
+            passed += holds
+            failed += not holds
+            if not holds:
+                print(f"{name}: is not so")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
