@@ -5,9 +5,9 @@
 usage: count_tests.py BUILD
 
 Prints `passed failed skipped` on standard output, and on standard error the end of what each failed test said. A
-GoogleTest program counts with its single cases, a program that ends with a line `N passed, N failed` with those, any
-other as one case. A test that went wrong without a failed case (it crashed, ran too long, leaked memory) is one failed
-case more.
+GoogleTest program counts with its single cases, a program that ends with a line `N passed, N failed[, N skipped]` with
+those, any other as one case. A test that went wrong without a failed case (it crashed, ran too long, leaked memory) is
+one failed case more. Writes BUILD/not-run: a line `TEST: REASON` for each reason for which something was skipped.
 """
 import collections
 import json
@@ -18,12 +18,15 @@ import xml.etree.ElementTree
 
 TAIL = 60  # lines of a failed test
 NOISE = ("[ RUN ", "[       OK", "[-----")  # of GoogleTest
-CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed\s*\Z", re.MULTILINE)
+CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?\s*\Z", re.MULTILINE)
+REASON = re.compile(r"^.*\bskipped[:,] (.+)", re.MULTILINE)
 
 
 def gtest_cases(path):
-    """Test name -> [passed, failed, skipped]. Suites of a GoogleTest program are called project.test.suite."""
+    """Test name -> [passed, failed, skipped], and test name -> reasons of the skipped ones. Suites of a GoogleTest
+    program are called project.test.suite."""
     counts = collections.defaultdict(lambda: [0, 0, 0])
+    reasons = collections.defaultdict(list)
     with open(path, encoding="utf-8", errors="replace") as stream:
         text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "?", stream.read())  # Meson puts in whatever a test printed
     for suite in xml.etree.ElementTree.fromstring(text.encode()).iter("testsuite"):
@@ -35,9 +38,12 @@ def gtest_cases(path):
                 counts[name][1] += 1
             elif case.find("skipped") is not None or case.get("status") == "notrun":
                 counts[name][2] += 1
+                skipped = case.find("skipped")
+                message = (skipped.get("message") or skipped.text or "") if skipped is not None else "disabled"
+                reasons[name].append(" ".join(message.split()) or "no reason given")
             else:
                 counts[name][0] += 1
-    return counts
+    return counts, reasons
 
 
 def cases_of(test, gtests):
@@ -48,12 +54,21 @@ def cases_of(test, gtests):
         counts = [0, 0, 1]
     else:
         closing = CLOSING_LINE.search(test["stdout"] or "")
-        counts = [int(closing.group(1)), int(closing.group(2)), 0] if closing else [0, 0, 0]
+        counts = [int(number or 0) for number in closing.groups()] if closing else [0, 0, 0]
         if sum(counts) == 0:
             counts[0 if test["result"] in ("OK", "EXPECTEDFAIL") else 1] = 1
     if test["result"] not in ("OK", "EXPECTEDFAIL", "SKIP") and counts[1] == 0:
         counts[1] = 1
     return counts
+
+
+def reasons_of(test, gtests):
+    """Why something of one line of testlog.json was skipped."""
+    said = (test["stdout"] or "") + test.get("stderr", "")
+    found = gtests.get(test["name"], []) + [reason.strip() for reason in REASON.findall(said)]
+    if not found and test["result"] == "SKIP":
+        found = [(said.strip().splitlines() or ["no reason given"])[-1]]
+    return list(dict.fromkeys(found))
 
 
 def what_it_said(test):
@@ -63,15 +78,20 @@ def what_it_said(test):
 
 def main():
     logs = os.path.join(sys.argv[1], "meson-logs")
-    gtests = gtest_cases(os.path.join(logs, "testlog.junit.xml"))
+    gtests, skipped_cases = gtest_cases(os.path.join(logs, "testlog.junit.xml"))
     total = [0, 0, 0]
+    not_run = []
     with open(os.path.join(logs, "testlog.json"), encoding="utf-8") as lines:
         for test in map(json.loads, lines):
             counts = cases_of(test, gtests)
             total = [a + b for a, b in zip(total, counts)]
+            if counts[2]:
+                not_run += [f"{test['name']}: {reason}" for reason in reasons_of(test, skipped_cases)]
             if counts[1] or test["result"] == "SKIP":
                 print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, {test['duration']:.0f} s",
                       what_it_said(test), sep="\n", file=sys.stderr)
+    with open(os.path.join(sys.argv[1], "not-run"), "w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in not_run)
     print(*total)
 
 

@@ -52,10 +52,10 @@ deb() {
 wheel() {
     export_tree wheel
     [ -f "$tree/pyproject.toml" ] || fail "there is no pyproject.toml to make a wheel of"
-    python3 -m venv "$work/venv" >/dev/null || fail "no venv: install python3-venv"
-    # As in deb: with the system's compilers.
-    env -u CC -u CXX "$work/venv/bin/pip" wheel --quiet --no-input --disable-pip-version-check --no-deps \
-        --wheel-dir "$packages" "$tree" || fail "pip wheel"
+    scripts/venv.sh "$work/venv" python python3 || fail "no environment to build a wheel in"
+    # As in deb: with the system's compilers. With the pinned tools, and not the newest that pip would download.
+    env -u CC -u CXX PATH="$work/venv/bin:$PATH" "$work/venv/bin/pip" wheel --quiet --no-input --disable-pip-version-check \
+        --no-deps --no-build-isolation --wheel-dir "$packages" "$tree" || fail "pip wheel"
 }
 
 crate() {

@@ -1,0 +1,28 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# requirements.sh [NAME...]: renews the pins in scripts/requirements: resolves NAME.in, which says what is needed, to the newest
+# versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in names. Without
+# a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it.
+set -eu
+cd "$(dirname "$0")/requirements"
+uv=0.13.9
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python3 -m venv "$work/venv"
+"$work/venv/bin/pip" install -q --disable-pip-version-check "uv==$uv"
+mkdir "$work/project"
+printf '[project]\nname = "requirements"\nversion = "0"\n[tool.uv]\nenvironments = ["sys_platform == %s"]\n' "'linux'" \
+    >"$work/project/pyproject.toml"
+[ $# != 0 ] || set -- *.in
+for name; do
+    name=${name%.in}
+    oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$name.in")
+    (
+        here=$PWD
+        cd "$work/project" # where uv finds which systems to resolve for
+        "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade \
+            --python-version "$oldest" "$here/$name.in" -o "$work/$name.txt"
+    )
+    { echo "# Written by scripts/requirements.sh from $name.in."; cat "$work/$name.txt"; } >"$name.txt"
+    echo "$name: $(grep -c '==' "$name.txt") versions"
+done

@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/count_tests.py counts what was skipped and names the reason.
+
+usage: count_tests.py ROOT
+"""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+TESTS = [
+    ("plain", "OK", "", [1, 0, 0], []),
+    ("counted", "OK", "a: is not so\n7 passed, 2 failed\n", [7, 2, 0], []),
+    ("partly", "OK", "skipped: test_x: no GPU\nskipped: test_y: no GPU at all\n5 passed, 0 failed, 2 skipped\n", [5, 0, 2],
+     ["test_x: no GPU", "test_y: no GPU at all"]),
+    ("whole", "SKIP", "jax: skipped: PyPI was not reached for jax\n", [0, 0, 1], ["PyPI was not reached for jax"]),
+    ("silent", "SKIP", "", [0, 0, 1], ["no reason given"]),
+    ("crashed", "FAIL", "", [0, 1, 0], []),
+    ("cases", "OK", "", [1, 0, 2], ["this device has no streams"]),
+]
+JUNIT = """<?xml version='1.0' encoding='utf-8'?><testsuites><testsuite name="dsopt.cases.Suite"><testcase name="runs"/>
+<testcase name="One"><skipped message="this device has no streams"/></testcase>
+<testcase name="Two"><skipped message="this device
+has no streams"/></testcase></testsuite></testsuites>"""
+
+
+def main():
+    script = os.path.join(sys.argv[1], "scripts", "count_tests.py")
+    with tempfile.TemporaryDirectory() as build:
+        os.mkdir(os.path.join(build, "meson-logs"))
+        with open(os.path.join(build, "meson-logs", "testlog.junit.xml"), "w", encoding="utf-8") as file:
+            file.write(JUNIT)
+        with open(os.path.join(build, "meson-logs", "testlog.json"), "w", encoding="utf-8") as file:
+            for name, result, said, _, _ in TESTS:
+                file.write(json.dumps({"name": name, "result": result, "stdout": said, "returncode": 0, "duration": 1}) + "\n")
+        said = subprocess.run([sys.executable, script, build], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        with open(os.path.join(build, "not-run"), encoding="utf-8") as file:
+            not_run = file.read().splitlines()
+    results = [
+        ("counts", said.stdout.split(), [str(sum(test[3][i] for test in TESTS)) for i in range(3)]),
+        ("not-run", not_run, [f"{test[0]}: {reason}" for test in TESTS for reason in test[4]]),
+    ]
+    for name, have, want in results:
+        if have != want:
+            print(f"{name}: {have} in place of {want}")
+    failed = sum(have != want for _, have, want in results)
+    print(f"{len(results) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

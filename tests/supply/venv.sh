@@ -1,0 +1,67 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# venv.sh ROOT: scripts/venv.sh installs what has the right hash, fails if a hash differs, and skips with a reason without a
+# network and without a Python that fits. Needs no network: the index is a folder.
+set -eu
+root=$1
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -c 'import ensurepip, venv' 2>/dev/null || { echo "venv: skipped, Python's venv is not installed"; exit 77; }
+passed=0
+fail() { echo "$*"; cat "$folder/said"; echo "$passed passed, 1 failed"; exit 1; }
+pass() { passed=$((passed + 1)); }
+
+mkdir -p "$folder/scripts/requirements" "$folder/index"
+cp "$root/scripts/venv.sh" "$folder/scripts"
+# A wheel of one module.
+hash=$(python3 - "$folder/index" <<'END'
+import hashlib, sys, zipfile
+path = sys.argv[1] + "/pinned-1.0-py3-none-any.whl"
+with zipfile.ZipFile(path, "w") as wheel:
+    wheel.writestr("pinned.py", "value = 7\n")
+    wheel.writestr("pinned-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: pinned\nVersion: 1.0\n")
+    wheel.writestr("pinned-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    wheel.writestr("pinned-1.0.dist-info/RECORD", "")
+print(hashlib.sha256(open(path, "rb").read()).hexdigest())
+END
+)
+list() { # OLDEST HASH
+    printf '# python %s\npinned\n' "$1" >"$folder/scripts/requirements/one.in"
+    printf 'pinned==1.0 \\\n    --hash=sha256:%s\n' "$2" >"$folder/scripts/requirements/one.txt"
+}
+make() { # STATUS
+    status=0
+    "$folder/scripts/venv.sh" "$folder/venv" one no-such-python python3 >"$folder/said" 2>&1 || status=$?
+    [ "$status" = "$1" ]
+}
+export PIP_CONFIG_FILE=/dev/null
+unset PIP_FIND_LINKS PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX
+wrong=$(echo "$hash" | tr 0-9a-f 1-9a-f0)
+
+export PIP_INDEX_URL=http://127.0.0.1:9/simple # where nothing listens
+list 3.6 "$hash"
+make 77 || fail "without a network: status $status in place of 77"
+grep -q '^skipped: PyPI was not reached' "$folder/said" || fail "without a network: no reason"
+pass
+unset PIP_INDEX_URL
+export PIP_NO_INDEX=1 PIP_FIND_LINKS="$folder/index"
+list 3.6 "$wrong"
+make 1 || fail "with another hash: status $status in place of 1"
+grep -qi 'hash' "$folder/said" || fail "with another hash: no reason"
+[ ! -f "$folder/venv/ready" ] || fail "with another hash: the environment counts as made"
+pass
+list 3.6 "$hash"
+make 0 || fail "with the right hash: status $status"
+[ "$("$folder/venv/bin/python" -c 'import pinned; print(pinned.value)')" = 7 ] || fail "the module is not installed"
+pass
+touch "$folder/venv/kept"
+make 0 && [ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again"
+pass
+echo '# renewed' >>"$folder/scripts/requirements/one.txt"
+make 0 && [ ! -f "$folder/venv/kept" ] || fail "an environment with other pins is not made again"
+pass
+list 3.99 "$hash"
+make 77 || fail "without a Python that fits: status $status in place of 77"
+grep -q '^skipped: there is no Python 3.99' "$folder/said" || fail "without a Python that fits: no reason"
+pass
+echo "$passed passed, 0 failed"
