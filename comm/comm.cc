@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/comm.h"
+#include "base/fork.h"
 #include "base/sizes.h"
 #include "comm/bounded.h"
-#include <mutex>
 
 namespace dsopt {
 
@@ -21,12 +21,12 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
 void Comm::Scratch::leave_behind() {
-    static std::mutex mutex;
-    static auto &kept = *new std::vector<Memory>; // for ever, but reachable: no leak to a tool that looks for them
-    const std::lock_guard lock(mutex);
+    static constinit PerProcess<std::vector<Memory>> kept; // for ever
     bytes_ = 0;
     if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
-    for (Memory &memory : outgrown_) kept.push_back(std::move(memory));
+    kept.with([&](auto &memories) {
+        for (Memory &memory : outgrown_) memories.push_back(std::move(memory));
+    });
     outgrown_.clear();
 }
 

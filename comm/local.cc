@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
 // order, and nobody leaves before all have read. So every rank computes the same bits.
+#include "base/fork.h"
 #include "comm/bounded.h"
 #include "comm/provider.h"
 #include <algorithm>
@@ -123,14 +124,14 @@ private:
 
 /// The meeting of an id. One is kept alive by its ranks, so the map never outgrows them.
 std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
-    static std::mutex mutex;
-    // Never destroyed: ranks may outlive static destructors.
-    static auto &meetings = *new std::map<std::string, std::weak_ptr<Meeting>>;
-    const std::lock_guard lock(mutex);
-    std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
-    std::weak_ptr<Meeting> &entry = meetings[id];
-    std::shared_ptr<Meeting> meeting = entry.lock();
-    if (!meeting) entry = meeting = std::make_shared<Meeting>(ranks);
+    static constinit PerProcess<std::map<std::string, std::weak_ptr<Meeting>>> known;
+    const auto meeting = known.with([&](auto &meetings) {
+        std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
+        std::weak_ptr<Meeting> &entry = meetings[id];
+        std::shared_ptr<Meeting> found = entry.lock();
+        if (!found) entry = found = std::make_shared<Meeting>(ranks);
+        return found;
+    });
     if (meeting->ranks() != ranks)
         throw Error(DSOPT_ERR_COMM, "a rank says %d ranks, another one %d", ranks, meeting->ranks());
     return meeting;

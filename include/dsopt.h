@@ -49,8 +49,9 @@
  *    also a call on its scaler and on its comms. A context serves any number of threads.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
  *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
- *    create new contexts. Their CPU work runs on threads of their own, started for each pass, and not on OpenMP, whose
- *    threads do not survive a fork.
+ *    create new contexts, whatever other threads of the parent were doing in dsopt. Their CPU work runs on threads of
+ *    their own, started for each pass, and not on OpenMP, whose threads do not survive a fork. An id of
+ *    dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
  *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are
@@ -257,8 +258,9 @@ typedef struct dsopt_context_desc {
     int32_t backend;
     /** CUDA ordinal; 0 on the CPU. */
     int32_t device;
-    /** Into how many pieces a step is cut, and how many workers run them. 0 = number of cores. OpenMP keeps a team of
-     * workers for each calling thread; programs that call from many threads should bring `parallel_for`. */
+    /** Into how many pieces a step is cut, and how many workers run them. 0 = OMP_NUM_THREADS, else number of cores.
+     * OpenMP keeps a team of workers for each calling thread; programs that call from many threads should bring
+     * `parallel_for`. */
     int32_t threads;
     /** Highest level passed to `log`. 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn. */
     int32_t log_level;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every public function, one fence each. Nothing is decided here.
+#include "base/fork.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "base/text.h"
@@ -179,8 +180,8 @@ const char *dsopt_last_error(void) { return last_error(); }
 const char *dsopt_build_info(void) {
     const char *text = "{}";
     (void)fence([&] {
-        static const std::string info = make_build_info();
-        text = info.c_str();
+        static constinit Lazy<std::string> info;
+        text = info.get(make_build_info).c_str();
     });
     return text;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <thread>
 #if defined(_OPENMP)
@@ -118,12 +119,14 @@ void Parallel::run_parts(int64_t parts, Body body) const {
     run_on_new_threads(workers, parts, body);
 }
 
-int default_threads() {
+int default_threads([[maybe_unused]] bool forked) {
 #if defined(_OPENMP)
-    return std::max(1, omp_get_max_threads());
-#else
-    return int(std::max(1u, std::thread::hardware_concurrency()));
+    if (!forked) return std::max(1, omp_get_max_threads());
+    const char *const wanted = secure_getenv("OMP_NUM_THREADS");
+    int threads = 0; // the first number of a list: that of the outermost level
+    if (wanted != nullptr && std::sscanf(wanted, "%9d", &threads) == 1 && threads > 0) return threads;
 #endif
+    return int(std::max(1u, std::thread::hardware_concurrency()));
 }
 
 #if defined(__x86_64__)

@@ -28,8 +28,9 @@ private:
     void run_parts(int64_t parts, FunctionRef<void(int64_t)> body) const;
 };
 
-/// As many as OpenMP would take (OMP_NUM_THREADS and affinity are respected), or as many as cores without OpenMP.
-int default_threads();
+/// As many as OpenMP takes, or as there are cores in a build without it. In a child of fork() LLVM's OpenMP can wait for
+/// ever for a thread of the parent, so there it is not called: as many as OMP_NUM_THREADS says, else as many as cores.
+int default_threads(bool forked);
 
 /// Default floating-point environment for the life of the object: callers that flush denormals or round differently
 /// would otherwise change the results. One per thread that computes.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/caches.h"
+#include "base/fork.h"
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,8 +50,8 @@ CacheSizes cache_sizes() {
     long long core = 0, last = 0;
     const char *const wanted = secure_getenv("DSOPT_CACHES");
     if (wanted != nullptr && std::sscanf(wanted, "%lld,%lld", &core, &last) == 2) return {core, last};
-    static const CacheSizes found = read_sizes(); // fifty files
-    return found;
+    static constinit Lazy<CacheSizes> found; // in fifty files
+    return found.get(read_sizes);
 }
 
 } // namespace dsopt::cpu

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
+#include "base/fork.h"
 #include "cpu/compress.h"
 #include "cpu/cut.h"
 #include "cpu/kernels.h"
@@ -31,7 +32,8 @@ const Kernels &choose_kernels() {
 #if defined(__x86_64__)
     const char *wanted = secure_getenv("DSOPT_ISA");
     const auto allowed = [&](const char *isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
-    static const bool f16c = ask_for_f16c(); // hypervisors take microseconds to answer
+    static constinit Lazy<bool> known; // hypervisors take microseconds to answer
+    const bool f16c = known.get(ask_for_f16c);
     const bool avx2 = f16c && __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

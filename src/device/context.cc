@@ -1,52 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/context.h"
+#include "base/fork.h"
 #include "base/status.h"
 #include <algorithm>
-#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fcntl.h>
-#include <pthread.h>
-#include <unistd.h>
 
 namespace dsopt {
 namespace {
-
-// Rises in every child of fork(): memory is copied, but worker threads and device contexts are not.
-std::atomic<int64_t> fork_generation{0};
-
-void watch_forks() {
-    static const int registered =
-        pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
-    if (registered != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(registered));
-}
-
-/// Whether this process came from fork(), with no exec() since. The threads of GNU's OpenMP did not come along then,
-/// and it would wait for them for ever, whoever had started them.
-bool is_forked_child() {
-    if (fork_generation.load(std::memory_order_relaxed) > 0) return true;
-    // Of a parent that had no context yet Linux alone knows: PF_FORKNOEXEC, in the seventh field behind the name. Asked
-    // once in a process: the answer takes as long as the rest of a context.
-    constexpr unsigned forked_without_exec = 0x40;
-    static std::atomic<pid_t> asked{0}; // and no child
-    const pid_t self = ::getpid();
-    if (asked.load(std::memory_order_relaxed) == self) return false;
-    char text[512];
-    const int file = ::open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
-    if (file < 0) return false;
-    const ssize_t length = ::read(file, text, sizeof text - 1);
-    ::close(file);
-    text[std::max<ssize_t>(length, 0)] = 0;
-    const char *const name_end = std::strrchr(text, ')'); // a name may have any character
-    unsigned flags = 0;
-    if (name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
-        (flags & forked_without_exec) != 0)
-        return true;
-    asked.store(self, std::memory_order_relaxed);
-    return false;
-}
 
 int level_from_environment() {
     const char *wanted = secure_getenv("DSOPT_LOG");
@@ -88,10 +51,10 @@ Context::Context(const dsopt_context_desc &desc) :
     if (desc.flags != 0 && desc.backend == DSOPT_BACKEND_CPU)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
-    generation_ = fork_generation.load(std::memory_order_relaxed);
+    generation_ = fork_generation();
     plain_threads_ = is_forked_child();
     device_ = make_device(desc);
-    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(), Parallel::kMaxThreads);
+    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(plain_threads_), Parallel::kMaxThreads);
     if (log_level_ == 0) log_level_ = level_from_environment();
 }
 
@@ -125,7 +88,7 @@ void Context::log(int32_t level, const char *format, ...) const noexcept {
 }
 
 void Context::check_process() const {
-    if (generation_ != fork_generation.load(std::memory_order_relaxed))
+    if (generation_ != fork_generation())
         throw Error(DSOPT_ERR_FORKED, "made before fork(): in the child only destroy works");
 }
 

@@ -5,7 +5,8 @@
 usage: symbols.py dsopt.h dsopt.map libdsopt.so libdsopt.a
 
 Also: the static library hides them, so that a shared object with a copy of it does not export them; the shared library
-needs nothing but the C and C++ runtime; nothing runs when it is loaded; all versions are those of the header. Prints
+needs nothing but the C and C++ runtime; nothing runs when it is loaded; no static of a function is initialized by the
+first call; all versions are those of the header. Prints
 `name: reason` for each check that fails, then `N passed, N failed`.
 """
 import os
@@ -66,6 +67,12 @@ def static_constructors(static):
     return f"{functions - registering} in {', '.join(name for name, _ in found)}" if functions != registering else ""
 
 
+def guards(static):
+    """Guards of functions' statics: one that a thread holds at the time of a fork() is held in the child for ever."""
+    names = [line.split(" ", 2)[2] for line in output("nm", "-C", static).splitlines() if "guard variable for" in line]
+    return ", ".join(sorted(names)) or ("__cxa_guard_acquire" if "__cxa_guard_acquire" in output("nm", static) else "")
+
+
 def versions(header, version_script, shared):
     """The file's name has the version of the header; its soname and the node of its symbols have that of the ABI."""
     number = dict(re.findall(r"#define DSOPT_(\w*VERSION\w*) (\d+)", header))
@@ -95,6 +102,7 @@ def checks(header, version_script, shared, static):
     yield "needed libraries", "" if needed else "readelf names none"
     yield "needed libraries", ", ".join(name for name in needed if not re.fullmatch(RUNTIME, name))
     yield "static constructors", static_constructors(static)
+    yield "statics that are initialized at run time", guards(static)
 
 
 def main():

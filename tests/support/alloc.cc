@@ -7,7 +7,10 @@ namespace {
 void *watched_new(size_t bytes, size_t alignment) {
     if (NewWatch::counts()) {
         NewWatch::bytes += int64_t(bytes);
-        if (NewWatch::failure.hits(NewWatch::calls++)) throw std::bad_alloc();
+        if (NewWatch::failure.hits(NewWatch::calls++)) {
+            if (NewWatch::instead == nullptr) throw std::bad_alloc();
+            NewWatch::instead();
+        }
     }
     void *memory = alignment == 0 ? std::malloc(bytes == 0 ? 1 : bytes)
                                   : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Global variables and fork(). A child has the parent's memory as its threads left it at that moment. A mutex that one
+// of them held stays locked for ever, and so does the guard of a function's static that one of them was initializing.
+// Hence every global of the library is initialized by the compiler, and what is made at run time is one of these two
+// templates. tests/abi/symbols.py refuses guards.
+#pragma once
+#include "base/not_copied.h"
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace dsopt {
+
+/// Rises in every child of fork(), once watch_forks() was called: memory is copied, but worker threads and device
+/// contexts are not.
+int64_t fork_generation() noexcept;
+/// To be called before anything is made that must not be used in a child.
+void watch_forks();
+/// True if this process came from fork(), with no exec() since. After watch_forks().
+bool is_forked_child();
+
+/// A constant that is computed when it is first needed. Threads that need it at the same time all compute it, and the
+/// first result stays, also in children. It is never destroyed.
+template <class T> class Lazy : NotCopied {
+public:
+    template <class Make> const T &get(const Make &make) {
+        const T *known = value_.load(std::memory_order_acquire);
+        if (known != nullptr) return *known;
+        auto made = std::make_unique<const T>(make());
+        if (value_.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel, std::memory_order_acquire))
+            known = made.release();
+        return *known;
+    }
+
+private:
+    std::atomic<const T *> value_{nullptr};
+};
+
+/// Data that all threads of a process share, under a lock. A child starts with empty data and a free lock. To be used
+/// after watch_forks() only, hence where there is a context. Never destroyed: users may outlive static destructors.
+template <class T> class PerProcess : NotCopied {
+public:
+    /// Calls use(T &) with the lock held.
+    template <class Use> auto with(const Use &use) {
+        Shared &shared = of_this_process();
+        const std::lock_guard lock(shared.mutex);
+        return use(shared.data);
+    }
+
+private:
+    struct Shared {
+        Shared(int64_t in, const Shared *before) : generation(in), of_parent(before) {}
+        const int64_t generation;
+        const Shared *const of_parent; // unused, but reachable: a leak checker reports nothing
+        std::mutex mutex;
+        T data{};
+    };
+    Shared &of_this_process() {
+        const int64_t generation = fork_generation();
+        Shared *shared = shared_.load(std::memory_order_acquire);
+        if (shared != nullptr && shared->generation == generation) return *shared;
+        auto made = std::make_unique<Shared>(generation, shared);
+        if (shared_.compare_exchange_strong(shared, made.get(), std::memory_order_acq_rel, std::memory_order_acquire))
+            shared = made.release();
+        return *shared; // where another thread was first, its own
+    }
+    std::atomic<Shared *> shared_{nullptr};
+};
+
+} // namespace dsopt

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// Another thread holds the lock of a global, or is in its first use, when the process forks.
+#include "base/fork.h"
+#include "support/fork.h"
+#include <condition_variable>
+#include <thread>
+
+using namespace test;
+
+namespace {
+
+/// A thread that is inside a body until the end of this object.
+class Inside {
+public:
+    /// body(wait) runs in the thread; it calls wait().
+    template <class Body> explicit Inside(const Body &body) {
+        thread_ = std::thread([this, body] {
+            body([this] {
+                std::unique_lock lock(mutex_);
+                inside_ = true;
+                changed_.notify_all();
+                changed_.wait(lock, [this] { return leaves_; });
+            });
+        });
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return inside_; });
+    }
+    ~Inside() {
+        {
+            const std::lock_guard lock(mutex_);
+            leaves_ = true;
+        }
+        changed_.notify_all();
+        thread_.join();
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool inside_ = false, leaves_ = false;
+    std::thread thread_;
+};
+
+TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
+    static constinit dsopt::PerProcess<std::vector<int>> shared;
+    dsopt::watch_forks();
+    const auto push = [](int value) {
+        return shared.with([value](std::vector<int> &values) {
+            values.push_back(value);
+            return values.size();
+        });
+    };
+    EXPECT_EQ(push(1), 1);
+    EXPECT_EQ(push(2), 2);
+    {
+        const Inside inside([](const auto &wait) {
+            shared.with([&](std::vector<int> &values) {
+                values.push_back(3);
+                wait();
+            });
+        });
+        EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+            expect(push(1) == 1); // the parent's data stay the parent's
+            expect(push(2) == 2);
+            expect(bool(holds_in_child([&](const auto &expect) { expect(push(1) == 1); })));
+        }));
+    }
+    EXPECT_EQ(push(4), 4);
+}
+
+TEST(PerProcess, ThreadsShareTheDataOfTheFirstUse) {
+    dsopt::watch_forks();
+    for (int round = 0; round < 200; ++round) {
+        dsopt::PerProcess<int> *const shared = new dsopt::PerProcess<int>; // its data are never freed
+        static std::vector<const void *> kept;
+        kept.push_back(shared);
+        std::thread threads[4];
+        for (std::thread &thread : threads) thread = std::thread([=] { shared->with([](int &count) { ++count; }); });
+        for (std::thread &thread : threads) thread.join();
+        ASSERT_EQ(shared->with([](int &count) { return count; }), 4);
+    }
+}
+
+TEST(Lazy, AValueThatAThreadWasComputingAtAForkIsComputedByTheChild) {
+    static constinit dsopt::Lazy<int> value;
+    {
+        const Inside inside([](const auto &wait) {
+            (void)value.get([&] {
+                wait();
+                return 1;
+            });
+        });
+        EXPECT_TRUE(holds_in_child([&](const auto &expect) { expect(value.get([] { return 2; }) == 2); }));
+    }
+    EXPECT_EQ(value.get([] { return 3; }), 1);
+    EXPECT_TRUE(holds_in_child([&](const auto &expect) { expect(value.get([] { return 4; }) == 1); }));
+}
+
+} // namespace

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// A fork() while another thread is anywhere inside the library: the child makes objects of its own all the same.
+#include "support/fork.h"
+#include "support/alloc.h"
+#include "support/harness.h"
+#include <sys/mman.h>
+
+using namespace test;
+
+namespace {
+
+/// From the first call of a process to a step over a comm.
+std::string first_use() {
+    if (dsopt_build_info() == nullptr) return "";
+    const Context context = make_context(2);
+    const Comm comm = local_comm(context, new_id(), 0, 1);
+    Trainer trainer(context, desc_with(comm), make_group(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 100, 1.0f)});
+    must(trainer.step({Array(DSOPT_DTYPE_F32, 100, 0.5f)}));
+    return trainer.text();
+}
+
+std::atomic<bool> held{false};
+void hold() {
+    held.store(true);
+    for (;;) ::pause();
+}
+
+TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
+    struct Seen {
+        std::atomic<bool> completed{false};
+        std::atomic<int64_t> held{0};
+    };
+    void *const page = ::mmap(nullptr, sizeof(Seen), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(page, MAP_FAILED);
+    Seen &seen = *new (page) Seen;
+    // Each in a process that has not used the library yet, where the thread's use is the first.
+    for (int64_t at = 0; !seen.completed; ++at) {
+        ASSERT_TRUE(holds_in_child([&](const auto &expect) {
+            NewWatch::failure.at = at;
+            NewWatch::instead = hold;
+            std::thread([&] {
+                const Armed armed;
+                (void)first_use();
+                seen.completed = true;
+            }).detach();
+            while (!held && !seen.completed) std::this_thread::yield();
+            if (held) ++seen.held;
+            expect(bool(holds_in_child([](const auto &expect) { expect(!first_use().empty()); })));
+        })) << "allocation "
+            << at;
+    }
+    EXPECT_GT(seen.held, 20);
+    ::munmap(page, sizeof(Seen));
+}
+
+} // namespace
