@@ -47,6 +47,9 @@
  *  - Threads. Calls on different objects may run at the same time. One object takes one call at a time, except where
  *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
  *    also a call on its scaler and on its comms. A context serves any number of threads.
+ *  - pthread_cancel. The running call completes first, so objects stay usable; its status is lost. Functions that return
+ *    a dsopt_status are cancellation points, at their end; the others are none. Hooks run with cancellation disabled and
+ *    must not enable it. A call that waits for other ranks ends early by dsopt_comm_abort, else by its time-out.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
  *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
  *    create new contexts, whatever other threads of the parent were doing in dsopt. Their CPU work runs on threads of

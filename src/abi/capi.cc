@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <memory>
 #include <new>
+#include <pthread.h>
 #include <string>
 #include <utility>
 
@@ -31,8 +32,19 @@ struct dsopt_optimizer : Handle<Optimizer> {};
 
 namespace {
 
-/// The C boundary: no exception passes it.
-template <class F> dsopt_status fence(F &&body) noexcept {
+/// Defers pthread_cancel: OpenMP, destructors and the caller's hooks cannot be unwound.
+class NotCancelled : NotCopied {
+public:
+    NotCancelled() { (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+    /// Unwinds a thread whose cancellation is asynchronous.
+    ~NotCancelled() noexcept(false) { (void)pthread_setcancelstate(before_, nullptr); }
+
+private:
+    int before_ = PTHREAD_CANCEL_ENABLE;
+};
+
+/// Turns exceptions into a status and a text.
+template <class F> dsopt_status status_of(F &&body) noexcept {
     try {
         std::forward<F>(body)();
         return DSOPT_OK;
@@ -51,6 +63,23 @@ template <class F> dsopt_status fence(F &&body) noexcept {
     }
 }
 
+/// For functions without a status. They are not cancellation points: destructors and cleanup handlers call them.
+template <class F> void run_whole(F &&body) {
+    const NotCancelled whole;
+    (void)status_of(std::forward<F>(body));
+}
+
+/// The C boundary: no exception passes it. At its end it is a cancellation point.
+template <class F> dsopt_status fence(F &&body) {
+    dsopt_status status;
+    {
+        const NotCancelled whole;
+        status = status_of(std::forward<F>(body));
+    }
+    pthread_testcancel();
+    return status;
+}
+
 const Context &context_of(const Context &context) { return context; }
 const Context &context_of(const Comm &comm) { return *comm.context(); }
 template <class T> const Context &context_of(const T &object) { return object.context(); }
@@ -64,7 +93,7 @@ template <class T> const std::shared_ptr<T> &object_of(const Handle<T> *handle, 
 /// What a call asks of an optimizer: groups and parameters alone, or also what follows from all of them.
 enum class Asks { groups, everything };
 /// For calls that change an optimizer.
-template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) noexcept {
+template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Exclusive alone(optimizer.in_use());
@@ -73,7 +102,7 @@ template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer 
     });
 }
 /// For readers, any number at once.
-template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) noexcept {
+template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Shared with_others(optimizer.in_use());
@@ -98,7 +127,7 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     return entry;
 }
 
-template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) noexcept {
+template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) {
     return fence([&] { body(*object_of(handle, "the scaler")); });
 }
 
@@ -107,7 +136,7 @@ std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) {
 }
 
 /// For exchanges that stand alone.
-template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) noexcept {
+template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) {
     return fence([&] {
         Comm &data = *object_of(handle, "the comm");
         const dsopt_compressed known = read_struct(not_null(args, "args"), "dsopt_compressed");
@@ -179,7 +208,7 @@ const char *dsopt_last_error(void) { return last_error(); }
 
 const char *dsopt_build_info(void) {
     const char *text = "{}";
-    (void)fence([&] {
+    run_whole([&] {
         static constinit Lazy<std::string> info;
         text = info.get(make_build_info).c_str();
     });
@@ -199,7 +228,9 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         *ctx = new dsopt_context{std::move(object)};
     });
 }
-void dsopt_context_destroy(dsopt_context *ctx) { delete ctx; }
+void dsopt_context_destroy(dsopt_context *ctx) {
+    run_whole([&] { delete ctx; });
+}
 
 // ------------------------------------------------------------------------------------------------------------- comms
 dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes) {
@@ -230,9 +261,11 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
 }
 void dsopt_comm_abort(dsopt_comm *comm) {
     if (comm != nullptr)
-        (void)fence([&] { object_of(comm, "the comm")->abort(); }); // not after fork(): the parent's ranks go on
+        run_whole([&] { object_of(comm, "the comm")->abort(); }); // not after fork(): the parent's ranks go on
 }
-void dsopt_comm_destroy(dsopt_comm *comm) { delete comm; }
+void dsopt_comm_destroy(dsopt_comm *comm) {
+    run_whole([&] { delete comm; });
+}
 
 // ------------------------------------------------------------------------------------------------------------ scaler
 dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *desc, dsopt_scaler **scaler) {
@@ -242,7 +275,9 @@ dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *de
         *scaler = new dsopt_scaler{std::make_shared<Scaler>(context, read_struct(desc, "dsopt_scaler_desc"))};
     });
 }
-void dsopt_scaler_destroy(dsopt_scaler *scaler) { delete scaler; }
+void dsopt_scaler_destroy(dsopt_scaler *scaler) {
+    run_whole([&] { delete scaler; });
+}
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
@@ -299,7 +334,9 @@ dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_de
         *opt = new dsopt_optimizer{std::make_shared<Optimizer>(context, known, std::move(with))};
     });
 }
-void dsopt_optimizer_destroy(dsopt_optimizer *opt) { delete opt; }
+void dsopt_optimizer_destroy(dsopt_optimizer *opt) {
+    run_whole([&] { delete opt; });
+}
 dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
     return fence([&] {
         const auto &object = object_of(opt, "the optimizer");
