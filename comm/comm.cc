@@ -74,7 +74,10 @@ void Comm::fail(int result, const char *what, void *stream) {
     lose(status);
     if (status_.load() == DSOPT_ERR_ABORTED) status = DSOPT_ERR_ABORTED;
     char text[256] = "";
-    if (table_.error != nullptr) (void)table_.error(table_.self, text, sizeof text);
+    if (thrown_[0] != 0)
+        std::snprintf(text, sizeof text, "%s", thrown_);
+    else if (table_.error != nullptr)
+        (void)result_of([&] { return table_.error(table_.self, text, sizeof text); });
     if (device_) {
         // What is still on the stream may write to scratch memory, and giving that back would wait for it.
         bool over = true;
@@ -88,6 +91,16 @@ void Comm::fail(int result, const char *what, void *stream) {
                 text[0] != 0 ? text : status_name(status), result);
 }
 
+template <class Function> int Comm::result_of(const Function &function) {
+    if (!provider_.of_caller) return function();
+    try {
+        return function();
+    } catch (const std::exception &error) {
+        std::snprintf(thrown_, sizeof thrown_, "a function of its table threw: %s", error.what());
+    } catch (...) { std::snprintf(thrown_, sizeof thrown_, "a function of its table threw"); }
+    return -DSOPT_ERR_COMM;
+}
+
 void Comm::move(void *to, const void *from, int64_t bytes, Place place, void *stream) const {
     if (to == from || bytes == 0) return;
     if (place == Place::backend)
@@ -99,10 +112,11 @@ void Comm::move(void *to, const void *from, int64_t bytes, Place place, void *st
 /// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
 int Comm::wait_for_enqueued(void *stream) {
     if (!provider_.enqueues) return 0;
-    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream);
+    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream); // the engine's own
     context_->device().wait(stream);
     char text[1];
-    return table_.error != nullptr ? table_.error(table_.self, text, sizeof text) : 0;
+    if (table_.error == nullptr) return 0;
+    return result_of([&] { return table_.error(table_.self, text, sizeof text); });
 }
 
 /// Calls call(send, recv) with both in memory that the provider takes. In place if they are the same.
@@ -136,13 +150,15 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
 }
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    return done(DSOPT_COLLECTIVE_ALL_REDUCE, table_.all_reduce(table_.self, data, data, count, dtype, op, stream),
+    return done(DSOPT_COLLECTIVE_ALL_REDUCE,
+                result_of([&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
                 count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
 }
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_gather != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_GATHER, table_.all_gather(table_.self, send, recv, bytes, stream),
+        return done(DSOPT_COLLECTIVE_ALL_GATHER,
+                    result_of([&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     char *const rows = static_cast<char *>(recv);
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
@@ -161,7 +177,8 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
 
 int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_to_all != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_TO_ALL, table_.all_to_all(table_.self, send, recv, bytes, stream),
+        return done(DSOPT_COLLECTIVE_ALL_TO_ALL,
+                    result_of([&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     // Row by row, so that no more memory is needed than for the result. gather() may use `spare_` itself.
     const char *const rows = static_cast<const char *>(send);

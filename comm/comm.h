@@ -6,6 +6,7 @@
 #include "device/context.h"
 #include <atomic>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace dsopt {
@@ -54,8 +55,11 @@ public:
         } catch (const Error &error) {
             if (error.status() != DSOPT_ERR_STATE) lose(error.status());
             throw;
-        } catch (const std::exception &) {
+        } catch (const std::bad_alloc &) {
             lose(DSOPT_ERR_NOMEM);
+            throw;
+        } catch (...) {
+            lose(DSOPT_ERR_INTERNAL); // which the call returns
             throw;
         }
     }
@@ -84,6 +88,8 @@ private:
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
              const Call &call);
+    /// The result of a function of the table. An exception of a caller's function is a failure.
+    template <class Function> int result_of(const Function &function);
     int wait_for_enqueued(void *stream);
     void fail(int result, const char *what, void *stream);
     /// Counts a call, and the bytes that it has sent and received: as many of either.
@@ -101,6 +107,7 @@ private:
     bool device_; // the provider takes device memory
     Scratch staging_, spare_, gathered_, bucket_;
     std::atomic<dsopt_status> status_{DSOPT_OK};
+    char thrown_[160] = ""; // what a function of the caller's table threw, in words
     struct Count {
         std::atomic<int64_t> calls{0}, moved{0};
     };

@@ -47,6 +47,11 @@
  *  - Threads. Calls on different objects may run at the same time. One object takes one call at a time, except where
  *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
  *    also a call on its scaler and on its comms. A context serves any number of threads.
+ *  - Hooks are the caller's functions in dsopt_context_desc, dsopt_step, dsopt_comm_table and dsopt_io. A hook must
+ *    return: no longjmp, no pthread_exit, and no exception except where the hook's documentation says what follows. It
+ *    must not destroy a handle that the running call was given. It may call what another thread may call at that time:
+ *    the optimizer of the running call returns DSOPT_ERR_BUSY, and its comms take dsopt_comm_query and dsopt_comm_abort
+ *    only.
  *  - pthread_cancel. The running call completes first, so objects stay usable; its status is lost. Functions that return
  *    a dsopt_status are cancellation points, at their end; the others are none. Hooks run with cancellation disabled and
  *    must not enable it. A call that waits for other ranks ends early by dsopt_comm_abort, else by its time-out.
@@ -1477,7 +1482,8 @@ enum dsopt_memory {
 /**
  * Collectives of the caller (MPI, Gloo, ...). The functions return 0, or an error code of their own; where they know
  * the status, -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when they are done; with
- * DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`.
+ * DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`. An exception of all_reduce, all_to_all,
+ * all_gather or error is a failed collective, whatever is thrown: DSOPT_ERR_COMM, and the comm is unusable.
  * Optional functions may be NULL. The engine then makes all_to_all from all_gather, and all_gather from all_reduce of
  * I32, at a price in bytes.
  */

@@ -309,6 +309,77 @@ TEST(TableComm, ErrorCodeBecomesAStatusWithTheCallersTextAndSticks) {
     }
 }
 
+struct Thrown {
+    const char *text; // NULL: no std::exception
+    [[noreturn]] void now() const {
+        if (text == nullptr) throw 42;
+        throw std::runtime_error(text);
+    }
+};
+
+TEST(TableComm, IsUnusableAfterAnExceptionOfAFunctionWhateverIsThrown) {
+    enum Function { kAllReduce, kAllToAll, kAllGather, kError, kNone };
+    const Context ctx = make_context(1);
+    for (const Thrown thrown : {Thrown{"the cable is cut"}, Thrown{nullptr}})
+        for (const Function function : {kAllReduce, kAllToAll, kAllGather, kError}) {
+            struct Self {
+                Thrown thrown;
+                Function throws = kNone;
+                void may_throw(Function here) const {
+                    if (throws == here) thrown.now();
+                }
+            } self{thrown};
+            DSOPT_NEW(dsopt_comm_table, table);
+            table.self = &self;
+            table.ranks = 2;
+            table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t, int32_t, void *) {
+                static_cast<Self *>(self)->may_throw(kAllReduce);
+                if (send != recv) std::memcpy(recv, send, size_t(count) * sizeof(float));
+                return static_cast<Self *>(self)->throws == kError ? 5 : 0;
+            };
+            table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
+                static_cast<Self *>(self)->may_throw(kAllToAll);
+                std::memcpy(recv, send, size_t(bytes) * 2);
+                return 0;
+            };
+            table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
+                static_cast<Self *>(self)->may_throw(kAllGather);
+                for (int64_t row = 0; row < 2; ++row)
+                    std::memcpy(static_cast<char *>(recv) + row * bytes, send, size_t(bytes));
+                return 0;
+            };
+            table.error = [](void *self, char *text, size_t) {
+                static_cast<Self *>(self)->may_throw(kError);
+                *text = 0;
+                return 0;
+            };
+            const Comm comm = table_comm(ctx, table);
+            const auto collective = [&] { return meet(ctx, comm); };
+            std::vector<float> data(64, 1), errors(256), workspace(1 << 16);
+            dsopt_tensor tensor{data.data(), int64_t(data.size()), DSOPT_DTYPE_F32, 0};
+            DSOPT_NEW(dsopt_compressed, compressed);
+            compressed.tensors = &tensor;
+            compressed.count = 1;
+            compressed.worker_error = errors.data();
+            compressed.server_error = errors.data() + 128;
+            compressed.workspace = workspace.data();
+            compressed.workspace_bytes = workspace.size() * sizeof(float);
+            const auto exchange = [&] { return dsopt_compressed_allreduce(comm.get(), &compressed); };
+            ASSERT_OK(collective());
+            ASSERT_OK(exchange());
+            self.throws = function;
+            const bool exchanges = function == kAllToAll || function == kAllGather;
+            EXPECT_TRUE(refused(exchanges ? exchange() : collective(), DSOPT_ERR_COMM,
+                                function == kError       ? "(5)"
+                                : thrown.text != nullptr ? thrown.text
+                                                         : "threw"));
+            EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
+            self.throws = kNone;
+            EXPECT_TRUE(refused(collective(), DSOPT_ERR_COMM, "earlier"));
+            EXPECT_TRUE(refused(exchange(), DSOPT_ERR_COMM, "earlier"));
+        }
+}
+
 TEST(TableComm, AbortIsPassedOn) {
     const Context ctx = make_context(1);
     Fake fake;
