@@ -790,6 +790,8 @@ enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED
  * Say where parameters or state are from now on. dtype and numel stay as registered. Contents are neither copied nor
  * changed: bound state must hold its values, from dsopt_optimizer_init_state or a saved state. If you overwrite bound
  * state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would not notice.
+ * Parameters with NULL data have no memory from then on. A list in which each parameter has NULL data, or the memory
+ * that it has already, allocates nothing: such a call cannot fail with DSOPT_ERR_NOMEM.
  * @param[in] what   enum dsopt_bind.
  * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
  * @param[in] count  number of parameters, or of state entries.

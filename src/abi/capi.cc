@@ -410,7 +410,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
     });
 }
 dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
-    return with(opt, [&](Optimizer &optimizer) {
+    return with<Asks::groups>(opt, [&](Optimizer &optimizer) {
         if (what == DSOPT_BIND_PARAMS)
             optimizer.bind_params(list, count);
         else if (what == DSOPT_BIND_STATE)

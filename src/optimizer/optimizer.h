@@ -96,6 +96,7 @@ public:
     void settle();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
+    /// These two call settle() if they need it. Parameters that lose their memory or keep it are bound without.
     void bind_params(const dsopt_tensor *list, int64_t count);
     void bind_state(const dsopt_tensor *list, int64_t count);
     void reset(int32_t what, void *stream);

@@ -149,13 +149,24 @@ MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *
 
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
     check_length(list, count, params_.size(), "the list of parameters");
-    for (size_t i = 0; i < params_.size(); ++i) check_param(list[i], params_[i]);
-    memory_map_ = map_memory(list, nullptr);
+    bool moves = false;
+    for (size_t i = 0; i < params_.size(); ++i) {
+        check_param(list[i], params_[i]);
+        moves = moves || (list[i].data != nullptr && list[i].data != params_[i].data);
+    }
+    // Unbinding must not fail for lack of memory, so overlaps are checked only where there are new addresses.
+    if (moves) {
+        settle();
+        memory_map_ = map_memory(list, nullptr);
+    } else {
+        memory_map_.reset();
+    }
     last_step_.forget();
     for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
 }
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
+    settle();
     check_state_list(*this, list, count, false);
     std::vector<char> words;
     for (size_t i = 0; i < state_.size(); ++i) {
