@@ -1212,6 +1212,8 @@ typedef struct dsopt_io {
  * those of the whole optimizer, "<param>.param" with DSOPT_IO_PARAMS. Algorithm, hyper-parameters and an XXH3-128
  * checksum per tensor are in the metadata. A file is written under a temporary name, flushed and renamed, and its
  * folder is flushed: a crash leaves the old file or the new one. docs/checkpoints.md
+ * Symbolic links are followed and the file behind them is replaced, also for /dev/stdout or /proc/self/fd/N: the open
+ * descriptor keeps the old file. To write to a descriptor, use `io->write`.
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups.
