@@ -465,8 +465,8 @@ impl Optimizer {
         impl Drop for Bound {
             fn drop(&mut self) {
                 let list = self.1.as_ptr();
-                // A pointer that stayed could be used when the memory is gone. The only obstacle that can end is an
-                // applier's call; in a child of fork() nothing can be called any more that would use it.
+                // A pointer that stayed could be used when the memory is gone. Unbinding allocates nothing, so only an
+                // applier's call can be in the way. In a child of fork() no call works that would use the memory.
                 panics::discard(|| {
                     // SAFETY: the handle lives, and NULL is legal for every parameter.
                     while unsafe {
@@ -483,12 +483,15 @@ impl Optimizer {
         if params.is_empty() {
             return call(opt);
         }
-        // SAFETY: the list is borrowed for longer than it is bound.
-        check(unsafe { sys::dsopt_optimizer_bind(opt, sys::DSOPT_BIND_PARAMS, list(params), count(params.len())) })?;
         // SAFETY: a tensor in Rust is the struct of C.
         let raw = unsafe { std::slice::from_raw_parts(list(params), params.len()) };
-        let nowhere = raw.iter().map(|tensor| sys::dsopt_tensor { data: ptr::null_mut(), ..*tensor });
-        let _bound = Bound(opt, nowhere.collect());
+        let nowhere = raw.iter().map(|tensor| sys::dsopt_tensor { data: ptr::null_mut(), ..*tensor }).collect();
+        // SAFETY: the list is borrowed for longer than it is bound.
+        let status =
+            unsafe { sys::dsopt_optimizer_bind(opt, sys::DSOPT_BIND_PARAMS, list(params), count(params.len())) };
+        // Made before anything can return or panic.
+        let _bound = if status == sys::DSOPT_OK { Some(Bound(opt, nowhere)) } else { None };
+        check(status)?;
         call(opt)
     }
 }

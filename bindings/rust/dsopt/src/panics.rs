@@ -9,22 +9,20 @@ thread_local! {
     static PENDING: Cell<Option<Box<dyn Any + Send>>> = Cell::new(None);
 }
 
-/// Run a hook. The first panic of a call is kept, and `fallback` is the hook's result.
+/// Run a hook. The first panic of a call is kept, and `fallback` is the hook's result. A panic that is kept already does
+/// not end the calls that this hook makes: they have not seen it, and their own cleanup comes after their checks.
 pub(crate) fn catch<R>(fallback: R, hook: impl FnOnce() -> R) -> R {
+    // There is no cell any more where the thread is ending already.
+    let before = PENDING.try_with(Cell::take).unwrap_or(None);
     // The hook's captures are `&` to types whose panics the caller sees again: nothing broken stays unnoticed.
-    match catch_unwind(AssertUnwindSafe(hook)) {
-        Ok(result) => result,
-        Err(panic) => {
-            let mut panic = Some(panic);
-            // No place where the thread is ending already.
-            let _ = PENDING.try_with(|pending| match pending.take() {
-                Some(first) => pending.set(Some(first)),
-                None => pending.set(panic.take()),
-            });
-            mem::forget(panic); // its drop could panic as well
-            fallback
-        }
-    }
+    let (result, panic) = match catch_unwind(AssertUnwindSafe(hook)) {
+        Ok(result) => (result, None),
+        Err(panic) => (fallback, Some(panic)),
+    };
+    let (mut first, later) = if before.is_some() { (before, panic) } else { (panic, None) };
+    let _ = PENDING.try_with(|pending| mem::forget(pending.replace(first.take())));
+    mem::forget((first, later)); // their drop could panic as well
+    result
 }
 
 /// After a call: go on with the panic of a hook, if there was one.

@@ -3,7 +3,7 @@
 mod support;
 use dsopt::{
     AdamW, Applier, Collectives, Comm, CommFailure, Context, Dtype, ErrorKind, Key, Lamb, LoadOptions, LogLevel, Op,
-    Optimizer, Param, Reduce, Reset, Scaler, ScalerOptions, Step, TensorMut, TensorRef, Values, F16,
+    Optimizer, Param, Reduce, Reset, Scaler, ScalerOptions, Step, TensorMut, TensorRef, Values, BF16, F16,
 };
 use std::error::Error as _;
 use std::io::{self, Cursor, Read, Seek, SeekFrom, Write};
@@ -303,6 +303,44 @@ fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
     let mut x = [1.0f32];
     let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
     assert_eq!(*panic.downcast::<&str>().unwrap(), "the first");
+}
+
+/// A hook that runs after a panic in the same call may use another optimizer, whose call works and unbinds its memory.
+#[test]
+fn a_panic_does_not_end_the_calls_of_a_later_hook() {
+    const LENGTH: usize = 5000;
+    struct Gloo {
+        other: Arc<Mutex<Optimizer>>,
+        weights: Vec<BF16>,
+        reset: Arc<Mutex<Option<dsopt::Result<()>>>>,
+    }
+    impl Collectives for Gloo {
+        fn all_reduce(&self, _: Values<'_>, _: Reduce) -> Result<(), CommFailure> {
+            panic!("connection lost");
+        }
+        fn error(&self) -> Option<String> {
+            let result = self.other.lock().unwrap().reset(&[Reset::Masters], &[(&self.weights).into()]);
+            *self.reset.lock().unwrap() = Some(result);
+            None
+        }
+    }
+    let ctx = Context::cpu().unwrap();
+    let mut other = Optimizer::new(&ctx).unwrap();
+    other.add_group(&AdamW::default(), &[Param::new("w", Dtype::BF16, LENGTH)]).unwrap();
+    let (mut w, g) = (vec![BF16::from_f32(1.0); LENGTH], vec![0.0f32; LENGTH]);
+    other.step(&mut [(&mut w).into()], &[(&g).into()]).unwrap();
+    let (other, reset) = (Arc::new(Mutex::new(other)), Arc::new(Mutex::new(None)));
+    let gloo = Gloo { other: other.clone(), weights: vec![BF16::from_f32(1.5); LENGTH], reset: reset.clone() };
+    let comm = Comm::table(&ctx, 0, 2, gloo).unwrap();
+    let mut opt = Optimizer::builder(&ctx).data(comm).max_norm(1.0).build().unwrap();
+    opt.add_group(&AdamW::default(), &[Param::new("v", Dtype::F32, 3)]).unwrap();
+    let (mut v, gv) = (vec![1.0f32; 3], vec![0.5f32; 3]);
+    let step = AssertUnwindSafe(|| opt.step(&mut [(&mut v).into()], &[(&gv).into()]));
+    let panic = catch_unwind(step).unwrap_err();
+    assert_eq!(*panic.downcast::<&str>().unwrap(), "connection lost");
+    reset.lock().unwrap().take().expect("the hook came back").unwrap();
+    let mut other = other.lock().unwrap();
+    refused(other.reset(&[Reset::Masters], &[]), ErrorKind::State, "no memory");
 }
 
 #[test]
