@@ -10,11 +10,7 @@ namespace {
 
 class CudaDevice final : public Device {
 public:
-    explicit CudaDevice(int device) : gpu_(device), loops_(gpu_) {
-        const OnDevice on(gpu_);
-        check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-    }
-    ~CudaDevice() override { (void)cudaStreamDestroy(own_stream_); }
+    explicit CudaDevice(int device) : gpu_(device), loops_(gpu_), own_stream_(gpu_.stream()) {}
 
     const char *name() const override { return "cuda"; }
     const Loops &loops() const override { return loops_; }
@@ -29,25 +25,16 @@ public:
         if (attributes.type == cudaMemoryTypeUnregistered) return false;
         return attributes.type != cudaMemoryTypeDevice || attributes.device == gpu_.ordinal();
     }
-    HostBuffer host_buffer(size_t bytes) const override {
-        const OnDevice on(gpu_);
-        return pinned_memory(bytes);
-    }
+    HostBuffer host_buffer(size_t bytes) const override { return gpu_.pinned_memory(bytes); }
     void *allocate(size_t bytes, void *stream) const override {
         const OnDevice on(gpu_);
         if (stream != nullptr && capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE,
                         "%zu bytes cannot be allocated while the stream is being captured: make this call once before",
                         bytes);
-        return device_memory(bytes).release();
+        return gpu_.device_memory(bytes).release();
     }
-    void release(void *memory, size_t, void *) const noexcept override {
-        try {
-            const OnDevice on(gpu_);
-            (void)cudaFree(memory);
-        } catch (const std::exception &) { // the device is lost, and the memory with it
-        }
-    }
+    void release(void *memory, size_t, void *) const noexcept override { FreedBy<cudaFree>{&gpu_}(memory); }
 
     void clear(void *data, size_t bytes, void *stream) const override {
         const OnDevice on(gpu_);
@@ -58,11 +45,12 @@ public:
     void copy(void *to, const void *from, size_t bytes) const override {
         if (bytes == 0) return;
         synchronize();
-        enqueue_copy(to, from, bytes, own_stream_);
-        wait(own_stream_);
+        enqueue_copy(to, from, bytes, own_stream_.get());
+        wait(own_stream_.get());
     }
     std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
     std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
+    void check_stream(void *stream) const override { gpu_.check_stream(as_stream(stream)); }
     void synchronize() const override {
         const OnDevice on(gpu_);
         check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -98,7 +86,7 @@ private:
 
     Gpu gpu_;
     CudaLoops loops_;
-    cudaStream_t own_stream_ = nullptr;
+    Stream own_stream_;
 };
 
 /// Devices that can be used, or why there are none.

@@ -22,7 +22,7 @@ private:
 /// What all streams of a device share.
 class Shared {
 public:
-    explicit Shared(const Gpu &gpu) {
+    explicit Shared(const Gpu &gpu) : pinned(gpu), scratch(gpu) {
         const OnDevice on(gpu);
         const auto attribute = [&](cudaDeviceAttr which) {
             int value = 0;

@@ -10,34 +10,34 @@ namespace dsopt::gpu {
 /// Two page-locked buffers on a stream of their own.
 class PinnedPair : NotCopied {
 public:
-    explicit PinnedPair(const Gpu &gpu) : gpu_(gpu) {
-        const OnDevice on(gpu);
-        check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-        for (Half &half : halves_) half = {pinned_memory(kPiece), std::make_unique<Event>(cudaEventDisableTiming)};
+    explicit PinnedPair(const Gpu &gpu) : gpu_(gpu), stream_(gpu.stream()) {
+        for (Half &half : halves_) half = {gpu.pinned_memory(kPiece), gpu.event(cudaEventDisableTiming)};
     }
     ~PinnedPair() {
-        (void)cudaStreamSynchronize(stream_);
-        (void)cudaStreamDestroy(stream_);
+        try {
+            const OnDevice on(gpu_);
+            (void)cudaStreamSynchronize(stream_.get());
+        } catch (const std::exception &) {} // the device is lost
     }
 
     void *buffer(int half) const { return halves_[half].memory.get(); }
     void copy(int half, void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
         const OnDevice on(gpu_);
-        check(cudaMemcpyAsync(to, from, bytes, kind, stream_), "cudaMemcpyAsync");
-        check(cudaEventRecord(halves_[half].copied->get(), stream_), "cudaEventRecord");
+        check(cudaMemcpyAsync(to, from, bytes, kind, stream_.get()), "cudaMemcpyAsync");
+        check(cudaEventRecord(halves_[half].copied.get(), stream_.get()), "cudaEventRecord");
     }
     void wait(int half) const {
         const OnDevice on(gpu_);
-        check(cudaEventSynchronize(halves_[half].copied->get()), "cudaEventSynchronize");
+        check(cudaEventSynchronize(halves_[half].copied.get()), "cudaEventSynchronize");
     }
 
 private:
     struct Half {
         PinnedMemory memory;
-        std::unique_ptr<Event> copied;
+        Event copied;
     };
     const Gpu &gpu_;
-    cudaStream_t stream_ = nullptr;
+    Stream stream_;
     Half halves_[2];
 };
 

@@ -6,6 +6,7 @@
 #include "launch.h"
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,34 +19,65 @@ inline void check(cudaError_t error, const char *what) {
                 cudaGetErrorString(error));
 }
 
-/// A device, and its primary context, which is there as long as this.
+class Gpu;
+
+/// Frees what a unique_ptr owns, in the device's context: a thread that has none would make one on device 0.
+template <auto Free> struct FreedBy {
+    const Gpu *gpu = nullptr;
+    template <class T> void operator()(T *handle) const noexcept;
+};
+using DeviceMemory = std::unique_ptr<void, FreedBy<cudaFree>>;
+using PinnedMemory = std::unique_ptr<void, FreedBy<cudaFreeHost>>;
+using Event = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, FreedBy<cudaEventDestroy>>;
+using Stream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, FreedBy<cudaStreamDestroy>>;
+
+/// A device with its primary context, which is retained as long as this object lives. All memory, streams and events of
+/// the engine belong to that context, and must be freed before this object.
 class Gpu : NotCopied {
 public:
     explicit Gpu(int ordinal) :
         ordinal_(ordinal),
         push_(function<Status(void *)>("cuCtxPushCurrent")),
         pop_(function<Status(void **)>("cuCtxPopCurrent")),
-        release_(function<Status(int)>("cuDevicePrimaryCtxRelease")) {
-        say(function<Status(void **, int)>("cuDevicePrimaryCtxRetain")(&context_, ordinal), "cuDevicePrimaryCtxRetain");
+        release_(function<Status(int)>("cuDevicePrimaryCtxRelease")),
+        current_device_(function<Status(int *)>("cuCtxGetDevice")),
+        context_of_(function<Status(cudaStream_t, void **)>("cuStreamGetCtx")) {
+        int driver = 0;
+        check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+        if (driver >= kGreenContexts)
+            green_context_of_ = function<Status(cudaStream_t, void **, void **)>("cuStreamGetCtx", kGreenContexts);
+        check_driver(function<Status(void **, int)>("cuDevicePrimaryCtxRetain")(&context_, ordinal),
+                     "cuDevicePrimaryCtxRetain");
     }
     ~Gpu() { (void)release_(ordinal_); }
     int ordinal() const { return ordinal_; }
-    void enter() const { say(push_(context_), "cuCtxPushCurrent"); }
+    void enter() const { check_driver(push_(context_), "cuCtxPushCurrent"); }
     void leave() const {
         void *context = nullptr;
         (void)pop_(&context);
     }
+    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that does not belong to the primary context: its work could
+    /// not use the engine's memory and events. Before enter(), because a default stream belongs to the context that is
+    /// current in the caller's thread.
+    void check_stream(cudaStream_t stream) const;
+
+    DeviceMemory device_memory(size_t bytes) const;
+    PinnedMemory pinned_memory(size_t bytes) const;
+    Event event(unsigned flags) const;
+    Stream stream() const;
 
 private:
     using Status = int; // of the driver; 0 is success
-    template <class F> static F *function(const char *name) {
+    static constexpr Status kInvalidContext = 201;
+    static constexpr int kGreenContexts = 12050; // the version of the driver that tells them apart
+    template <class F> static F *function(const char *name, unsigned version = 12000) {
         void *found = nullptr;
         cudaDriverEntryPointQueryResult result{};
-        check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result), name);
+        check(cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result), name);
         if (found == nullptr) throw Error(DSOPT_ERR_MISSING, "the CUDA driver has no %s", name);
         return reinterpret_cast<F *>(found);
     }
-    static void say(Status status, const char *what) {
+    static void check_driver(Status status, const char *what) {
         if (status != 0) throw Error(DSOPT_ERR_BACKEND, "%s: error %d of the CUDA driver", what, status);
     }
 
@@ -53,63 +85,89 @@ private:
     Status (*push_)(void *);
     Status (*pop_)(void **);
     Status (*release_)(int);
+    Status (*current_device_)(int *);
+    Status (*context_of_)(cudaStream_t, void **context);
+    Status (*green_context_of_)(cudaStream_t, void **context, void **green) = nullptr;
     void *context_ = nullptr;
 };
 
-/// While it lives, the device is current in this thread, and what the thread does may allocate, or ask about streams,
-/// beside captures of others without spoiling them. The context is pushed: cudaSetDevice(), which would give the
-/// caller's device back, makes a context on a device that the caller may never have used.
+inline void Gpu::check_stream(cudaStream_t stream) const {
+    void *context = nullptr, *green = nullptr;
+    const Status status =
+        green_context_of_ != nullptr ? green_context_of_(stream, &context, &green) : context_of_(stream, &context);
+    const bool is_default = stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+    if (is_default && status == kInvalidContext) return; // no context is current in this thread
+    check_driver(status, "cuStreamGetCtx");
+    // A stream of a green context works in the primary one. The default stream of a green context is not the default
+    // stream of the primary one.
+    if (context == context_ && !(is_default && green != nullptr)) return;
+    if (!is_default)
+        throw Error(DSOPT_ERR_DEVICE,
+                    "the stream does not belong to the primary CUDA context of device %d, in which dsopt works: create "
+                    "the stream with the CUDA runtime, or after cuDevicePrimaryCtxRetain and cuCtxSetCurrent",
+                    ordinal_);
+    int device = -1;
+    check_driver(current_device_(&device), "cuCtxGetDevice");
+    if (device == ordinal_)
+        throw Error(
+            DSOPT_ERR_DEVICE,
+            "the default stream is that of the CUDA context that is current in this thread, and that is not the "
+            "primary one of device %d, in which dsopt works: pass a stream of the primary context",
+            ordinal_);
+}
+
+/// While this object lives, the device's primary context is current in this thread, and the thread may allocate memory
+/// and query streams without invalidating captures of other threads. The context is pushed: cudaSetDevice(), which would
+/// give the caller's device back, makes a context on a device that the caller may never have used.
 class OnDevice : NotCopied {
 public:
     explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
-        int before = 0;
-        check(cudaGetDevice(&before), "cudaGetDevice");
-        check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
-        try {
-            entered_ = before != gpu.ordinal();
-            if (entered_) gpu.enter();
-        } catch (...) {
-            (void)cudaThreadExchangeStreamCaptureMode(&mode_);
-            throw;
-        }
+        gpu.enter(); // first: a call of the runtime makes a context in a thread that has none
+        const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode_);
+        if (error == cudaSuccess) return;
+        gpu.leave();
+        check(error, "cudaThreadExchangeStreamCaptureMode");
     }
     ~OnDevice() {
-        if (entered_) gpu_.leave();
         (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+        gpu_.leave();
     }
 
 private:
     const Gpu &gpu_;
     cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-    bool entered_ = false;
 };
 
-template <auto Free> struct FreedBy {
-    void operator()(void *memory) const { (void)Free(memory); }
-};
-using DeviceMemory = std::unique_ptr<void, FreedBy<cudaFree>>;
-using PinnedMemory = std::unique_ptr<void, FreedBy<cudaFreeHost>>;
-inline DeviceMemory device_memory(size_t bytes) {
+template <auto Free> template <class T> void FreedBy<Free>::operator()(T *handle) const noexcept {
+    try {
+        const OnDevice on(*gpu);
+        (void)Free(handle);
+    } catch (const std::exception &) {} // the device is lost, and what it has with it
+}
+inline DeviceMemory Gpu::device_memory(size_t bytes) const {
+    const OnDevice on(*this);
     void *memory = nullptr;
     check(cudaMalloc(&memory, bytes != 0 ? bytes : 1), "cudaMalloc");
-    return DeviceMemory(memory);
+    return {memory, {this}};
 }
-
-inline PinnedMemory pinned_memory(size_t bytes) {
+inline PinnedMemory Gpu::pinned_memory(size_t bytes) const {
+    const OnDevice on(*this);
     void *memory = nullptr;
     check(cudaMallocHost(&memory, bytes != 0 ? bytes : 1), "cudaMallocHost");
-    return PinnedMemory(memory);
+    return {memory, {this}};
 }
-
-class Event : NotCopied {
-public:
-    explicit Event(unsigned flags) { check(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate"); }
-    ~Event() { (void)cudaEventDestroy(event_); }
-    cudaEvent_t get() const { return event_; }
-
-private:
-    cudaEvent_t event_ = nullptr;
-};
+inline Event Gpu::event(unsigned flags) const {
+    const OnDevice on(*this);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreate");
+    return Event(event, {this});
+}
+inline Stream Gpu::stream() const {
+    const OnDevice on(*this);
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return Stream(stream, {this});
+}
 
 inline bool capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -119,17 +177,18 @@ inline bool capturing(cudaStream_t stream) {
 
 /// Blocks of memory that the work of streams uses for a while. A block goes back to the pool while that work is still
 /// to come, with an event behind it, and is taken again when the event has come.
-template <class Memory, Memory (*allocate)(size_t)> class BlockPool {
+template <class Memory, Memory (Gpu::*allocate)(size_t) const> class BlockPool {
 public:
     struct Block {
         Memory memory;
         size_t bytes = 0;
-        std::unique_ptr<Event> used;
+        Event used;
     };
+    explicit BlockPool(const Gpu &gpu) : gpu_(gpu) {}
     Block take(size_t bytes) {
         const std::lock_guard lock(mutex_);
         for (size_t i = 0; i < blocks_.size(); ++i) {
-            if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used->get()) != cudaSuccess) continue;
+            if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used.get()) != cudaSuccess) continue;
             Block block = std::move(blocks_[i]);
             blocks_.erase(blocks_.begin() + long(i));
             return block;
@@ -138,10 +197,10 @@ public:
         // What comes back must find a place: work may still use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
-        return {allocate(bytes), bytes, std::make_unique<Event>(cudaEventDisableTiming)};
+        return {(gpu_.*allocate)(bytes), bytes, gpu_.event(cudaEventDisableTiming)};
     }
     void give_back(Block block, cudaStream_t stream) {
-        const cudaError_t error = cudaEventRecord(block.used->get(), stream);
+        const cudaError_t error = cudaEventRecord(block.used.get(), stream);
         const std::lock_guard lock(mutex_);
         if (error == cudaSuccess)
             blocks_.push_back(std::move(block));
@@ -157,13 +216,14 @@ public:
     }
 
 private:
+    const Gpu &gpu_;
     std::mutex mutex_;
     std::vector<Block> blocks_;
     std::vector<Memory> kept_;
     size_t made_ = 0;
 };
-using PinnedPool = BlockPool<PinnedMemory, pinned_memory>;
-using ScratchPool = BlockPool<DeviceMemory, device_memory>;
+using PinnedPool = BlockPool<PinnedMemory, &Gpu::pinned_memory>;
+using ScratchPool = BlockPool<DeviceMemory, &Gpu::device_memory>;
 
 /// Device memory for what a call enqueues on a stream.
 class Scratch : NotCopied {

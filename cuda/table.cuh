@@ -22,19 +22,20 @@ struct Extra {
 /// Events between the phases of a step.
 class Marks {
 public:
+    explicit Marks(const Gpu &gpu) : gpu_(gpu) {}
     void clear() { count_ = 0; }
     /// Time since the last mark belongs to this phase.
     void add(int phase, cudaStream_t stream) {
         Mark &mark = marks_[count_];
-        if (!mark.event) mark.event = std::make_unique<Event>(cudaEventDefault);
-        check(cudaEventRecord(mark.event->get(), stream), "cudaEventRecord");
+        if (!mark.event) mark.event = gpu_.event(cudaEventDefault);
+        check(cudaEventRecord(mark.event.get(), stream), "cudaEventRecord");
         mark.phase = phase;
         ++count_;
     }
     void add_times(double *ms) const {
         for (int k = 1; k < count_; ++k) {
             float time = 0;
-            check(cudaEventElapsedTime(&time, marks_[k - 1].event->get(), marks_[k].event->get()),
+            check(cudaEventElapsedTime(&time, marks_[k - 1].event.get(), marks_[k].event.get()),
                   "cudaEventElapsedTime");
             ms[marks_[k].phase] += double(time);
         }
@@ -42,9 +43,10 @@ public:
 
 private:
     struct Mark {
-        std::unique_ptr<Event> event;
+        Event event;
         int phase;
     };
+    const Gpu &gpu_;
     Mark marks_[DSOPT_MS_PHASES + 1]; // no phase comes twice
     int count_ = 0;
 };
@@ -67,7 +69,7 @@ public:
     const void *workspace = nullptr; // whose map and layout are written
     Marks marks;
 
-    explicit Cache(const Gpu &gpu) : gpu_(gpu) {}
+    explicit Cache(const Gpu &gpu) : marks(gpu), gpu_(gpu) {}
     void add_phase_times(double *ms) const override {
         const OnDevice on(gpu_);
         marks.add_times(ms);
@@ -86,7 +88,7 @@ public:
                         "the lists changed since an earlier capture: take one plain step before capturing again");
         // A graph keeps the table as it was captured, and plain steps go on with another one.
         const bool fresh = tables_.empty() || captured_;
-        if (fresh) tables_.push_back(device_memory(bytes));
+        if (fresh) tables_.push_back(gpu_.device_memory(bytes));
         if (fresh || !known || !patch(image, launcher)) {
             contents_.clear();
             launcher.upload(tables_.back().get(), image, bytes);

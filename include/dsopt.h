@@ -26,7 +26,10 @@
  *  - Units. Counts are elements or tensors. Sizes are bytes. Times are milliseconds.
  *  - Memory. "Backend memory" is host memory on the CPU backend, and memory of the context's device on CUDA.
  *  - Streams. `stream` is a cudaStream_t of the context's device; NULL is the legacy default stream. The CPU backend
- *    ignores it: its work is done when the call returns.
+ *    ignores it: its work is done when the call returns. On CUDA all work is in the primary context of the device, which
+ *    is that of the CUDA runtime, whatever context is current in the calling thread. A stream of another device or
+ *    context is refused with DSOPT_ERR_DEVICE and nothing is changed; so is NULL while another context of that device is
+ *    current. Streams of green contexts are accepted from driver 12.5 on.
  *  - Structs that begin with `size` can grow. Set every byte to zero, set `size`, then set the fields you need. A field
  *    that is 0 or NULL has its default; only dsopt_group is different, and dsopt_group_init fills it. DSOPT_NEW does
  *    both steps in C and C++. A struct shorter than in version 0.2 is refused with DSOPT_ERR_VERSION, and so are
@@ -43,7 +46,8 @@
  *  - Failure. Every function that can fail returns a dsopt_status; dsopt_last_error has the reason in words. A failed
  *    call changes nothing and leaves its outputs as they were. Exceptions are said at the function.
  *  - An option that would have no effect is refused with DSOPT_ERR_UNSUPPORTED.
- *  - Every function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _HOOK and _INTERNAL.
+ *  - Every function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _HOOK and _INTERNAL, and with
+ *    a stream DSOPT_ERR_DEVICE.
  *  - Threads. Calls on different objects may run at the same time. One object takes one call at a time, except where
  *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
  *    also a call on its scaler and on its comms. A context serves any number of threads.
@@ -134,7 +138,8 @@ enum dsopt_status_code {
     DSOPT_ERR_ALIGNMENT = 13,
     /** Two tensors share bytes. */
     DSOPT_ERR_OVERLAP = 14,
-    /** Memory of another device, or host memory. Only with DSOPT_CONTEXT_CHECK_POINTERS. */
+    /** A stream of another device or CUDA context. With DSOPT_CONTEXT_CHECK_POINTERS also memory of another device, or
+     * host memory. */
     DSOPT_ERR_DEVICE = 15,
     /** The workspace is missing or too small. The text says how many bytes are needed. */
     DSOPT_ERR_WORKSPACE = 16,
@@ -1603,7 +1608,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsop
  * buckets, which the comm keeps. Entries without data are passed over, and must be so on all ranks.
  * @param[in,out] list  F32, F16 or BF16 in backend memory.
  * @param[in]     op    enum dsopt_op.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed; _STATE: it cannot be captured
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE with nothing changed; _STATE: it cannot be captured
  * (docs/graphs.md). With any other failure the comm is lost and the list undefined. MAX of a NaN is unspecified.
  * Thread-safety: one thread per comm. Since: 0.2
  */

@@ -131,6 +131,14 @@ template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) {
     return fence([&] { body(*object_of(handle, "the scaler")); });
 }
 
+/// `body` after a check of the caller's stream.
+template <class F> auto on_stream(void *stream, F body) {
+    return [=](auto &object) {
+        context_of(object).device().check_stream(stream);
+        body(object);
+    };
+}
+
 std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) {
     return handle != nullptr ? object_of(handle, "the comm") : nullptr;
 }
@@ -256,6 +264,7 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
         if (op != DSOPT_OP_SUM && op != DSOPT_OP_MAX && op != DSOPT_OP_MEAN)
             throw Error(DSOPT_ERR_ARGUMENT, "op is %d, not SUM, MAX or MEAN", op);
         check_list(list, count, "tensor");
+        context_of(object).device().check_stream(stream);
         all_reduce_list(object, list, count, op, stream);
     });
 }
@@ -285,7 +294,7 @@ dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, 
     return with(scaler, [&](Scaler &object) { object.set(what, value); });
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.update(overflow, stream); });
+    return with(scaler, on_stream(stream, [&](Scaler &object) { object.update(overflow, stream); }));
 }
 dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info) {
     return with(scaler, [&](Scaler &object) { write_struct(info, object.info(), "dsopt_scaler_info"); });
@@ -295,11 +304,11 @@ dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler) {
 }
 dsopt_status dsopt_scaler_init_state(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
                                      void *stream) {
-    return with(scaler, [&](Scaler &object) { object.init_state(state, count, stream); });
+    return with(scaler, on_stream(stream, [&](Scaler &object) { object.init_state(state, count, stream); }));
 }
 dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
                                      const int32_t *overflow, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.transition(state, count, overflow, stream); });
+    return with(scaler, on_stream(stream, [&](Scaler &object) { object.transition(state, count, overflow, stream); }));
 }
 dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info) {
     return fence([&] {
@@ -309,7 +318,7 @@ dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info) 
     });
 }
 dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *scaler, const dsopt_tensor *loss, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.scale_loss(*not_null(loss, "loss"), stream); });
+    return with(scaler, on_stream(stream, [&](Scaler &object) { object.scale_loss(*not_null(loss, "loss"), stream); }));
 }
 
 // ----------------------------------------------------------------------------------------------- groups, optimizer
@@ -420,7 +429,7 @@ dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsop
     });
 }
 dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.reset(what, stream); });
+    return with(opt, on_stream(stream, [&](Optimizer &optimizer) { optimizer.reset(what, stream); }));
 }
 
 // -------------------------------------------------------------------------------------------------------------- step
@@ -433,11 +442,15 @@ dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step 
 }
 dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
                                         const dsopt_tensor *state, int64_t count, void *stream) {
-    return with(opt, [&](const Optimizer &optimizer) { optimizer.init_state(params, state, count, stream); });
+    return with(opt, on_stream(stream, [&](const Optimizer &optimizer) {
+                    optimizer.init_state(params, state, count, stream);
+                }));
 }
 dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,
                                        void *stream) {
-    return with(opt, [&](const Optimizer &optimizer) { write_reduction(optimizer, schedule, reduction, stream); });
+    return with(opt, on_stream(stream, [&](const Optimizer &optimizer) {
+                    write_reduction(optimizer, schedule, reduction, stream);
+                }));
 }
 dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words, dsopt_schedule_info *info) {
     return with(opt, [&](const Optimizer &optimizer) {
@@ -451,7 +464,7 @@ dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, 
     return call == 0 ? with(opt, answer) : with(static_cast<const dsopt_optimizer *>(opt), answer);
 }
 dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); });
+    return with(opt, on_stream(stream, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); }));
 }
 dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes) {
     return with(opt, [&](const Optimizer &optimizer) { *not_null(bytes, "bytes") = optimizer.workspace_bytes(); });
@@ -475,6 +488,7 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
         if (how != DSOPT_ZERO_FILL && how != DSOPT_ZERO_NONE)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_zero_grad: how is %d", how);
         check_list(grads, count, "gradient");
+        context.device().check_stream(stream);
         if (how == DSOPT_ZERO_FILL)
             context.device().loops().zero(grads, count, context.parallel(), stream);
         else
@@ -509,6 +523,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
         not_null(result, "result");
         check_aligned(result, alignof(dsopt_norm_result), "result");
         check_list(list, count, "tensor");
+        context.device().check_stream(stream);
         norm_over_ranks(context, comm_if_any(comm).get(), list, count, norm, max_norm, result, stream);
     });
 }
@@ -522,6 +537,7 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
             if (x[i].numel != y[i].numel)
                 throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", ll(i), ll(x[i].numel),
                             ll(y[i].numel));
+        context.device().check_stream(stream);
         context.device().loops().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
     });
 }
@@ -531,6 +547,7 @@ dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, i
         const Context &context = *object_of(ctx, "ctx");
         require(limit > 0, "limit", limit, "above 0");
         check_list(list, count, "tensor");
+        context.device().check_stream(stream);
         context.device().loops().clamp(list, count, float(limit), context.parallel(), stream);
     });
 }

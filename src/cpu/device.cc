@@ -187,6 +187,7 @@ public:
         return std::make_unique<InPlace>();
     }
     std::unique_ptr<HostWriter> writer() const override { return nullptr; }
+    void check_stream(void *) const override {}
     void synchronize() const override {}
     bool finished(void *) const override { return true; }
     void wait(void *) const override {}

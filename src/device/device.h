@@ -46,6 +46,9 @@ public:
     virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
     virtual std::unique_ptr<HostReader> reader() const = 0;
     virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
+    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of the
+    /// driver. Once a call, first; elsewhere NULL is the default stream of the device.
+    virtual void check_stream(void *stream) const = 0;
     /// Waits for everything on the device.
     virtual void synchronize() const = 0;
     /// Between host and backend memory in any direction, after everything on the device. Waits until it is done.

@@ -42,6 +42,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
     const Context &context = *comm.context();
+    context.device().check_stream(args.stream);
     const Loops &loops = context.device().loops();
     const Parallel parallel = context.parallel();
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error,

@@ -162,7 +162,15 @@ void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
         // The least of integers, so that it is never the maximum of two.
         for (auto *side : {&words.high, &words.low})
             for (auto &word : *side) word[0] = word[1] = INT32_MIN;
-        reduce_words(optimizer, &words, sizeof words, stream);
+        const Device &device = optimizer.context().device();
+        device.on_device([&] {
+            try {
+                device.check_stream(stream);
+            } catch (const Error &) {
+                stream = nullptr; // the refused call's stream is unusable; here NULL is the device's own default stream
+            }
+            reduce_words(optimizer, &words, sizeof words, stream);
+        });
     } catch (const std::exception &) { // the caller hears of what came first
     }
 }

@@ -74,10 +74,16 @@ void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor
 }
 
 void Optimizer::step(const dsopt_step &step) {
-    with_refusal(*this, step.stream, [&](bool &met) { take_step(step, met); });
+    with_refusal(*this, step.stream, [&](bool &met) {
+        context_->device().check_stream(step.stream);
+        take_step(step, met);
+    });
 }
 void Optimizer::apply(const dsopt_step &step) const {
-    with_refusal(*this, step.stream, [&](bool &met) { take_apply(step, met); });
+    with_refusal(*this, step.stream, [&](bool &met) {
+        context_->device().check_stream(step.stream);
+        take_apply(step, met);
+    });
 }
 
 void Optimizer::take_step(const dsopt_step &step, bool &met) {

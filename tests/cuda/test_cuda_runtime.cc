@@ -237,12 +237,16 @@ TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
     config.protect = false;
     fakert::reset(config);
     const std::vector<float> expected = Persistent().run();
-    for (const char *function :
-         {"cudaDeviceGetAttribute", "cudaDeviceSynchronize", "cudaEventCreate", "cudaEventRecord",
-          "cudaFuncGetAttributes", "cudaGetDevice", "cudaGetDriverEntryPointByVersion", "cudaLaunchKernel",
-          "cudaMalloc", "cudaMallocHost", "cudaMemcpyAsync", "cudaMemsetAsync",
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor", "cudaStreamCreate", "cudaStreamIsCapturing",
-          "cudaStreamSynchronize", "cudaThreadExchangeStreamCaptureMode", "cuDevicePrimaryCtxRetain"}) {
+    for (const char *function : {"cuCtxPushCurrent",         "cudaDeviceGetAttribute",
+                                 "cudaDeviceSynchronize",    "cudaDriverGetVersion",
+                                 "cudaEventCreate",          "cudaEventRecord",
+                                 "cudaFuncGetAttributes",    "cudaGetDriverEntryPointByVersion",
+                                 "cudaLaunchKernel",         "cudaMalloc",
+                                 "cudaMallocHost",           "cudaMemcpyAsync",
+                                 "cudaMemsetAsync",          "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+                                 "cudaStreamCreate",         "cudaStreamIsCapturing",
+                                 "cudaStreamSynchronize",    "cudaThreadExchangeStreamCaptureMode",
+                                 "cuDevicePrimaryCtxRetain", "cuStreamGetCtx"}) {
         fakert::reset(config);
         (void)Persistent().run();
         const long calls = fakert::calls(function);

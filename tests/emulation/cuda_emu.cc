@@ -520,6 +520,11 @@ void wait_for_previous() {
     if (launch.waited != nullptr) std::call_once(t_worker->grid->waited, launch.waited, launch.argument);
 }
 
+void let_next_begin() {
+    bool *const triggered = t_worker->grid->launch.triggered;
+    if (triggered != nullptr) std::atomic_ref(*triggered).store(true, std::memory_order_relaxed);
+}
+
 int block_barrier(bool predicate, Vote vote) {
     Worker &w = *t_worker;
     Thread &self = *w.current;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fake runtime: configuration, faults and counters, devices, launches, errors.
 #include "fake_cudart.h"
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -25,11 +26,17 @@ std::vector<CallCount> g_calls;
 std::vector<LaunchedKernel> g_launched, g_late;
 std::set<const void *> g_loaded, g_early;
 std::vector<Allowance> g_allowances;
-std::vector<bool> g_contexts; // of devices
+std::vector<bool> g_contexts; // primary ones, of devices
+std::vector<int> g_others;    // devices of the other contexts
+std::vector<std::string> g_triggering;
 long g_all_calls = 0;
 bool g_begun = false, g_forked = false; // a call was made; and then this process was forked off
 thread_local cudaError_t t_last = cudaSuccess;
-thread_local std::vector<int> t_before; // devices that were current before those that were pushed
+struct Current {
+    int device, context;
+    bool bound;
+};
+thread_local std::vector<Current> t_before; // what was current before contexts were pushed
 
 long count_call(const char *function) {
     for (CallCount &known : g_calls)
@@ -65,7 +72,12 @@ public:
                 call_.launch.argument = this;
             }
         }
-        return cuemu::run_grid(call_.launch, call_.body, call_.data) ? cudaSuccess : cudaErrorLaunchFailure;
+        bool triggered = false;
+        call_.launch.triggered = &triggered;
+        const bool ran = cuemu::run_grid(call_.launch, call_.body, call_.data);
+        const Lock lock;
+        if (triggered) g_triggering.push_back(call_.launch.name);
+        return ran ? cudaSuccess : cudaErrorLaunchFailure;
     }
 
 private:
@@ -93,17 +105,34 @@ void make_context(int device) {
     g_contexts[size_t(device)] = true;
 }
 
-// Contexts are numbered from 1 on, by device. The driver's own errors: 1 invalid value, 101 invalid device, 201 invalid
-// context; what cannot fail in the runtime fails here as configured, with 999.
+// Handles of primary contexts are numbers from 1 on, by device; those of others begin behind kOthers. The driver's own
+// errors: 1 invalid value, 101 invalid device, 201 invalid context, 400 invalid handle; what cannot fail in the runtime
+// fails here as configured, with 999.
+constexpr int kOthers = 4096, kGreen = 8192;
 template <class F> int driver(const char *function, const F &body) {
     const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
-    return error == 1 || error == 101 || error == 201 || error == 0 ? int(error) : 999;
+    return error == 1 || error == 101 || error == 201 || error == 400 || error == 0 ? int(error) : 999;
+}
+void *handle_of(int device, int context) {
+    return reinterpret_cast<void *>(uintptr_t(context == 0 ? device + 1 : kOthers + context));
+}
+void push_context(int device, int context) {
+    t_before.push_back({t_device, t_context, t_bound});
+    t_device = device;
+    t_context = context;
+    t_bound = true;
+}
+void pop_context() {
+    t_device = t_before.back().device;
+    t_context = t_before.back().context;
+    t_bound = t_before.back().bound;
+    t_before.pop_back();
 }
 int retain(void **context, int device) {
     return driver("cuDevicePrimaryCtxRetain", [&] {
         if (device < 0 || device >= g_config.devices) return 101;
         make_context(device);
-        *context = reinterpret_cast<void *>(uintptr_t(device) + 1);
+        *context = handle_of(device, 0);
         return 0;
     });
 }
@@ -114,27 +143,66 @@ int push(void *context) {
     return driver("cuCtxPushCurrent", [&] {
         const auto device = int(reinterpret_cast<uintptr_t>(context)) - 1;
         if (device < 0 || device >= g_config.devices) return 201;
-        t_before.push_back(t_device);
-        t_device = device;
+        push_context(device, 0);
         return 0;
     });
 }
 int pop(void **context) {
     const Lock lock; // it cannot fail: what was pushed is there
     if (t_before.empty()) return 201;
-    *context = reinterpret_cast<void *>(uintptr_t(t_device) + 1);
-    t_device = t_before.back();
-    t_before.pop_back();
+    *context = handle_of(t_device, t_context);
+    pop_context();
     return 0;
+}
+int current_device(int *device) {
+    return driver("cuCtxGetDevice", [&] {
+        if (!t_bound) return 201;
+        *device = t_device;
+        return 0;
+    });
+}
+int context_of(cudaStream_t stream, void **context, void **green) {
+    return driver("cuStreamGetCtx", [&] {
+        *green = nullptr;
+        if (!stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
+            if (!t_bound) return 201;
+            *context = handle_of(t_device, t_context);
+            return 0;
+        }
+        if (!is_stream(stream)) return 400;
+        *context = handle_of(stream->device, stream->context);
+        if (stream->green) *green = reinterpret_cast<void *>(uintptr_t(kGreen));
+        return 0;
+    });
+}
+int context_of_before_12_5(cudaStream_t stream, void **context) {
+    void *green = nullptr;
+    const int error = context_of(stream, context, &green);
+    if (green) *context = green;
+    return error;
 }
 struct DriverFunction {
     const char *name;
     void *address;
+    int since = 12000; // versions are in the order of this list
 };
 const DriverFunction kDriver[] = {{"cuDevicePrimaryCtxRetain", reinterpret_cast<void *>(retain)},
                                   {"cuDevicePrimaryCtxRelease", reinterpret_cast<void *>(release)},
                                   {"cuCtxPushCurrent", reinterpret_cast<void *>(push)},
-                                  {"cuCtxPopCurrent", reinterpret_cast<void *>(pop)}};
+                                  {"cuCtxPopCurrent", reinterpret_cast<void *>(pop)},
+                                  {"cuCtxGetDevice", reinterpret_cast<void *>(current_device)},
+                                  {"cuStreamGetCtx", reinterpret_cast<void *>(context_of_before_12_5)},
+                                  {"cuStreamGetCtx", reinterpret_cast<void *>(context_of), 12050}};
+
+/// Calls that need no context. All others make the primary one of the thread's device current where none is.
+bool needs_context(const char *function) {
+    for (const char *name : {"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaGetDeviceCount", "cudaGetDevice",
+                             "cudaSetDevice", "cudaDeviceGetAttribute", "cudaGetDriverEntryPointByVersion"})
+        if (!std::strcmp(function, name)) return false;
+    return !std::strncmp(function, "cuda", 4); // not those of the driver
+}
+
+int ptx_version() { return g_config.ptx ? g_config.ptx : g_config.capability; }
 
 struct AtExit { // the workers of streams must not outlive what they use
     ~AtExit() { reset(Config{}); }
@@ -147,6 +215,8 @@ Counters g_counters{};
 cudaError_t g_sticky = cudaSuccess;
 long g_kernels_run = 0;
 thread_local int t_device = 0;
+thread_local int t_context = 0;
+thread_local bool t_bound = false;
 thread_local bool t_in_host_function = false;
 thread_local int t_locks = 0;
 bool works() { return t_locks != 0; }
@@ -157,6 +227,7 @@ cudaError_t begin_call(const char *function) {
     g_begun = watches == 0;
     if (g_forked) return cudaErrorInitializationError; // a driver that was begun is of no use to a child
     if (t_in_host_function) return cudaErrorNotPermitted;
+    if (needs_context(function)) need_context();
     const bool counted = !g_config.fail_function || !std::strcmp(g_config.fail_function, function);
     const long of_function = count_call(function), of_all = g_all_calls++;
     if (counted && (g_config.fail_function ? of_function : of_all) == g_config.fail_call) return g_config.fail_with;
@@ -201,7 +272,10 @@ void reset(const Config &config) {
     g_early.clear();
     g_allowances.clear();
     g_contexts.clear();
-    t_device = 0;
+    g_others.clear();
+    g_triggering.clear();
+    t_device = t_context = 0;
+    t_bound = false;
     t_before.clear();
 }
 
@@ -221,7 +295,26 @@ long live_objects() {
     return live_memory() + live_streams() + live_graphs();
 }
 
-void need_context() { make_context(t_device); }
+void need_context() {
+    if (!t_bound) make_context(t_device);
+    t_bound = true;
+}
+Context::Context(int device) {
+    const Lock lock;
+    g_others.push_back(device);
+    push_context(device, int(g_others.size()));
+}
+Context::~Context() {
+    const Lock lock;
+    pop_context();
+}
+cudaStream_t green_stream() {
+    const Lock lock;
+    need_context();
+    FakeStream *const stream = new_stream(t_device, false, true);
+    stream->green = true;
+    return stream;
+}
 bool has_context(int device) {
     const Lock lock;
     return size_t(device) < g_contexts.size() && g_contexts[size_t(device)];
@@ -231,6 +324,7 @@ void mark() {
     const Lock lock;
     g_counters = {};
     g_launched.clear();
+    g_triggering.clear();
 }
 Counters counters() {
     const Lock lock;
@@ -239,6 +333,12 @@ Counters counters() {
 std::vector<std::string> launched_kernels() {
     const Lock lock;
     return names_of(g_launched);
+}
+std::vector<std::string> triggering_kernels() {
+    const Lock lock;
+    std::vector<std::string> names(g_triggering);
+    std::sort(names.begin(), names.end());
+    return names;
 }
 std::vector<std::string> late_loads() {
     const Lock lock;
@@ -256,7 +356,8 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (stream->device != t_device) return cudaErrorInvalidResourceHandle;
         ++g_counters.kernel_launches;
-        if (kernel_call.launch.early && g_config.capability < 90) return cudaErrorInvalidValue;
+        // A device of capability 90 takes a kernel from older PTX; that kernel would not wait for the one before.
+        if (kernel_call.launch.early && (g_config.capability < 90 || ptx_version() < 90)) return cudaErrorInvalidValue;
         g_counters.early_launches += kernel_call.launch.early;
         if (g_loaded.insert(kernel_call.function).second) {
             g_late.push_back({kernel_call.launch.name});
@@ -270,7 +371,7 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
 
 cudaError_t resident_blocks(int *blocks, int threads, size_t shared) {
     return call("cudaOccupancyMaxActiveBlocksPerMultiprocessor", [&] {
-        if (!blocks || threads < 1) return cudaErrorInvalidValue;
+        if (!blocks || threads < 1 || shared > g_config.occupancy_shared) return cudaErrorInvalidValue;
         *blocks = threads > 1024 || shared > kSharedOptin ? 0 : g_config.blocks_per_multiprocessor;
         return cudaSuccess;
     });
@@ -296,7 +397,13 @@ using namespace fakert;
 
 extern "C" {
 
-cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
+cudaError_t cudaDriverGetVersion(int *version) {
+    return call("cudaDriverGetVersion", [&] {
+        if (!version) return cudaErrorInvalidValue;
+        *version = g_config.driver;
+        return cudaSuccess;
+    });
+}
 cudaError_t cudaRuntimeGetVersion(int *version) {
     return call("cudaRuntimeGetVersion", [&] {
         if (!version) return cudaErrorInvalidValue;
@@ -322,6 +429,8 @@ cudaError_t cudaSetDevice(int device) {
     return call("cudaSetDevice", [&] {
         if (device < 0 || device >= g_config.devices) return cudaErrorInvalidDevice;
         t_device = device;
+        t_context = 0;
+        t_bound = false;
         need_context();
         return cudaSuccess;
     });
@@ -331,7 +440,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *ke
         if (!attributes || !kernel) return cudaErrorInvalidValue;
         if (!g_config.images) return cudaErrorNoKernelImageForDevice;
         g_loaded.insert(kernel);
-        *attributes = {0, 0, 0, 1024, 32};
+        *attributes = {0, 0, 0, 1024, 32, ptx_version()};
         return cudaSuccess;
     });
 }
@@ -340,8 +449,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
     return call("cudaGetDriverEntryPointByVersion", [&] {
         if (!symbol || !function || version < 12000 || flags != cudaEnableDefault) return cudaErrorInvalidValue;
         *function = nullptr;
-        for (const DriverFunction &known : kDriver)
-            if (!std::strcmp(known.name, symbol)) *function = known.address;
+        for (const DriverFunction &known : kDriver) // the newest one that the caller and the driver know
+            if (!std::strcmp(known.name, symbol) && known.since <= std::min(int(version), g_config.driver))
+                *function = known.address;
         if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
         return cudaSuccess;
     });

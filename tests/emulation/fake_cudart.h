@@ -90,13 +90,16 @@ struct Capture {
 struct Block {
     size_t bytes, mapped;
     int device;
-    bool alive; // between its allocation and its release in stream order
+    bool alive;      // between its allocation and its release in stream order
+    int context = 0; // as FakeStream's
 };
 
 } // namespace fakert
 
 struct FakeStream {
     int device = 0;
+    int context = 0;    // 0: the primary one of its device; others have numbers from 1 on
+    bool green = false; // of a green context, which works in the primary one
     bool blocking = true;
     bool handle = true; // the program has it
     bool busy = false, quit = false;
@@ -109,6 +112,7 @@ struct FakeStream {
 };
 struct FakeEvent {
     bool timing;
+    int device, context;          // where it was made
     FakeStream *stream = nullptr; // NULL: never recorded
     uint64_t at = 0;
     double milliseconds = 0;
@@ -163,7 +167,9 @@ extern Counters g_counters;
 extern cudaError_t g_sticky; // what broke the device
 extern long g_kernels_run;
 extern thread_local int t_device;
-void need_context(); // of the current device
+extern thread_local int t_context; // that is current, as FakeStream's
+extern thread_local bool t_bound;  // else none is current, and a call that needs one makes that of the device current
+void need_context();
 extern thread_local bool t_in_host_function;
 
 /// The order of the host for the thread sanitizer, told in spite of the quiet under the lock.
@@ -196,6 +202,7 @@ void destroy_stream(FakeStream *stream); // when its work is done
 cudaError_t wait_for_device(int device);
 /// The stream behind a handle, for work: 400 if there is none, else what captures say about it.
 cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream);
+bool is_stream(const FakeStream *stream); // one that the program has
 /// Into the queue, or into the capture.
 cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after = {});
 cudaError_t run_until(FakeStream *stream, uint64_t upto);

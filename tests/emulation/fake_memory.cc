@@ -69,7 +69,6 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     if (!p) return cudaErrorInvalidValue;
     *p = nullptr;
     if (!bytes) return cudaSuccess;
-    need_context();
     Device &owner = device(t_device);
     if (bytes > g_config.memory - owner.used) return cudaErrorMemoryAllocation;
     const size_t mapped = (bytes + kRedZone + kPage - 1) / kPage * kPage;
@@ -80,7 +79,7 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     std::memset(begin + bytes, kUntouched, mapped - bytes);
     if (sanitizer::asan()) __asan_poison_memory_region(begin + bytes, mapped - bytes);
     if (g_config.protect && (!alive || !owner.open)) set_access(begin, mapped, false);
-    g_device_blocks[begin] = {bytes, mapped, t_device, alive};
+    g_device_blocks[begin] = {bytes, mapped, t_device, alive, t_context};
     owner.used += bytes;
     *p = memory;
     return cudaSuccess;
@@ -201,7 +200,7 @@ cudaError_t cudaFree(void *p) {
         ++g_counters.device_frees;
         if (!p) return cudaSuccess;
         auto at = g_device_blocks.find(static_cast<char *>(p));
-        if (at == g_device_blocks.end()) return cudaErrorInvalidValue;
+        if (at == g_device_blocks.end() || at->second.context != t_context) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(true)) return error;
         ++g_counters.host_waits;
         const cudaError_t error = wait_for_device(at->second.device);

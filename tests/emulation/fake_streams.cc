@@ -187,10 +187,12 @@ void destroy_stream(FakeStream *stream) {
 
 cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream) {
     if (!handle || handle == cudaStreamLegacy) {
+        if (t_context != 0) return cudaErrorInvalidResourceHandle;
         stream = null_stream(t_device);
         return refuse_null_stream(t_device);
     }
     if (position(handle) == g_streams.end() || !handle->handle) return cudaErrorInvalidResourceHandle;
+    if (handle->context != t_context) return cudaErrorInvalidResourceHandle;
     stream = handle;
     return stream->capture && !stream->capture->valid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
 }
@@ -255,6 +257,8 @@ void run_some() {
     FakeStream *const stream = (chosen < g_null.size() ? g_null[chosen] : g_streams[chosen - g_null.size()]).stream;
     for (uint64_t k = random_number() % 3; k && !stream->queue.empty() && !stream->busy; --k) run_one(stream);
 }
+
+bool is_stream(const FakeStream *stream) { return position(stream) != g_streams.end() && stream->handle; }
 
 long live_streams() {
     long count = 0;
@@ -323,8 +327,8 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWith
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return call("cudaStreamCreate", [&] {
         if (!stream || flags > cudaStreamNonBlocking) return cudaErrorInvalidValue;
-        need_context();
         *stream = new_stream(t_device, flags != cudaStreamNonBlocking, true);
+        (*stream)->context = t_context;
         return cudaSuccess;
     });
 }
@@ -377,14 +381,14 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlag
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     return call("cudaEventCreate", [&] {
         if (!event || (flags & ~cudaEventDisableTiming)) return cudaErrorInvalidValue;
-        *event = new FakeEvent{!(flags & cudaEventDisableTiming)};
+        *event = new FakeEvent{!(flags & cudaEventDisableTiming), t_device, t_context};
         g_events[*event] = true;
         return cudaSuccess;
     });
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return give_back("cudaEventDestroy", [&] {
-        if (!is_event(event)) return cudaErrorInvalidResourceHandle;
+        if (!is_event(event) || event->context != t_context) return cudaErrorInvalidResourceHandle;
         g_events[event] = false;
         return cudaSuccess;
     });
@@ -394,6 +398,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
         FakeStream *stream = nullptr;
         if (!is_event(event)) return cudaErrorInvalidResourceHandle;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
+        if (event->device != stream->device || event->context != stream->context) return cudaErrorInvalidResourceHandle;
         if (stream->capture) return record_event(event, stream);
         event->capture = 0;
         event->stream = stream;

@@ -302,6 +302,24 @@ TEST_F(LazyRuntime, RefusesEarlyLaunchesOnADeviceThatHasNone) {
     config.capability = 89;
     reset(config);
     EXPECT_EQ(launch(), cudaErrorInvalidValue);
+    config.capability = 90;
+    config.ptx = 80; // such code would not wait
+    reset(config);
+    EXPECT_EQ(launch(), cudaErrorInvalidValue);
+    cudaFuncAttributes attributes;
+    EXPECT_EQ(cudaFuncGetAttributes(&attributes, waiting_kernel), cudaSuccess);
+    EXPECT_EQ(attributes.ptxVersion, 80);
+}
+__global__ void triggering_kernel() {
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
+}
+TEST_F(LazyRuntime, NamesKernelsThatLetTheNextOneBegin) {
+    ASSERT_EQ(gpu::launch("triggering", false, triggering_kernel, 2, 32, 0, nullptr), cudaSuccess);
+    ASSERT_EQ(gpu::launch("waiting", false, waiting_kernel, 2, 32, 0, nullptr), cudaSuccess);
+    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{}); // none has run
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{"triggering"});
 }
 TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbout) {
     Config config;

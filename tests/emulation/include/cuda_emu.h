@@ -91,6 +91,7 @@ struct Launch {
     size_t shared;
     bool early = false;               // may begin before the kernel before it in the stream has ended
     void (*waited)(void *) = nullptr; // called once, when a thread has waited for that
+    bool *triggered = nullptr;        // set when a thread lets the next kernel begin
     void *argument = nullptr;
 };
 /// Runs every block of a grid; `body` is called once per CUDA thread. False if the execution model was broken.
@@ -118,6 +119,7 @@ void fence();
 void note_atomic(const void *address);
 void note_store(const void *address, size_t bytes);
 void wait_for_previous();
+void let_next_begin();
 [[noreturn]] void trap(const char *why);
 
 template <class T> inline uint64_t to_bits(T value) {
@@ -195,7 +197,7 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
 /// Every thread of a kernel that may begin early has to call this before it touches memory; elsewhere it does nothing.
 inline void cudaGridDependencySynchronize() { cuemu::wait_for_previous(); }
 /// The next kernel may begin, which is what the emulator does with it in any case.
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() { cuemu::let_next_begin(); }
 
 inline void __trap() { cuemu::trap("__trap()"); }
 

@@ -72,7 +72,7 @@ enum cudaDriverEntryPointQueryResult {
 };
 struct cudaFuncAttributes {
     size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
-    int maxThreadsPerBlock, numRegs;
+    int maxThreadsPerBlock, numRegs, ptxVersion;
 };
 typedef struct FakeStream *cudaStream_t;
 typedef struct FakeEvent *cudaEvent_t;
@@ -85,6 +85,7 @@ constexpr unsigned cudaEventRecordDefault = 0, cudaEventWaitDefault = 0;
 constexpr unsigned cudaHostAllocDefault = 0;
 constexpr unsigned cudaEnableDefault = 0;
 #define cudaStreamLegacy (reinterpret_cast<cudaStream_t>(0x1))
+#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(0x2)) // refused: no test uses it
 
 extern "C" {
 cudaError_t cudaDriverGetVersion(int *version);
@@ -95,7 +96,8 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
-/// The functions of the driver that the engine uses: primary contexts, and which one is current.
+/// The functions of the driver that the engine uses: primary contexts, which context is current, and the context of a
+/// stream.
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult *result = nullptr);

@@ -28,6 +28,10 @@ struct Config {
     bool first_launch_waits =
         false;           // lazy loading: the first launch of a kernel nobody asked about waits for the device
     int capability = 90; // of the devices, major and minor number
+    int ptx = 0;         // the PTX version that the kernels' code was compiled from; 0: that of the devices
+    int driver = 13000;  // version of the driver
+    // Dynamic shared memory above this makes the occupancy query an invalid value, not 0 blocks.
+    size_t occupancy_shared = SIZE_MAX;
 
     // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are
     // "cudaLaunchKernel".
@@ -64,9 +68,24 @@ void mark();
 /// Whether this thread is in the runtime now, and not in what called it.
 bool works();
 Counters counters();
-/// Whether a device has its primary context: from cudaSetDevice() on, or since it was retained, or something was made
-/// on it.
+/// Whether a device has its primary context: from cudaSetDevice() on, or since it was retained, or since any call of the
+/// runtime, frees included, in a thread in which no context was current and the device was chosen, or was device 0.
 bool has_context(int device);
+/// A context of a device that is not the primary one, current in this thread as long as the object lives. Streams, events
+/// and device memory belong to the context that was current when they were made, and are refused in others. Such a
+/// context has no default stream here.
+class Context {
+public:
+    explicit Context(int device);
+    ~Context();
+    Context(const Context &) = delete;
+    Context &operator=(const Context &) = delete;
+};
+/// A non-blocking stream of a green context of the current device: it is used while the primary context is current.
+cudaStream_t green_stream();
+/// Names of the kernels that ran since mark() and called cudaTriggerProgrammaticLaunchCompletion(), in alphabetical
+/// order.
+std::vector<std::string> triggering_kernels();
 /// Kernels launched since reset() without cudaFuncGetAttributes() before: with lazy loading the driver may wait then.
 std::vector<std::string> late_loads();
 /// cudaLaunchHostFunc, which also calls drop(argument) once no queue and no graph has it any more: what a library learns
