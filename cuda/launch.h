@@ -25,8 +25,8 @@
 namespace gpu {
 
 /// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
-/// is for tests, which list what was launched. `early`, for devices of capability 9.0 or more: its blocks may come while
-/// the kernel before it still runs, and must begin with begin_kernel().
+/// is for tests, which list what was launched. `early`, for code compiled for capability 9.0 or more: blocks may start
+/// while the preceding kernel still runs, and the kernel must begin with begin_kernel().
 template <class... P, class... A>
 cudaError_t launch(const char *name, bool early, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
                    cudaStream_t stream, A &&...arguments) {

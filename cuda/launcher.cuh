@@ -24,16 +24,13 @@ class Shared {
 public:
     explicit Shared(const Gpu &gpu) : pinned(gpu), scratch(gpu) {
         const OnDevice on(gpu);
-        const auto attribute = [&](cudaDeviceAttr which) {
-            int value = 0;
-            check(cudaDeviceGetAttribute(&value, which, gpu.ordinal()), "cudaDeviceGetAttribute");
-            return value;
-        };
-        multiprocessors_ = unsigned(attribute(cudaDevAttrMultiProcessorCount));
-        early_ = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+        int count = 0;
+        check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, gpu.ordinal()), "cudaDeviceGetAttribute");
+        multiprocessors_ = unsigned(count);
     }
-    /// Blocks of a kernel can come before the kernel before it has ended.
-    bool early() const { return early_; }
+    /// True if blocks of a kernel may start before the preceding kernel has ended. Set once, after all kernels are
+    /// loaded: only code for capability 9.0 or more waits, see begin_kernel().
+    bool early = false;
     /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.
     template <class... P> unsigned resident_blocks(void (*kernel)(P...), size_t shared) {
         const std::lock_guard lock(mutex_);
@@ -49,8 +46,7 @@ public:
     ScratchPool scratch; // for tables that live as long as a call's work
 
 private:
-    unsigned multiprocessors_;
-    bool early_;
+    unsigned multiprocessors_ = 0;
     std::mutex mutex_;
     std::map<std::pair<const void *, size_t>, unsigned> resident_;
 };
@@ -117,7 +113,9 @@ private:
     template <class... P, class... A>
     void run(const char *name, void (*kernel)(P...), unsigned blocks, int threads, size_t shared,
              A &&...arguments) const {
-        const bool early = started && device.early(); // never beside a caller's kernel
+        // The first kernel of a call waits for all work of the caller. After a collective of this call, a kernel may
+        // start while the collective runs: begin_kernel() waits for the collective.
+        const bool early = started && device.early;
         check(::gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
         started = true;
     }

@@ -2,6 +2,8 @@
 // The loops of a CUDA device as the engine calls them: tables are uploaded, kernels launched.
 #pragma once
 #include "step.cuh"
+#include <algorithm>
+#include <climits>
 
 namespace dsopt::gpu {
 
@@ -44,6 +46,7 @@ public:
     /// ranks that wait for this one.
     explicit CudaLoops(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
         const OnDevice on(gpu_);
+        int ptx = INT_MAX;
         for_kernels([&](auto kernel) {
             cudaFuncAttributes attributes;
             const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
@@ -51,12 +54,15 @@ public:
                 check(error, "cudaFuncGetAttributes");
                 // Asked now for each size of dynamic shared memory: a step allocates nothing to remember it.
                 for (const size_t tiles : {0, 1, 2}) (void)shared_.resident_blocks(kernel, tiles * kTileBytes);
+                ptx = std::min(ptx, attributes.ptxVersion);
                 return;
             }
             (void)cudaGetLastError();
             throw Error(DSOPT_ERR_MISSING,
                         "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
         });
+        // Not the capability of the device: the driver may have compiled PTX of an older one for it.
+        shared_.early = ptx >= 90;
     }
     size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(gpu_); }
