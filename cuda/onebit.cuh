@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
 __global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+    begin_kernel(b.d.plan.shards.count == 0); // as update_kernel()
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {

@@ -266,7 +266,7 @@ constexpr int kUpdateBlocks = 3;
 constexpr int kUpdateBlocks = 4;
 #endif
 __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(d.plan.has_lamb);
+    begin_kernel(d.plan.has_lamb && d.plan.shards.count == 0); // sums of shards go into a collective
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;

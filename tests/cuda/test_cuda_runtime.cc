@@ -137,6 +137,44 @@ TEST_F(Cuda, LaunchesTheKernelsBehindTheFirstOneOfACallEarlyWhereTheDeviceHasTha
     }
 }
 
+TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        for (const bool sharded : {false, true}) {
+            const bool onebit = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+            const char *const sums = onebit ? "onebit_trust" : "update";
+            SCOPED_TRACE(testing::Message() << sums << (sharded ? ", sharded" : ""));
+            const Ranks group(2);
+            std::barrier together(2);
+            std::vector<std::string> names;
+            group.run([&](int rank) {
+                Setting s;
+                s.algorithm = algorithm;
+                s.param_flags = sharded ? DSOPT_PARAM_MODEL_PARALLEL : 0;
+                s.model = &group;
+                s.model_rank = rank;
+                s.change = [](dsopt_group &g, int) {
+                    if (g.algorithm != DSOPT_ALGORITHM_ONEBIT_LAMB) return;
+                    g.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
+                    g.freeze_step = 2;
+                };
+                Side side(true, s);
+                side.fill_gradients(1);
+                for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
+                ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+                together.arrive_and_wait();
+                if (rank == 0) fakert::mark();
+                together.arrive_and_wait();
+                ASSERT_OK(side.step());
+                ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+                together.arrive_and_wait();
+                if (rank == 0) names = fakert::triggering_kernels();
+                together.arrive_and_wait();
+            });
+            EXPECT_EQ(std::count(names.begin(), names.end(), sums), sharded ? 0 : 2);
+            EXPECT_NE(names, std::vector<std::string>{});
+        }
+}
+
 // dsopt_build_info asks the driver, which so begins.
 TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
     ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
