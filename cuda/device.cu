@@ -64,13 +64,7 @@ public:
         const OnDevice on(gpu_);
         if (capturing(as_stream(stream)))
             throw Error(DSOPT_ERR_STATE, "the host waits here: this call cannot be captured");
-        const cudaError_t error = cudaStreamQuery(as_stream(stream));
-        if (error == cudaErrorNotReady) {
-            (void)cudaGetLastError(); // "not ready" is no error
-            return false;
-        }
-        check(error, "cudaStreamQuery");
-        return true;
+        return is_done(cudaStreamQuery(as_stream(stream)), "cudaStreamQuery");
     }
     void wait(void *stream) const override {
         const OnDevice on(gpu_);

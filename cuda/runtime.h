@@ -4,6 +4,7 @@
 #include "base/not_copied.h"
 #include "base/status.h"
 #include "launch.h"
+#include <bit>
 #include <memory>
 #include <mutex>
 #include <type_traits>
@@ -169,14 +170,26 @@ inline Stream Gpu::stream() const {
     return Stream(stream, {this});
 }
 
+/// True if a query found its work done. "Not ready" must not show up in the caller's own calls.
+inline bool is_done(cudaError_t error, const char *what) {
+    if (error == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        return false;
+    }
+    check(error, what);
+    return true;
+}
+
 inline bool capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
 }
 
-/// Blocks of memory that the work of streams uses for a while. A block goes back to the pool while that work is still
-/// to come, with an event behind it, and is taken again when the event has come.
+/// Blocks of memory that the work of streams uses for a while. A block returns to the pool while that work is pending,
+/// with an event behind the work, and is used again when the event has passed. Sizes are powers of two, so that
+/// requests that grow leave little unused memory behind. No block is freed before the pool: cudaFree() waits for the
+/// whole device, and so for collectives that wait for this thread.
 template <class Memory, Memory (Gpu::*allocate)(size_t) const> class BlockPool {
 public:
     struct Block {
@@ -188,15 +201,15 @@ public:
     Block take(size_t bytes) {
         const std::lock_guard lock(mutex_);
         for (size_t i = 0; i < blocks_.size(); ++i) {
-            if (blocks_[i].bytes < bytes || cudaEventQuery(blocks_[i].used.get()) != cudaSuccess) continue;
+            if (blocks_[i].bytes < bytes || !is_done(cudaEventQuery(blocks_[i].used.get()), "cudaEventQuery")) continue;
             Block block = std::move(blocks_[i]);
             blocks_.erase(blocks_.begin() + long(i));
             return block;
         }
-        (void)cudaGetLastError(); // "not ready" is no error
         // What comes back must find a place: work may still use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
+        bytes = std::bit_ceil(bytes);
         return {(gpu_.*allocate)(bytes), bytes, gpu_.event(cudaEventDisableTiming)};
     }
     void give_back(Block block, cudaStream_t stream) {

@@ -175,6 +175,33 @@ TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
         }
 }
 
+TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
+    allow_many_blocks();
+    Setting s;
+    s.sizes.assign(400, 4);
+    Side side(true, s);
+    fakert::mark();
+    for (int64_t count = 2; count <= 400; ++count) {
+        ASSERT_OK(dsopt_zero_grad(side.context, side.gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    // Tables are of 100 bytes to 20,000: 9 powers of two, on the device and on the host.
+    EXPECT_LE(fakert::counters().device_allocations, 10);
+    EXPECT_LE(fakert::counters().host_allocations, 10);
+    EXPECT_EQ(fakert::counters().device_frees, 0) << "a free waits for the whole device";
+}
+
+TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
+    Side side(true, {});
+    const auto zero = [&] {
+        return dsopt_zero_grad(side.context, side.gradients.data(), int64_t(side.gradients.size()), DSOPT_ZERO_FILL,
+                               nullptr);
+    };
+    EXPECT_EQ(cudaSetDevice(99), cudaErrorInvalidDevice);
+    ASSERT_OK(zero()); // allocates a block
+    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice);
+}
+
 // dsopt_build_info asks the driver, which so begins.
 TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
     ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
