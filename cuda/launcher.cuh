@@ -38,7 +38,15 @@ public:
         const auto known = resident_.find(key);
         if (known != resident_.end()) return known->second;
         int blocks = 0;
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), "occupancy");
+        // Some kernels are never launched with as much shared memory as this asks about: static and dynamic memory are
+        // more than a block may have. The answer is 0 blocks or, from some drivers, an error.
+        const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared);
+        if (error == cudaErrorInvalidValue) {
+            (void)cudaGetLastError();
+            blocks = 0;
+        } else {
+            check(error, "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+        }
         return resident_[key] = multiprocessors_ * unsigned(blocks > 1 ? blocks : 1);
     }
 

@@ -175,6 +175,16 @@ TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
         }
 }
 
+TEST_F(Cuda, CreatesAContextWhereTheOccupancyQueryRefusesSharedMemory) {
+    fakert::Config config = fakert::config_from_environment();
+    config.occupancy_shared = 20000; // two tiles of a leaf are more
+    fakert::reset(config);
+    Setting s;
+    s.algorithm = DSOPT_ALGORITHM_LAMB;
+    expect_same_bits(s, "LAMB");
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
+}
+
 TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
     allow_many_blocks();
     Setting s;
