@@ -95,13 +95,10 @@ public:
     bool has_all_to_all() const { return session_->api.send != nullptr && session_->api.recv != nullptr; }
     dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
         return call(stream, [&](const Api &api, Communicator comm) {
-            int ranks = 0;
-            Result result = api.count(comm, &ranks);
-            if (result != success) return result;
-            result = api.group_start();
+            Result result = api.group_start();
             if (result != success) return result;
             const auto goes_on = [](Result said) { return said == success || said == in_progress; };
-            for (int peer = 0; peer < ranks && goes_on(result); ++peer) {
+            for (int peer = 0; peer < ranks() && goes_on(result); ++peer) {
                 const char *const from = static_cast<const char *>(send) + peer * bytes;
                 char *const to = static_cast<char *>(recv) + peer * bytes;
                 result = api.send(from, size_t(bytes), uint8, peer, comm, stream);

@@ -74,7 +74,7 @@ void nap(int &looks) {
 }
 
 thread_local std::string t_last;
-std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0};
+std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0}, g_sizes{0};
 
 /// The ids made here; where not all ranks came, what the others left behind under one goes when this process ends.
 class Names {
@@ -333,7 +333,14 @@ void drop_captured(void *argument) {
 
 thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
-thread_local FakeComm *t_asked = nullptr; // for its ranks, before a group: the functions of groups have no communicator
+// The functions of groups have no communicator: a group begins as a call of the one that this thread looked at or used
+// last, and ends as a call of the one whose exchanges are in it.
+struct Used {
+    std::string name;
+    int rank;
+    void is(const FakeComm *comm) { name = comm->name, rank = comm->rank; }
+};
+thread_local Used t_used;
 
 Result flush() {
     if (t_group.empty()) return success;
@@ -370,6 +377,7 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
     if (element(call.type) == 0 || call.root < 0 || call.root >= comm->ranks || peer < 0 || peer >= comm->ranks)
         return fail(nullptr, bad_argument, "type %d, root %d, peer %d", call.type, call.root, peer);
     const int number = comm->calls++;
+    t_used.is(comm);
     if (comm->fails() || comm->fault("error", number)) return fail(comm, system_error, "a planted error");
     t_group.push_back({comm, call, from, to, peer, stream, number});
     if (t_depth != 0) return comm->fault("slow", number) ? in_progress : success;
@@ -422,7 +430,7 @@ void leave(FakeComm *comm) {
 // ------------------------------------------------------------------------------------------------------------- the ABI
 #define API extern "C" __attribute__((visibility("default")))
 
-API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside}; }
+API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside, g_sizes}; }
 
 API void fake_nccl_fail_at(const char *id, int rank, long n) {
     const std::lock_guard lock(g_plan.mutex);
@@ -471,14 +479,15 @@ API Result ncclCommDestroy(FakeComm *comm) {
 }
 API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
     const Inside inside(comm);
+    t_used.is(comm);
     if (!comm->looked_at.exchange(true) && planted(comm->name, comm->rank)) return system_error;
     *error = (comm->stuck || comm->ending) && comm->state == success ? in_progress : Result(comm->state.load());
     return success;
 }
 API Result ncclCommCount(FakeComm *comm, int *ranks) {
+    ++g_sizes;
     if (comm->fails()) return system_error;
     *ranks = comm->ranks;
-    t_asked = comm;
     return success;
 }
 API Result ncclCommUserRank(FakeComm *comm, int *rank) {
@@ -503,17 +512,17 @@ API Result ncclAllGather(const void *from, void *to, size_t count, int type, Fak
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
-    if (t_asked != nullptr && t_asked->fails()) return system_error;
+    if (!t_used.name.empty() && planted(t_used.name, t_used.rank)) return system_error;
     ++t_depth;
     return success;
 }
 API Result ncclGroupEnd() {
     if (t_depth == 0) return fail(nullptr, bad_usage, "no group");
     if (--t_depth != 0) return success;
-    FakeComm *const asked = std::exchange(t_asked, nullptr);
-    if (asked == nullptr || !asked->fails()) return flush();
+    FakeComm *const comm = t_group.empty() ? nullptr : t_group[0].comm;
+    if (comm == nullptr || !comm->fails()) return flush();
     t_group.clear();
-    return fail(asked, system_error, "a planted error");
+    return fail(comm, system_error, "a planted error");
 }
 
 #if !defined(FAKE_NCCL_OLD) // what 2.4 does not have

@@ -16,6 +16,7 @@
 struct FakeNcclCounts {
     int made, destroyed, aborted, ids;
     int inside_while_aborted; // calls of other threads during an abort: the library allows none
+    int sizes;                // calls of ncclCommCount()
 };
 extern "C" FakeNcclCounts fake_nccl_counts();
 

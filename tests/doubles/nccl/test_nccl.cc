@@ -120,6 +120,18 @@ TEST(Nccl, CountsCallsAndBytes) {
     });
 }
 
+// A communicator that is in progress would answer so, and nothing would be sent.
+TEST(Nccl, AllToAllDoesNotAskForTheNumberOfRanks) {
+    const World world(2);
+    const int before = counts().sizes;
+    run_ranks(2, [&](int rank) {
+        const DeviceBytes sent(Bytes{char(rank), char(rank)}), received(Bytes(2));
+        world[rank].comm->all_to_all(sent.data(), received.data(), 1, world[rank].stream, Place::backend);
+        EXPECT_EQ(received.get(), (Bytes{0, 1}));
+    });
+    EXPECT_EQ(counts().sizes, before);
+}
+
 TEST(Nccl, ACallOfAGroupThatIsInProgressIsNoFailure) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:slow,0:3:slow,1:2:slow,2:5:slow");
     const World world(3);
