@@ -41,7 +41,7 @@ def main():
     bound.bind(grads=grads)
     named = dict(zip(by_name.names, grads))
     raw.bind(grads=grads)
-    step, handle, call = raw._bound_plain[1], raw.handle, abi.lib.dsopt_optimizer_step
+    step, handle, call = raw._bound.bound_list(None)[2], raw.handle, abi.lib.dsopt_optimizer_step
     turn = [0]
 
     def changing():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 import sys
@@ -16,17 +17,92 @@ from ._arrays import FLOATS, refuse, require, tensor_of
 
 _first_byte = ctypes.c_char.from_buffer  # refuses what is read-only or not contiguous
 _dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_HEAD = object.__basicsize__  # of every object; its own fields follow
+_FIELDS = 6 * 8 + 4  # data, nd, dimensions, strides, base, descr and flags of PyArrayObject_fields in ndarraytypes.h
+
+
+@functools.lru_cache(maxsize=None)
+def _layout_is_known(ndarray: Any) -> bool:
+    """True if an array of NumPy is the struct that extensions compiled against NumPy read."""
+    if sys.implementation.name != "cpython" or ndarray.__basicsize__ < _HEAD + _FIELDS:
+        return False
+    probe = sys.modules["numpy"].zeros((4, 6), "f4")[1:, 2:]
+    data, nd, _, _, base, descr = (ctypes.c_uint64 * 6).from_address(id(probe) + _HEAD)
+    flags = ctypes.c_int32.from_address(id(probe) + _HEAD + 48).value
+    return (data, nd & 0xFFFFFFFF, base, descr, flags) == (
+        probe.ctypes.data,
+        2,
+        id(probe.base),
+        id(probe.dtype),
+        probe.flags.num,
+    )
+
+
+class Watch:
+    """Detects if pinned arrays of NumPy no longer have the address, size, dtype and strides that they had.
+
+    Assigning to `data`, `dtype`, `shape` or `strides` changes an array in place. Asking 148 arrays for their attributes
+    would cost ten times a small step, so their structs are compared as bytes. Strides other than contiguous ones clear
+    a flag there, and the number of elements changes with the dtype only, or in ndarray.resize, which refuses pinned
+    arrays. Other arrays in the list are passed over.
+    """
+
+    def __init__(self, arrays: Sequence[Any] = ()) -> None:
+        self._fields: List[memoryview] = []
+        self._before = b""
+        self._dtypes: List[Any] = []  # the address of a dtype that is kept cannot become another's
+        self._known = True
+        self.extend(arrays)
+
+    def extend(self, arrays: Sequence[Any]) -> None:
+        """Watch these too, from now on."""
+        new = numpy_arrays(arrays)
+        if not new or not self._known:
+            return
+        ndarray = sys.modules["numpy"].ndarray
+        self._known = _layout_is_known(ndarray)
+        if self._known:
+            fields = [memoryview((ctypes.c_char * _FIELDS).from_address(id(array) + _HEAD)) for array in new]
+            self._fields += fields
+            self._before += b"".join(fields)
+            self._dtypes += map(ndarray.dtype.__get__, new)
+
+    def unchanged(self) -> bool:
+        """The arrays must be alive. False if the arrays of this interpreter cannot be compared so."""
+        return self._known and b"".join(self._fields) == self._before
+
+
+def numpy_arrays(arrays: Sequence[Any]) -> List[Any]:
+    """Those of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return [] if numpy is None else [array for array in arrays if isinstance(array, numpy.ndarray)]
+
+
+def pins_of(arrays: Sequence[Any]) -> List[Any]:
+    """References that make NumPy refuse to resize its arrays, and those whose memory they show."""
+    return list(map(weakref.ref, [*numpy_arrays(arrays), *_bases_of(arrays)]))
+
+
+def _bases_of(arrays: Sequence[Any]) -> List[Any]:
+    bases: List[Any] = []
+    for array in numpy_arrays(arrays):
+        level = numpy_arrays([array.base])
+        while level:
+            bases += level
+            level = numpy_arrays([level[0].base])
+    return bases
 
 
 class TensorList:
     """The dsopt_tensor array of a list of arrays of known sizes.
 
-    `fill` fetches all addresses anew. Two cases are quick, because 148 conversions would cost more than a small step:
-     - The arrays of the last call: their addresses are still right. Only for arrays of NumPy that are pinned.
+    `fill` fetches all addresses again. Two cases are quick, because 148 conversions would cost more than a small step:
+     - The arrays of the last call, alive and unchanged: their addresses are still right. Only for arrays of NumPy that
+       are pinned.
      - Other arrays of NumPy with the dtypes and shapes of the last ones.
 
-    A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it. Pinning costs a quarter of a call,
-    so arrays that follow others are pinned once they come a second time.
+    A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it. Pinning costs a quarter of a
+    call, so arrays that follow others are pinned once they come a second time.
     """
 
     def __init__(
@@ -37,7 +113,6 @@ class TensorList:
         count = len(names)
         self._words = words_of("Q", bytes(24 * count))  # data, numel, dtype of each
         self.struct = (abi.dsopt_tensor * count).from_buffer(self._words) if count else (abi.dsopt_tensor * 0)()
-        self._seen: Optional[List[Callable[[], Any]]] = None
         self._pins: List[Any] = []
         self._first: Optional[int] = None  # id of the first array of the last call
         self._types: Optional[List[Any]] = None  # of the last arrays if all were of NumPy, and what they were:
@@ -45,21 +120,25 @@ class TensorList:
         self._shapes_seen: List[Any] = []
         self._ndarray: Any = None
         self._writes = False
+        self._forget()
 
     def name(self, i: int) -> str:
         return "%s[%r]" % (self._label, self._names[i])
 
+    def _forget(self) -> None:
+        """The next arrays are not those of the last call."""
+        self._seen: Optional[List[Callable[[], Any]]] = None
+        self._died: List[Any] = []  # references whose arrays are gone: they return None, as those of "no array" do
+        self._watch: Optional[Watch] = None
+
     def fill(self, arrays: Sequence[Any], stream: Optional[int] = None, write: bool = False) -> Any:
         """Take the addresses of `arrays`, None = no memory. What is returned must be kept for the call."""
         seen = self._seen
-        if (
-            seen is not None
-            and write <= self._writes
-            and len(arrays) == len(seen)
-            and all(map(operator.is_, arrays, [get() for get in seen]))
-        ):
-            return arrays
-        self._seen = None
+        if seen is not None and write <= self._writes and len(arrays) == len(seen):
+            alive = [get() for get in seen]
+            if not self._died and all(map(operator.is_, arrays, alive)) and self._watch.unchanged():  # type: ignore
+                return arrays
+        self._forget()
         if len(arrays) != len(self._names):
             refuse(
                 self._label, "has %d arrays, and must have %d" % (len(arrays), len(self._names)), abi.DSOPT_ERR_SHAPE
@@ -83,6 +162,7 @@ class TensorList:
         return True
 
     def _one_by_one(self, arrays: Sequence[Any], stream: Optional[int], write: bool) -> List[Any]:
+        self._types = None  # from the first entry on the list is not that of the last call, also if one is refused
         kept: List[Any] = [arrays]
         for i, array in enumerate(arrays):
             place = self.struct[i]
@@ -112,9 +192,7 @@ class TensorList:
         return kept
 
     def _pin(self, arrays: Sequence[Any]) -> None:
-        self._seen = [type(None) if array is None else weakref.ref(array) for array in arrays]
-        self._pins = []
-        for base in [array.base for array in arrays if array is not None and array.base is not None]:
-            while base is not None and isinstance(base, self._ndarray):
-                self._pins.append(weakref.ref(base))
-                base = base.base
+        died = self._died.append
+        self._seen = [type(None) if array is None else weakref.ref(array, died) for array in arrays]
+        self._watch = Watch(arrays)
+        self._pins = list(map(weakref.ref, _bases_of(arrays)))

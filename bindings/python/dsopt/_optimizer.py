@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _abi as abi
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
+from ._bound import Bound
 from ._comm import Comm
 from ._errors import ArgumentTypeError
 from ._files import load, save
@@ -16,7 +17,6 @@ from ._groups import Group, GroupView
 from ._handle import Exclusive, Handle, choice, require_handle
 from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
-from ._lists import TensorList
 from ._params import Arrays, Param, in_order, named, scalars, unboxed
 from ._report import Report, report_of
 from ._state import State, allocate, structs_of
@@ -150,11 +150,7 @@ class Optimizer(Handle):
             )
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._group_count = 0
-        self._names: List[str] = []
-        self._shapes: List[Tuple[int, ...]] = []
-        self._arrays: List[Any] = []  # parameters, kept while they are bound
-        self._bound_state: Any = None
-        self._relist()
+        self._bound = Bound(self.context)
         if params is not None:
             if group is None:
                 refuse("group", "is missing: an algorithm, such as AdamW(lr=1e-3)")
@@ -169,56 +165,39 @@ class Optimizer(Handle):
                 "is %s, and must be an algorithm, such as AdamW(lr=1e-3)" % type(group).__name__,
                 kind=ArgumentTypeError,
             )
-        pairs = named(params, len(self._names))
+        pairs = named(params, len(self.names))
         structs, kept = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
             self._group_count += 1
-            self._registered(pairs)
+            self._registered(pairs, kept)
 
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
         """Append parameters to groups that are there: one index, or one per parameter."""
-        pairs = named(params, len(self._names))
-        groups = list(group) if isinstance(group, (list, tuple)) else [group] * len(pairs)
+        pairs = named(params, len(self.names))
+        groups: List[Any] = list(group) if isinstance(group, (list, tuple)) else [group] * len(pairs)
         if len(groups) != len(pairs):
             refuse("group", "has %d indices for %d parameters" % (len(groups), len(pairs)), abi.DSOPT_ERR_SHAPE)
         structs, kept = self._structs(pairs, groups)
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_params(self.handle, structs, len(pairs)))
-            self._registered(pairs)
+            self._registered(pairs, kept)
 
     def _structs(self, pairs: List[Tuple[str, Param]], groups: List[int]) -> Tuple[Any, Any]:
+        self._bound.follow(self)
         made = [param.struct(name, self.context, group) for (name, param), group in zip(pairs, groups)]
         return (abi.dsopt_param * len(made))(*[struct for struct, _ in made]), made
 
-    def _registered(self, pairs: List[Tuple[str, Param]]) -> None:
-        self._names += [name for name, _ in pairs]
-        self._shapes += [tuple(param.shape) for _, param in pairs]
-        self._arrays += [param.array for _, param in pairs]
-        self._relist()
-
-    def _relist(self) -> None:
-        """Lists are as long as the parameters are many. What was bound beyond the parameters must be bound again."""
-        self._grads = self._list("grads")
-        self._plain = self._step_of(self._grads)
-        self._bound_grads: Any = None
-        # Keeps exports of buffers and DLPack capsules, and pins arrays of NumPy: resizing one would free bound memory.
-        self._pinned = self._list("params")
-        self._params_kept = self._pinned.fill(self._arrays)
-
-    def _step_of(self, grads: TensorList) -> Tuple[Any, Any]:
-        """A dsopt_step with these gradients, and a reference to it."""
-        step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self._names))
-        return step, byref(step)
-
-    def _list(self, label: str, write: bool = False) -> TensorList:
-        return TensorList(label, self._names, self._shapes, self.context, write=write)
+    def _registered(self, pairs: List[Tuple[str, Param]], kept: Any) -> None:
+        params = [param for _, param in pairs]
+        shapes = [tuple(param.shape) for param in params]
+        self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], kept)
 
     @property
     def params(self) -> Dict[str, Any]:
         """The bound arrays by name, in flat order; None without memory."""
-        return dict(zip(self._names, self._arrays))
+        return dict(zip(self.names, self._bound.params))
 
     @property
     def groups(self) -> List[GroupView]:
@@ -255,23 +234,7 @@ class Optimizer(Handle):
         them.
         Contents are not changed: bound state must hold its values, from init_state or from a saved state."""
         with self._exclusive:
-            if params is not None:
-                arrays = in_order("params", params, self._names)
-                new = self._list("params", write=True)
-                kept = new.fill(arrays)
-                abi.check(
-                    abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_PARAMS, new.struct, len(self._names))
-                )
-                self._pinned, self._arrays, self._params_kept = new, list(arrays), kept
-            if grads is not None:
-                arrays = in_order("grads", grads, self._names, missing=True)
-                self._bound = self._list("grads")
-                self._bound_kept = self._bound.fill(arrays)
-                self._bound_plain, self._bound_grads = self._step_of(self._bound), arrays
-            if state is not None:
-                structs, kept_state = structs_of(self, state)
-                abi.check(abi.lib.dsopt_optimizer_bind(self.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
-                self._bound_state = kept_state
+            self._bound.bind(self, params, grads, state)
 
     def step(
         self,
@@ -317,18 +280,18 @@ class Optimizer(Handle):
                 flags = _flags(zero_grads, out_only, delta, accumulated, no_nan)
             if stream is not None:
                 require_stream(stream)
+            bound = self._bound
+            if not bound.unchanged():
+                bound.follow(self)
             if grads is not None:
-                arrays = in_order("grads", grads, self._names, missing=True)
-                kept = self._grads.fill(arrays, stream, zero_grads)
-                plain, step = self._plain
+                arrays = in_order("grads", grads, bound.names, missing=True)
+                given, plain, step = bound.call_list()
+                kept = given.fill(arrays, stream, zero_grads)
             elif accumulated:
-                plain = abi.dsopt_step(count=len(self._names))
+                plain = abi.dsopt_step(count=len(bound.names))
                 kept, step = None, byref(plain)
             else:
-                if self._bound_grads is None:
-                    refuse("grads", "are neither given nor bound")
-                kept = self._bound.fill(self._bound_grads, stream, zero_grads) if zero_grads else None
-                plain, step = self._bound_plain
+                kept, plain, step = bound.bound_list(stream, zero_grads)
             plain.flags, plain.stream = flags, stream
             if not (
                 lr is None
@@ -382,32 +345,32 @@ class Optimizer(Handle):
                 kept.append(memory)
         for field, arrays in (("out", out), ("params", params)):
             if arrays is not None:
-                given = TensorList(
-                    field, self._names, self._shapes, context, write=field == "out" or not args.flags & 6
-                )
-                kept.append((given, given.fill(in_order(field, arrays, self._names, missing=field == "out"), stream)))
+                given = self._bound.list(field, write=field == "out" or not args.flags & 6)
+                kept.append((given, given.fill(in_order(field, arrays, self.names, missing=field == "out"), stream)))
                 setattr(args, field, ctypes.addressof(given.struct))
         return kept
 
     def accumulate(self, grads: Arrays, *, stream: Optional[int] = None) -> None:
         """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them."""
         with self._exclusive:
-            kept = self._grads.fill(in_order("grads", grads, self._names, missing=True), require_stream(stream))
+            given, _, _ = self._bound.call_list()
+            kept = given.fill(in_order("grads", grads, self.names, missing=True), require_stream(stream))
             with gated(self):
-                abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, self._grads.struct, len(self._names), stream))
+                abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, given.struct, len(self.names), stream))
 
     def zero_grad(self, grads: Optional[Arrays] = None, *, stream: Optional[int] = None) -> None:
         """Set gradients to zero, by default those that are bound."""
         with self._exclusive:
-            if grads is None and self._bound_grads is None:
-                refuse("grads", "are neither given nor bound")
-            into = self._bound if grads is None else self._grads
-            arrays = self._bound_grads if grads is None else in_order("grads", grads, self._names, missing=True)
-            kept = into.fill(arrays, require_stream(stream), True)
+            require_stream(stream)
+            if grads is None:
+                given, _, kept = self._bound.bound_list(stream, True)
+            else:
+                given, _, _ = self._bound.call_list()
+                kept = given.fill(in_order("grads", grads, self.names, missing=True), stream, True)
             with gated(self, self.context):
                 abi.check(
                     abi.lib.dsopt_zero_grad(
-                        self.context.handle, into.struct, len(self._names), abi.DSOPT_ZERO_FILL, stream
+                        self.context.handle, given.struct, len(self.names), abi.DSOPT_ZERO_FILL, stream
                     )
                 )
 
@@ -429,12 +392,12 @@ class Optimizer(Handle):
     @property
     def names(self) -> List[str]:
         """Names of the parameters, in flat order."""
-        return self._names
+        return self._bound.names
 
     @property
     def shapes(self) -> List[Tuple[int, ...]]:
         """Shapes of the parameters, in flat order."""
-        return self._shapes
+        return self._bound.shapes
 
     @property
     def state(self) -> State:
@@ -447,11 +410,13 @@ class Optimizer(Handle):
         for part in parts:
             what |= choice("parts", part, PARTS)
         with self._exclusive, gated(self):
+            self._bound.follow(self)
             abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, require_stream(stream)))
 
     def save(self, file: Any, *, params: bool = False) -> None:
         """Write a checkpoint, a safetensors file. `file` is a path, or a binary file that is open for writing."""
         with self._exclusive:
+            self._bound.follow(self)
             save(self, file, abi.DSOPT_IO_PARAMS * bool(params))
 
     def load(
@@ -477,6 +442,7 @@ class Optimizer(Handle):
             | abi.DSOPT_IO_RESET_ERRORS * bool(reset_errors)
         )
         with self._exclusive:
+            self._bound.follow(self)
             load(self, file, flags)
 
     # -------------------------------------------------------------------------------------------------- functional form
@@ -496,8 +462,8 @@ class Optimizer(Handle):
                 refuse("state", "must be given: arrays in memory of the device")
             state = allocate(self)
         structs, kept = structs_of(self, state, require_stream(stream))
-        given = self._list("params", write=True)
-        arrays = given.fill(in_order("params", params, self._names), stream)
+        given = self._bound.list("params", write=True)
+        arrays = given.fill(in_order("params", params, self.names), stream)
         with gated(self):
             abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, given.struct, structs, len(structs), stream))
         return state
@@ -526,14 +492,14 @@ class Optimizer(Handle):
         `state`. The optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call.
         `workspace` is any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
         step = abi.dsopt_step(
-            count=len(self._names),
+            count=len(self.names),
             stream=require_stream(stream),
             flags=_flags(zero_grads, out_only, delta, False, no_nan),
         )
         structs, kept_state = structs_of(self, state, stream)
         step.state, step.state_count = ctypes.addressof(structs), len(structs)
-        given = self._list("grads", write=zero_grads)
-        kept_grads = given.fill(in_order("grads", grads, self._names, missing=True), stream)
+        given = self._bound.list("grads", write=zero_grads)
+        kept_grads = given.fill(in_order("grads", grads, self.names, missing=True), stream)
         step.grads = ctypes.addressof(given.struct)
         lr = unboxed(lr)
         if isinstance(lr, (int, float)):
@@ -562,8 +528,11 @@ class Optimizer(Handle):
     @property
     def kept_state(self) -> Any:
         """Arrays that are bound as state."""
-        return self._bound_state
+        return self._bound.state
 
+    def follow(self) -> None:
+        """Bind arrays again that have other memory now."""
+        self._bound.follow(self)
 
     def close(self) -> None:
         """Release the handle now. StateError in a call with it, such as in a hook."""

@@ -148,6 +148,7 @@ class State(Mapping[str, Any]):
 
     def _info(self, name: str) -> Info:
         """As it is now: the memory is another one after `bind`."""
+        self._optimizer.follow()
         return info_at(self._optimizer, self._index()[name])
 
     def __iter__(self) -> Iterator[str]:

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [torch]: the tests of the package, or those of dsopt.torch. It is the package beside this folder; with
-DSOPT_INSTALLED=1
-the one that is installed.
+"""run.py [torch] [MODULE...]: the tests of the package, or those of dsopt.torch, or of these modules alone. It is the
+package beside this folder; with DSOPT_INSTALLED=1 the one that is installed.
 
 The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
 """
@@ -15,7 +14,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def main():
-    needed, folder = ("torch", os.path.join(HERE, "torch")) if sys.argv[1:] == ["torch"] else ("numpy", HERE)
+    needed, folder, chosen = "numpy", HERE, sys.argv[1:]
+    if chosen[:1] == ["torch"]:
+        needed, folder, chosen = "torch", os.path.join(HERE, "torch"), chosen[1:]
     try:
         __import__(needed)
     except ImportError:
@@ -26,7 +27,7 @@ def main():
         sys.path.insert(0, os.path.dirname(HERE))
         os.environ["PYTHONPATH"] = os.path.dirname(HERE)  # of the processes that tests start
     names = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
-    suite = unittest.defaultTestLoader.loadTestsFromNames(names)
+    suite = unittest.defaultTestLoader.loadTestsFromNames(chosen or names)
     result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
     failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
     for test, reason in result.skipped:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of an optimizer whose addresses the library keeps from call to call."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+from . import _abi as abi
+from ._arrays import refuse
+from ._lists import TensorList, Watch, pins_of
+from ._params import Arrays, in_order
+from ._state import structs_of
+
+
+class Bound:
+    """Parameters, and the gradients and the state that were bound. It keeps the arrays, exports of their buffers and
+    DLPack capsules, and it binds an array of NumPy again whose `data` was assigned."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.names: List[str] = []
+        self.shapes: List[Tuple[int, ...]] = []
+        self.params: List[Any] = []
+        self.state: Any = None  # arrays that are bound as state
+        self._params_kept: List[Any] = []
+        self._pins: List[Any] = []
+        self._params_watch = Watch()
+        self._state_watch = Watch()
+        self._state_pins: List[Any] = []
+        self._state_given: Optional[Mapping[str, Any]] = None
+        self._grads: Optional[Sequence[Any]] = None
+        self._grads_watch = Watch()
+        self._grads_call: Tuple[TensorList, Any, Any] = self._with_step(self.list("grads"))
+        self._grads_kept: Any = None
+        self._grads_pins: List[Any] = []
+        self._call: Optional[Tuple[TensorList, Any, Any]] = None
+
+    def list(self, label: str, write: bool = False) -> TensorList:
+        """An empty list with an entry for each parameter."""
+        return TensorList(label, self.names, self.shapes, self._context, write=write)
+
+    def _with_step(self, grads: TensorList) -> Tuple[TensorList, Any, Any]:
+        """The list, a dsopt_step with these gradients, and a reference to it."""
+        step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self.names))
+        return grads, step, byref(step)
+
+    def add(self, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], arrays: Sequence[Any], kept: Any) -> None:
+        """These parameters were registered. Bound gradients and state are too short from now on."""
+        self.names += names
+        self.shapes += shapes
+        self.params += arrays
+        self._params_kept.append(kept)
+        self._pins += pins_of(arrays)
+        self._params_watch.extend(arrays)
+        self._grads = self._call = self._state_given = None
+        self._state_watch = Watch()
+
+    # ---------------------------------------------------------------------------------------------------------- in use
+    def unchanged(self) -> bool:
+        """True if parameters and state are where they were bound."""
+        return self._params_watch.unchanged() and self._state_watch.unchanged()
+
+    def follow(self, optimizer: Any) -> None:
+        """Bind arrays again that have other memory now."""
+        if not self._params_watch.unchanged():
+            self._bind_params(optimizer, self.params, *self._filled("params", self.params))
+        if self._state_given is not None and not self._state_watch.unchanged():
+            self._bind_state(optimizer, self._state_given, *structs_of(optimizer, self._state_given))
+
+    def call_list(self) -> Tuple[TensorList, Any, Any]:
+        """For the gradients of one call: as _with_step returns it, kept from call to call."""
+        if self._call is None:
+            self._call = self._with_step(self.list("grads"))
+        return self._call
+
+    def bound_list(self, stream: Optional[int], write: bool = False) -> Tuple[TensorList, Any, Any]:
+        """For the gradients that are bound."""
+        if self._grads is None:
+            refuse("grads", "are neither given nor bound: pass them, or bind them first with bind(grads=...)")
+        if write or not self._grads_watch.unchanged():
+            self._grads_kept = self._grads_call[0].fill(self._grads, stream, write)
+            self._grads_pins, self._grads_watch = pins_of(self._grads), Watch(self._grads)
+        return self._grads_call
+
+    # ------------------------------------------------------------------------------------------------------------ bind
+    def bind(
+        self, optimizer: Any, params: Optional[Arrays], grads: Optional[Arrays], state: Optional[Mapping[str, Any]]
+    ) -> None:
+        """As Optimizer.bind. Everything is looked at before anything is bound."""
+        before = self.params
+        if params is not None:
+            arrays = in_order("params", params, self.names)
+            new_params = arrays, *self._filled("params", arrays)
+        if grads is not None:
+            gradients = in_order("grads", grads, self.names, missing=True)
+            call = self._with_step(self.list("grads"))
+            grads_kept = call[0].fill(gradients)
+        if state is not None:
+            new_state = structs_of(optimizer, state)
+        if params is not None:
+            self._bind_params(optimizer, *new_params)
+        if state is not None:
+            try:
+                self._bind_state(optimizer, state, *new_state)
+            except BaseException:
+                if params is not None:
+                    self._bind_params(optimizer, before, *self._filled("params", before))
+                raise
+        if grads is not None:
+            # A copy, because the caller may change the list.
+            self._grads, self._grads_call, self._grads_kept = list(gradients), call, grads_kept
+            self._grads_pins, self._grads_watch = pins_of(self._grads), Watch(self._grads)
+
+    def _filled(self, label: str, arrays: Sequence[Any]) -> Tuple[TensorList, Any]:
+        filled = self.list(label, write=True)
+        return filled, filled.fill(arrays)
+
+    def _bind_params(self, optimizer: Any, arrays: Sequence[Any], filled: TensorList, kept: Any) -> None:
+        abi.check(
+            abi.lib.dsopt_optimizer_bind(optimizer.handle, abi.DSOPT_BIND_PARAMS, filled.struct, len(self.names))
+        )
+        self.params, self._params_kept = list(arrays), [kept]
+        self._pins, self._params_watch = pins_of(arrays), Watch(arrays)
+
+    def _bind_state(self, optimizer: Any, state: Mapping[str, Any], structs: Any, kept: Any) -> None:
+        abi.check(abi.lib.dsopt_optimizer_bind(optimizer.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
+        self._state_given, self.state = dict(state), kept
+        arrays = list(self._state_given.values())
+        self._state_pins, self._state_watch = pins_of(arrays), Watch(arrays)

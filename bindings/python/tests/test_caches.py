@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses that are kept from call to call: arrays that are present, then gone, then absent, and arrays that change in
+place. The address sanitizer runs this file too, and sees reads of freed memory that change no result."""
+
+import gc
+import unittest
+import warnings
+
+import numpy as np
+
+import dsopt
+
+N = 2048
+
+
+def full(value, dtype=np.float32):
+    return np.full(N, value, dtype)
+
+
+def rig(dtype=np.float32, **options):
+    params = {"a": full(1, dtype), "b": full(1, dtype)}
+    return dsopt.Optimizer(params, dsopt.Sgd(lr=1.0), **options), params
+
+
+CALLS = {
+    "step": lambda opt, grads: opt.step(grads),
+    "step(zero_grads)": lambda opt, grads: opt.step(grads, zero_grads=True),
+    "step(list)": lambda opt, grads: opt.step([grads.get("a"), grads.get("b")]),
+    "accumulate": lambda opt, grads: (opt.accumulate(grads), opt.step(accumulated=True)),
+    "zero_grad": lambda opt, grads: opt.zero_grad(grads),
+    "step(out)": lambda opt, grads: opt.step(grads, out={name: full(0) for name in grads}),
+}
+
+
+class PresentGoneAbsent(unittest.TestCase):
+    def run_call(self, name, read_only=False):
+        call = CALLS[name]
+        opt, params = rig(accumulate=name == "accumulate")
+        kept = {"a": full(0.25)}
+        for times in (1, 2, 3):  # the addresses of arrays are kept from the first or from the second time on
+            passing = {**kept, "b": full(0.5)}
+            if read_only:
+                passing["b"].flags.writeable = False
+            for _ in range(times):
+                kept["a"][:] = 0.25
+                call(opt, passing)
+            at, passing = passing["b"].ctypes.data, None
+            others = [full(7) for _ in range(64)]  # one of these has the memory now, unless the sanitizer keeps it back
+            before = params["b"].copy()
+            for absent in (kept, {**kept, "b": None}, {}):
+                call(opt, absent)
+                np.testing.assert_array_equal(params["b"], before)
+            self.assertTrue(all((other == 7).all() for other in others), hex(at))
+
+    def test_gradients_of_a_call(self):
+        for name in CALLS:
+            with self.subTest(call=name):
+                self.run_call(name)
+
+    def test_read_only_gradients(self):
+        for name in ("step", "step(list)", "accumulate"):
+            with self.subTest(call=name):
+                self.run_call(name, read_only=True)
+
+    def test_all_gradients_are_gone(self):
+        for name in ("step", "step(list)", "accumulate", "zero_grad"):
+            opt, params = rig(accumulate=name == "accumulate")
+            with self.subTest(call=name):
+                CALLS[name](opt, {"a": full(0.5), "b": full(0.5)})
+                before = {name: array.copy() for name, array in params.items()}
+                CALLS[name](opt, {})
+                for name, array in params.items():
+                    np.testing.assert_array_equal(array, before[name])
+
+    def test_gradients_in_cycles(self):
+        """The collector breaks weak references before it calls anything."""
+        opt, params = rig()
+
+        class Owner:
+            pass
+
+        owner = Owner()
+        owner.itself, owner.grad = owner, full(0.5)
+        opt.step({"a": owner.grad})
+        opt.step({"a": owner.grad})
+        del owner
+        gc.collect()
+        before = params["a"].copy()
+        opt.step({})
+        np.testing.assert_array_equal(params["a"], before)
+
+    def test_bound_gradients(self):
+        opt, params = rig()
+        opt.bind(grads={"a": full(0.25), "b": full(0.5)})  # kept by the optimizer
+        opt.step()
+        opt.bind(grads={"a": full(0.25)})
+        before = params["b"].copy()
+        opt.step()
+        opt.step(zero_grads=True)
+        opt.zero_grad()
+        np.testing.assert_array_equal(params["b"], before)
+        np.testing.assert_array_equal(params["a"], full(0.25))
+
+    def test_a_list_that_the_caller_changes(self):
+        opt, params = rig()
+        grads = [full(0.25), full(0.25)]
+        opt.bind(grads=grads)
+        grads[0] = None
+        gc.collect()
+        opt.step()
+        np.testing.assert_array_equal(params["a"], full(0.75))
+
+    def test_bound_parameters(self):
+        opt, params = rig()
+        opt.step({"a": full(0.5), "b": full(0.5)})
+        opt.bind(params={"a": full(2), "b": full(2)})
+        params.clear()
+        gc.collect()
+        opt.step({"a": full(0.5), "b": full(0.5)})
+        np.testing.assert_array_equal(opt.params["a"], full(1.5))
+
+    def test_bound_state(self):
+        opt = dsopt.Optimizer({"a": full(1)}, dsopt.Sgd(lr=1.0, momentum=0.5))
+        opt.bind(state=opt.init_state({"a": full(1)}))
+        opt.step([full(1)])
+        view = opt.state["a.momentum_buffer"]
+        opt.bind(state=opt.init_state({"a": full(1)}))
+        gc.collect()
+        opt.step([full(1)])
+        np.testing.assert_array_equal(view, full(1))
+
+    def test_lists_without_an_optimizer(self):
+        kept = full(1)
+        for call in (dsopt.zero, dsopt.norm, lambda xs: dsopt.clip(xs, 1.0), lambda xs: dsopt.clamp(xs, 1.0)):
+            call([kept, full(1)])
+            call([kept, None])
+        dsopt.axpby(1, [kept, full(1)], 0, [kept.copy(), full(1)])
+        dsopt.axpby(1, [kept, None], 0, [kept.copy(), None])
+
+    def test_compressed_all_reduce(self):
+        comm = dsopt.Comm.single(dsopt.Context())
+        reduce = dsopt.CompressedAllReduce(comm, [full(1)])  # the array is gone after this line
+        for _ in range(2):
+            gc.collect()
+            reduce([full(1)])
+
+    def test_views_of_the_state(self):
+        opt, _ = rig()
+        opt.step({"a": full(1)})
+        view = opt.state["optimizer.step"]
+        opt.close()
+        gc.collect()
+        self.assertEqual(list(view), [1, 0])
+
+
+class RefusedCalls(unittest.TestCase):
+    """What a refused call wrote into a list must not count in the next one."""
+
+    def test_gradients_of_another_dtype_between(self):
+        half, wide = np.float16, np.float32
+        opt, peer = rig(half)[0], rig(half)[0]
+        for o in (opt, peer):
+            o.step([full(0.5, half), full(0.5, half)])
+        with self.assertRaises(dsopt.ArgumentError):
+            opt.step([None, np.zeros(N)])  # float64: refused after the entry of the first was written
+        with self.assertRaises(dsopt.ArgumentError):
+            opt.step([full(1, wide), np.zeros(N)])
+        for o in (opt, peer):
+            o.step([full(0.5, half), full(0.5, half)])
+        for name, array in opt.params.items():
+            np.testing.assert_array_equal(array, peer.params[name])
+
+    def test_refused_bind(self):
+        opt, params = rig()
+        grads = {"a": full(0.25), "b": full(0.25)}
+        opt.bind(grads=grads)
+        other = {"a": full(5), "b": full(5)}
+        wrong = {"a": np.zeros(N), "b": full(0)}
+        for what in (
+            {"grads": wrong},
+            {"params": other, "grads": wrong},
+            {"grads": wrong, "params": wrong},
+            {"params": other, "state": {}},
+            {"params": other, "state": {**opt.init_state(other), "optimizer.step": np.full(2, -1, np.int32)}},
+        ):
+            with self.subTest(**{name: sorted(value) for name, value in what.items()}):
+                with self.assertRaises(dsopt.ArgumentError):
+                    opt.bind(**what)
+                before = params["a"].copy()
+                gc.collect()
+                opt.step()
+                np.testing.assert_array_equal(params["a"], before - 0.25)
+                np.testing.assert_array_equal(other["a"], full(5))
+
+
+def in_place(array, field, value):
+    """Assign to a field of an array that NumPy advises against, and at last takes away."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            setattr(array, field, value)
+        except AttributeError as problem:
+            raise unittest.SkipTest("this NumPy: %s" % problem)
+
+
+class ChangesInPlace(unittest.TestCase):
+    def test_data_of_a_gradient(self):
+        opt, params = rig()
+        g = full(0.5)
+        for _ in range(3):
+            opt.step({"a": g})
+        in_place(g, "data", full(0.25))
+        opt.step({"a": g})
+        np.testing.assert_array_equal(params["a"], full(1 - 1.75))
+
+    def test_data_of_a_bound_gradient(self):
+        opt, params = rig()
+        g = full(0.5)
+        opt.bind(grads={"a": g})
+        opt.step()
+        in_place(g, "data", full(0.25))
+        opt.step()
+        np.testing.assert_array_equal(params["a"], full(0.25))
+        opt.step(zero_grads=True)
+        self.assertFalse(g.any())
+
+    def test_data_of_a_parameter(self):
+        """The memory that it had is free, and that which it has now is what is updated."""
+        for begin in (lambda opt: None, lambda opt: opt.step({"a": full(0.5)})):
+            for use in (
+                lambda opt: opt.step({"a": full(0.5)}),
+                lambda opt: (opt.bind(grads={"a": full(0.5)}), opt.step()),
+                lambda opt: (opt.accumulate({"a": full(0.5)}), opt.step(accumulated=True)),
+            ):
+                opt, params = rig(accumulate=True)
+                begin(opt)
+                in_place(params["a"], "data", full(8))
+                use(opt)
+                np.testing.assert_array_equal(params["a"], full(7.5))
+
+    def test_data_of_a_parameter_before_other_calls(self):
+        opt = dsopt.Optimizer({"h": full(1, np.float16)}, dsopt.Sgd(lr=1.0))
+        in_place(opt.params["h"], "data", full(8, np.float16))
+        np.testing.assert_array_equal(opt.state["h.master"], full(8))
+        in_place(opt.params["h"], "data", full(9, np.float16))
+        opt.reset("masters")
+        np.testing.assert_array_equal(opt.state["h.master"], full(9))
+        in_place(opt.params["h"], "data", full(3, np.float16))
+        opt.add_group(dsopt.Sgd(lr=1.0), {"w": full(1)})
+        in_place(opt.params["w"], "data", full(4))
+        opt.step({"w": full(1)})
+        np.testing.assert_array_equal(opt.params["w"], full(3))
+
+    def test_data_of_bound_state(self):
+        opt = dsopt.Optimizer({"a": full(1)}, dsopt.Sgd(lr=1.0, momentum=0.5))
+        state = opt.init_state({"a": full(1)})
+        opt.bind(state=state)
+        opt.step([full(1)])
+        in_place(state["a.momentum_buffer"], "data", full(4))
+        opt.step([full(0)])
+        np.testing.assert_array_equal(state["a.momentum_buffer"], full(2))
+        np.testing.assert_array_equal(opt.state["a.momentum_buffer"], full(2))
+
+    def test_dtype(self):
+        for other in (np.int32, ">f4", np.uint16):
+            for bound in (False, True):
+                opt, params = rig()
+                g, h = full(0.5), full(0.5)
+                if bound:
+                    opt.bind(grads={"a": g, "b": h})
+                grads = () if bound else ({"a": g, "b": h},)
+                opt.step(*grads)
+                opt.step(*grads)
+                in_place(g, "dtype", other)
+                with self.subTest(dtype=other, bound=bound):
+                    with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['a'\] has dtype"):
+                        opt.step(*grads)
+                    np.testing.assert_array_equal(params["b"], full(0))
+        opt, params = rig()
+        in_place(params["b"], "dtype", np.int32)
+        for _ in range(2):
+            with self.assertRaisesRegex(dsopt.ArgumentError, r"params\['b'\] has dtype int32"):
+                opt.step({"a": full(1)})
+        np.testing.assert_array_equal(params["a"], full(1))
+
+    def test_strides(self):
+        for bound in (False, True):
+            opt, params = rig()
+            g = np.repeat(full(0.5), 2)[:N]
+            if bound:
+                opt.bind(grads={"a": g})
+            grads = () if bound else ({"a": g},)
+            opt.step(*grads)
+            opt.step(*grads)
+            in_place(g, "strides", (8,))
+            with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['a'\] is not contiguous"):
+                opt.step(*grads)
+            np.testing.assert_array_equal(params["a"], full(0))
+
+    def test_shape(self):
+        opt, params = rig()
+        g = full(0.5)
+        opt.step({"a": g})
+        opt.step({"a": g})
+        in_place(g, "shape", (2, N // 2))
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['a'\] has shape"):
+            opt.step({"a": g})
+        np.testing.assert_array_equal(params["a"], full(0))
+
+    def test_resized_gradients(self):
+        """An array of which weak references are kept cannot be resized; one that could is looked at again."""
+        opt, _ = rig()
+        g = full(0.5)
+        opt.step({"a": g})
+        try:
+            g.resize(2, refcheck=False)
+        except ValueError:
+            return
+        with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['a'\] has shape"):
+            opt.step({"a": g})
+
+    def test_an_interpreter_of_another_layout(self):
+        """Then arrays are looked at in each call."""
+        from dsopt import _lists
+
+        known, _lists._layout_is_known = _lists._layout_is_known, lambda ndarray: False
+        try:
+            opt, params = rig()
+            g = full(0.5)
+            for _ in range(3):
+                opt.step({"a": g})
+            opt.bind(grads={"b": g})
+            opt.step()
+            in_place(params["b"], "data", full(3))
+            opt.step()
+        finally:
+            _lists._layout_is_known = known
+        self.assertTrue(known(np.ndarray))
+        np.testing.assert_array_equal(params["a"], full(-0.5))
+        np.testing.assert_array_equal(params["b"], full(2.5))
+
+
+if __name__ == "__main__":
+    unittest.main()
