@@ -2,14 +2,15 @@
 """The memory of an array of any library: address, number of elements, dtype and device, without a copy.
 
 Protocols, in this order: __array_interface__ (NumPy), DLPack (PyTorch, JAX, CuPy, ...), __cuda_array_interface__, and
-the buffer
-protocol (array.array, ctypes, bytearray views).
+the buffer protocol (array.array, ctypes, bytearray views).
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import operator
+import reprlib
 import sys
 from typing import Any, Dict, NoReturn, Optional, Sequence, Tuple, Type
 
@@ -88,6 +89,29 @@ def require_stream(stream: Any) -> Optional[int]:
     return stream
 
 
+def _at(address: Any, offset: int, shape: Tuple[int, ...], number: int, name: str) -> int:
+    """The address of an array of these sizes, once it is found to be one."""
+    try:
+        start = 0 if address is None else operator.index(address)
+    except TypeError:
+        refuse(name, "has the address %s, which is no integer" % reprlib.repr(address), kind=ArgumentTypeError)
+    start += offset
+    size = math.prod(shape) * DTYPE_SIZES[number]
+    if size and not 0 < start <= (1 << 64) - size:
+        refuse(name, "has %d bytes at the address %d, where no memory can be" % (size, start))
+    return start if size else 0
+
+
+def _sizes(shape: Any, name: str) -> Tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        refuse(name, "has shape %s, and must have one of integers" % reprlib.repr(shape), kind=ArgumentTypeError)
+    if any(size < 0 for size in sizes) or math.prod(sizes) >= 1 << 60:
+        refuse(name, "has shape %s, which no array has" % reprlib.repr(sizes), abi.DSOPT_ERR_SHAPE)
+    return sizes
+
+
 def tensor_of(array: Any, name: str, *, stream: Optional[int] = None) -> Tensor:
     """Of any array. Errors call it `name`. `stream` is the CUDA stream on which the array will be used."""
     if isinstance(array, Tensor):
@@ -119,11 +143,7 @@ def require(
     if dtype is not None:
         dtypes = (dtype,)
     if tensor.dtype not in dtypes:
-        refuse(
-            name,
-            "has dtype %s, and must have %s" % (DTYPE_NAMES[tensor.dtype], " or ".join(DTYPE_NAMES[d] for d in dtypes)),
-            abi.DSOPT_ERR_DTYPE,
-        )
+        _refuse_dtype(name, DTYPE_NAMES[tensor.dtype], dtypes)
     if shape is not None and tensor.shape != shape and (tensor.numel != math.prod(shape) or len(tensor.shape) > 1):
         refuse(name, "has shape %s, and must have %s" % (tensor.shape, shape), abi.DSOPT_ERR_SHAPE)
     if numel is not None and tensor.numel != numel:
@@ -146,13 +166,29 @@ def _place(device: str, index: int) -> str:
 
 def _dtype(dtype: str, name: str) -> int:
     if dtype not in _BY_NAME:
-        refuse(name, "has dtype %s, and must have float32, float16 or bfloat16" % dtype, abi.DSOPT_ERR_DTYPE)
+        _refuse_dtype(name, dtype, FLOATS)
     return _BY_NAME[dtype]
 
 
+def _refuse_dtype(name: str, dtype: str, dtypes: Sequence[int]) -> NoReturn:
+    words = [DTYPE_NAMES[number] for number in dtypes]
+    text = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    refuse(
+        name,
+        "has dtype %s, and must have %s; cast it first, such as with array.astype('%s')" % (dtype, text, words[0]),
+        abi.DSOPT_ERR_DTYPE,
+    )
+
+
 def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: str) -> None:
-    """Row-major without gaps. `unit` is what strides count."""
+    """Refuses what is not row-major without gaps. `unit` is what strides count."""
     expected = unit
+    try:
+        strides = tuple(strides)
+    except TypeError:
+        strides = ()
+    if len(strides) != len(shape):
+        refuse(name, "has %d strides for %d dimensions" % (len(strides), len(shape)), abi.DSOPT_ERR_SHAPE)
     if 0 in shape:
         return
     for size, stride in zip(reversed(shape), reversed(strides)):
@@ -164,31 +200,35 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: s
 
 
 def _refuse_copies(array: Any, name: str) -> None:
-    """Things of NumPy whose memory is not what they are: a scalar tells that of a copy, which is gone by now."""
+    """Things of NumPy whose memory is not what they are: a scalar reports that of a copy, which is gone by now."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(array) is numpy.ndarray:
         return
     if isinstance(array, numpy.generic):
-        refuse(name, "is a scalar of NumPy, %s, and must be an array" % type(array).__name__, kind=ArgumentTypeError)
+        text = "is a scalar of NumPy, %s, and must be an array, such as one of numpy.asarray(value)"
+        refuse(name, text % type(array).__name__, kind=ArgumentTypeError)
     if isinstance(array, numpy.ma.MaskedArray):
-        refuse(name, "has a mask")
+        refuse(name, "has a mask, which is not supported; pass its data alone, such as array.filled(0)")
 
 
 def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tensor:
     """NumPy's __array_interface__, or __cuda_array_interface__, which has the same keys."""
-    typestr, shape = interface["typestr"], tuple(interface["shape"])
+    try:
+        typestr, shape, data = interface["typestr"], interface["shape"], interface.get("data")
+        strides, mask, kind = interface.get("strides"), interface.get("mask"), typestr[1:2]
+    except (AttributeError, KeyError, TypeError) as problem:
+        refuse(name, "has an array interface without the fields that it must have: %r" % problem)
     dtype = _BY_TYPESTR.get(typestr, typestr)
-    if typestr[1] == "V":  # bfloat16 of ml_dtypes is "<V2", and has a name only
+    if kind == "V":  # bfloat16 of ml_dtypes is "<V2", and has a name only
         dtype = str(getattr(getattr(array, "dtype", None), "name", typestr))
-    number = _dtype(dtype, name)
-    if interface.get("strides") is not None:
-        _contiguous(shape, interface["strides"], DTYPE_SIZES[number], name)
-    if interface.get("mask") is not None:
-        refuse(name, "has a mask")
-    data = interface.get("data")
-    if not isinstance(data, tuple):
-        refuse(name, "does not say where its memory is")
-    return Tensor(data[0] or 0, number, shape, device, -1, not data[1], array)
+    number, shape = _dtype(dtype, name), _sizes(shape, name)
+    if strides is not None:
+        _contiguous(shape, strides, DTYPE_SIZES[number], name)
+    if mask is not None:
+        refuse(name, "has a mask, which is not supported; pass its data alone, such as array.filled(0)")
+    if not isinstance(data, tuple) or len(data) != 2:
+        refuse(name, "has an array interface without the address of its memory")
+    return Tensor(_at(data[0], 0, shape, number, name), number, shape, device, -1, not data[1], array)
 
 
 class _DLTensor(ctypes.Structure):
@@ -218,6 +258,7 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY, _IS_COPIED = 1, 2
+_MOST_DIMENSIONS = 64  # as NumPy has; a producer with more is taken for wrong memory
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -242,7 +283,7 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
         raise error_of(
             abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT", "%s cannot be shared by DLPack: %s" % (name, problem)
         ) from problem
-    label = _capsule_name(capsule)
+    label = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else type(capsule).__name__
     if label == b"dltensor_versioned":
         versioned = _Versioned.from_address(_capsule_pointer(capsule, label))
         if versioned.major != 1:
@@ -251,17 +292,19 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
     elif label == b"dltensor":
         tensor, writable = _DLTensor.from_address(_capsule_pointer(capsule, label)), True
     else:
-        refuse(name, "comes in a DLPack capsule called %r" % label)
+        refuse(name, "comes by DLPack in %r, and must come in a capsule of that protocol" % (label,))
     if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):  # immutable, which the capsule does not say
         writable = False
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or tensor.ndim and not tensor.shape:
+        refuse(name, "comes by DLPack with %d dimensions, and has sizes for none" % tensor.ndim)
+    shape = _sizes(tensor.shape[: tensor.ndim] if tensor.ndim else (), name)
     number = _dtype("%s%d" % (_DLPACK_KINDS.get(tensor.code, "code%d of " % tensor.code), tensor.bits), name)
     if tensor.lanes != 1:
-        refuse(name, "has elements of %d lanes" % tensor.lanes, abi.DSOPT_ERR_DTYPE)
+        refuse(name, "has elements of %d lanes, and must have those of one" % tensor.lanes, abi.DSOPT_ERR_DTYPE)
     if tensor.strides:
         _contiguous(shape, tensor.strides[: tensor.ndim], 1, name)
     return Tensor(
-        (tensor.data or 0) + tensor.byte_offset,
+        _at(tensor.data, tensor.byte_offset, shape, number, name),
         number,
         shape,
         _DEVICE_NAMES[tensor.device_type],
@@ -285,7 +328,7 @@ def _from_buffer(array: Any, name: str) -> Tensor:
     if not view.c_contiguous:
         refuse(name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (view.shape, view.strides))
     if view.readonly:
-        refuse(name, "is a read-only buffer, whose address Python does not tell")
+        refuse(name, "is a read-only buffer, whose address Python does not show; pass one that can be written")
     shape = tuple(view.shape or ())
     if not view.nbytes:
         return Tensor(0, number, shape, "cpu", -1, True, view)

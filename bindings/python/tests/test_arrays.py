@@ -62,6 +62,7 @@ class Producer:
         return new_capsule(ctypes.addressof(self.managed), self.label, None)
 
 
+N = 2048
 floats = (ctypes.c_float * 12)(*range(12))
 
 
@@ -222,6 +223,60 @@ class Arrays(unittest.TestCase):
         for value in ("text", [1.0], 1.0, object(), None):
             self.refused(value, "no array", kind=dsopt.ArgumentTypeError)
             self.refused(value, kind=TypeError)
+
+
+class Addresses(unittest.TestCase):
+    """Of objects that report an address themselves."""
+
+    class Interface:
+        def __init__(self, **fields):
+            self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (N,), "data": (4096, False), **fields}
+
+    def test_where_no_memory_can_be(self):
+        opt = dsopt.Optimizer({"a": np.zeros(N, np.float32)}, dsopt.AdamW())
+        for address in (0, None, -4096, 1 << 64, 1 << 70, (1 << 64) - 4):
+            for call in (lambda x: opt.step({"a": x}), lambda x: dsopt.norm([x])):
+                with self.subTest(address=address), self.assertRaisesRegex(dsopt.ArgumentError, "address"):
+                    call(self.Interface(data=(address, False)))
+
+    def test_dlpack_where_no_memory_can_be(self):
+        with self.assertRaisesRegex(dsopt.ArgumentError, "address"):
+            dsopt.norm([Producer(floats, (12,), offset=(1 << 64) - 4)])
+        nowhere = Producer(floats, (12,))
+        nowhere.managed.tensor.data = None
+        with self.assertRaisesRegex(dsopt.ArgumentError, "address 0"):
+            dsopt.norm([nowhere])
+        for dimensions in (-1, 65):
+            wrong = Producer(floats, (12,))
+            wrong.managed.tensor.ndim = dimensions
+            with self.assertRaisesRegex(dsopt.ArgumentError, "%d dimensions" % dimensions):
+                dsopt.norm([wrong])
+        for other in (None, 3, "x"):
+            methods = {"__dlpack__": lambda self, **_: other, "__dlpack_device__": lambda self: (1, 0)}
+            kind = type("Stranger", (), methods)
+            with self.assertRaisesRegex(dsopt.ArgumentError, "must come in a capsule"):
+                dsopt.norm([kind()])
+
+    def test_fields_that_are_wrong(self):
+        for fields, text in (
+            ({"shape": (-1,)}, "shape"),
+            ({"shape": (2.5,)}, "integers"),
+            ({"shape": 3}, "integers"),
+            ({"shape": ((1 << 64) + N,)}, "shape"),
+            ({"data": None}, "address"),
+            ({"data": (4096,)}, "address"),
+            ({"data": ("x", False)}, "no integer"),
+            ({"typestr": ""}, "dtype"),
+            ({"typestr": None}, "array interface"),
+            ({"strides": ()}, "0 strides for 1 dimensions"),
+            ({"strides": 3}, "strides"),
+        ):
+            with self.subTest(**fields), self.assertRaisesRegex(dsopt.ArgumentError, text):
+                dsopt.norm([self.Interface(**fields)])
+        with self.assertRaisesRegex(dsopt.ArgumentError, "array interface"):
+            dsopt.norm([type("Other", (), {"__array_interface__": 3})()])
+        empty = self.Interface(shape=(0,), data=(0, False))
+        self.assertEqual(dsopt.norm([empty, np.zeros(3, np.float32)]).norm, 0)
 
 
 if __name__ == "__main__":
