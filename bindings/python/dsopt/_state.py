@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State tensors by name, as arrays that live as long as somebody has them."""
+"""State tensors by name, as arrays that keep their memory alive."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ _TYPESTRS = {
     abi.DSOPT_DTYPE_BF16: "<V2",
     abi.DSOPT_DTYPE_I32: "<i4",
 }
+
+
+WHOLE = "optimizer."  # begins the names of what belongs to no single parameter
+_Operators: Any = object if numpy is None else numpy.lib.mixins.NDArrayOperatorsMixin
 
 
 def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> Any:
@@ -64,7 +68,7 @@ def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
 
 
 class DeviceArray:
-    """Memory of a device, for everything that reads __cuda_array_interface__."""
+    """Memory of a device, for every library that reads __cuda_array_interface__."""
 
     def __init__(self, address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> None:
         self.shape, self._owner = shape, owner
@@ -75,6 +79,10 @@ class DeviceArray:
             "strides": None,
             "data": (address, False),
         }
+
+    def __repr__(self) -> str:
+        interface = self.__cuda_array_interface__
+        return "<dsopt array on the device: shape %s, dtype %s>" % (self.shape, interface["typestr"])
 
 
 class Retained(Handle):
@@ -118,25 +126,103 @@ def info_at(optimizer: Any, index: int) -> Info:
     return Info(index, info, optimizer)
 
 
-def infos(optimizer: Any) -> List[Info]:
-    """Every entry, in list order."""
+def _count(optimizer: Any) -> int:
     count = ctypes.c_int64()
     abi.check(abi.lib.dsopt_optimizer_state_count(optimizer.handle, byref(count)))
-    return [info_at(optimizer, index) for index in range(count.value)]
+    return count.value
+
+
+def infos(optimizer: Any) -> List[Info]:
+    """Every entry, in list order."""
+    return [info_at(optimizer, index) for index in range(_count(optimizer))]
+
+
+def whole_infos(optimizer: Any) -> Iterator[Info]:
+    """The entries of the whole optimizer, which are the last ones, from the last one on."""
+    for index in range(_count(optimizer) - 1, -1, -1):
+        info = info_at(optimizer, index)
+        if info.param >= 0:
+            return
+        yield info
+
+
+class TensorView(_Operators):  # type: ignore[misc]
+    """A state tensor of the whole optimizer, such as "optimizer.step", where it is now.
+
+    It has an element or more for each parameter, so adding parameters may move it. Every use looks it up again:
+    indexing, operators, functions of NumPy, and the attributes of an array. numpy.asarray(view) is an array of the
+    memory of now, which stays valid, and is no longer the optimizer's after the tensor has moved.
+    """
+
+    __slots__ = ("_name", "_backend", "_index", "_owner")
+
+    def __init__(self, name: str, backend: str, index: int, owner: Tuple[Retained, Any]) -> None:
+        self._name, self._backend, self._index, self._owner = name, backend, index, owner
+
+    def _info(self) -> Any:
+        handle, info, name = self._owner[0].handle, abi.dsopt_state_info(), self._name[len(WHOLE) :].encode()
+        count = ctypes.c_int64()
+        abi.check(abi.lib.dsopt_optimizer_state_count(handle, byref(count)))
+        for index in (self._index, *range(count.value - 1, -1, -1)):  # these entries are the last ones
+            if index < count.value:
+                abi.check(abi.lib.dsopt_optimizer_state(handle, index, byref(info)))
+                if info.param < 0 and info.name == name:
+                    self._index = index
+                    return info
+        raise KeyError(self._name)
+
+    def _now(self) -> Any:
+        info = self._info()
+        size = info.tensor.numel * DTYPE_SIZES[info.tensor.dtype]
+        if info.tensor.data is None and size:
+            (place,), _memory = aligned_zeros([size])
+            abi.check(abi.lib.dsopt_optimizer_export(self._owner[0].handle, self._index, place, size))  # makes it
+            info = self._info()
+        make = array_at if self._backend == "cpu" else DeviceArray
+        return make(info.tensor.data or 0, info.tensor.dtype, (info.tensor.numel,), self._owner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    def __len__(self) -> int:
+        return int(self._info().tensor.numel)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._now())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._now()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._now()[key] = value
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        def now(values: Tuple[Any, ...]) -> List[Any]:
+            return [value._now() if isinstance(value, TensorView) else value for value in values]
+
+        if "out" in options:
+            options["out"] = tuple(now(options["out"]))
+        return getattr(ufunc, method)(*now(inputs), **options)
+
+    def __repr__(self) -> str:
+        return "<dsopt state %r: %r>" % (self._name, self._now())
 
 
 class State(Mapping[str, Any]):
     """State tensors by the names that they have in checkpoints: "<param>.exp_avg", "optimizer.step".
 
     Values are views of the memory that the optimizer works on: NumPy arrays, on a device objects with
-    __cuda_array_interface__. They stay valid when the optimizer is gone. Assigning copies from host memory.
+    __cuda_array_interface__. They stay valid when the optimizer is gone. Those of the whole optimizer follow their
+    tensor when parameters are added. Assigning copies from host memory.
+
+    optimizer  the Optimizer; `opt.state` passes it
     """
 
     def __init__(self, optimizer: Any) -> None:
+        optimizer.handle  # StateError if it is closed
         self._optimizer = optimizer
         self._indices: Dict[str, int] = {}
         self._params = -1
-        self._index()
 
     def _index(self) -> Dict[str, int]:
         """Places in the list, which move when parameters are added."""
@@ -149,6 +235,10 @@ class State(Mapping[str, Any]):
     def _info(self, name: str) -> Info:
         """As it is now: the memory is another one after `bind`."""
         self._optimizer.follow()
+        if isinstance(name, str) and name.startswith(WHOLE):
+            for info in whole_infos(self._optimizer):
+                if info.name == name:
+                    return info
         return info_at(self._optimizer, self._index()[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -157,15 +247,20 @@ class State(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._index())
 
+    def __repr__(self) -> str:
+        return "<dsopt.State of %r>" % self._optimizer
+
     def __getitem__(self, name: str) -> Any:
         info = self._info(name)
         if info.address is None and info.bytes:
             self.copy(name)  # which makes the state
             info = self._info(name)
         owner = Retained(self._optimizer), self._optimizer.kept_state
-        if self._optimizer.context.backend != "cpu":
-            return DeviceArray(info.address, info.dtype, info.shape, owner)
-        return array_at(info.address, info.dtype, info.shape, owner)
+        backend = self._optimizer.context.backend
+        if info.param < 0:
+            return TensorView(info.name, backend, info.index, owner)
+        make = array_at if backend == "cpu" else DeviceArray
+        return make(info.address or 0, info.dtype, info.shape, owner)
 
     def copy(self, name: str) -> Any:
         """A copy in host memory. Waits for the device."""

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import unittest
+
+import numpy as np
+
+import dsopt
+
+N = 2048
+
+
+def full(value):
+    return np.full(N, value, np.float32)
+
+
+class StateViews(unittest.TestCase):
+    """State of the whole optimizer has entries for each parameter, and other memory when parameters came."""
+
+    def test_views_follow_their_tensor(self):
+        for algorithm in (dsopt.AdamW, dsopt.Lamb):
+            opt = dsopt.Optimizer({"w": full(1)}, algorithm())
+            opt.step([full(1)])
+            opt.add_group(algorithm(), {"x": full(1)})
+            view = opt.state["optimizer.step"]
+            self.assertEqual(list(view), [1, 0])
+            for i in range(100):
+                opt.add_group(algorithm(), {"y%d" % i: full(1)})
+                opt.state["optimizer.step"]
+            others = [np.full(16, 77, np.int32) for _ in range(2000)]  # the size of what was moved
+            self.assertEqual(list(view), [1] + [0] * 101)
+            opt.step({"x": full(1)})
+            self.assertEqual((len(view), view[1], view.sum(), int((view + view).max())), (102, 1, 2, 2))
+            np.testing.assert_array_equal(view, opt.state.copy("optimizer.step"))
+            view[1] = 5
+            self.assertEqual(opt.state.copy("optimizer.step")[1], 5)
+            self.assertEqual((view.dtype, view.shape), (np.int32, (102,)))
+            self.assertRegex(repr(view), "optimizer.step.*array")
+            self.assertTrue(all((other == 77).all() for other in others))
+
+    def test_views_live_as_long_as_needed(self):
+        opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
+        opt.step([full(1)])
+        view = opt.state["optimizer.step"]
+        array, copy = np.asarray(view), np.array(view)
+        opt.add_group(dsopt.AdamW(), {"x": full(1)})
+        opt.close()
+        del opt
+        gc.collect()
+        self.assertEqual((list(view), list(copy)), ([1, 0], [1]))
+        del view
+        gc.collect()
+        self.assertEqual(list(array), [1])  # what it was then: the library keeps outgrown memory
+
+    def test_views_before_there_is_memory(self):
+        opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
+        view = opt.state["optimizer.step"]
+        opt.add_group(dsopt.AdamW(), {"x": full(1)})
+        self.assertEqual(list(view), [0, 0])
+
+    def test_views_as_arguments(self):
+        opt, peer = (dsopt.Optimizer({"w": full(1)}, dsopt.AdamW()) for _ in range(2))
+        opt.step([full(1)])
+        view = opt.state["optimizer.step"]
+        peer.state["optimizer.step"] = view
+        self.assertEqual(list(peer.state["optimizer.step"]), [1])
+        out = np.zeros(1, np.int32)
+        np.add(view, 1, out=out)
+        view += 1
+        self.assertEqual((out[0], view[0], view == 2), (2, 2, True))
+
+
+class StateMemory(unittest.TestCase):  # not under a sanitizer, which keeps what is freed
+    def test_many_additions_with_a_view_each(self):
+        opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
+        opt.step([full(1)])
+        views, resident = [], []
+        for i in range(2001):
+            opt.add_params({"p%d" % i: np.ones(4, np.float32)}, 0)
+            views.append(opt.state["optimizer.step"])
+            if i % 1000 == 0:
+                with open("/proc/self/statm", encoding="ascii") as file:
+                    resident.append(int(file.read().split()[1]) * 4 // 1024)
+        self.assertEqual(len(views[0]), 2002)
+        self.assertLess(resident[2] - resident[1], resident[1] - resident[0] + 16, resident)  # MiB
+
+
+if __name__ == "__main__":
+    unittest.main()
