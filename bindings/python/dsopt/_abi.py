@@ -15,6 +15,7 @@ import ctypes
 import json
 import operator
 import os
+import reprlib
 import sys
 import threading
 from typing import Any, Dict, List, Optional, Tuple
@@ -41,17 +42,28 @@ def _missing(text: str) -> MissingError:
     return MissingError(text, 31, "DSOPT_ERR_MISSING")
 
 
+def shown(value: Any) -> str:
+    """A value in an error's text, which a large array must not fill."""
+    return reprlib.repr(value)
+
+
 def number(value: Any, kind: Any, name: str) -> Any:
     """`value` for an argument of a type of ctypes, which by itself drops the upper bits of an int without a word."""
+    text = "%s is %s, and must be %s"
     try:
         if kind in _FLOATS:
+            if isinstance(value, (str, bytes, bytearray)):  # float() reads text
+                raise TypeError
             return float(value)
         whole = operator.index(value)
     except (TypeError, ValueError, OverflowError) as problem:
-        raise ArgumentTypeError("%s is %r: %s" % (name, value, problem), 10, "DSOPT_ERR_ARGUMENT") from problem
+        wanted = "a number" if kind in _FLOATS else "an integer"
+        if isinstance(problem, OverflowError):
+            wanted += " that 64 bits can hold"
+        raise ArgumentTypeError(text % (name, shown(value), wanted), 10, "DSOPT_ERR_ARGUMENT") from problem
     if kind(whole).value != whole:
-        text = "%s is %d, which does not fit into %d bits" % (name, whole, 8 * ctypes.sizeof(kind))
-        raise ArgumentError(text, 10, "DSOPT_ERR_ARGUMENT")
+        wanted = "%s is %d, which does not fit into %d bits" % (name, whole, 8 * ctypes.sizeof(kind))
+        raise ArgumentError(wanted, 10, "DSOPT_ERR_ARGUMENT")
     return whole
 
 

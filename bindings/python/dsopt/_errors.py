@@ -8,7 +8,8 @@ from typing import Any, Dict, Tuple, Type
 
 
 class Error(Exception):
-    """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE"."""
+    """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE", `text` what
+    happened."""
 
     status: int
     name: Any  # str; ImportError has an optional one
@@ -33,15 +34,15 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """Not possible in this combination or build, or without effect."""
+    """An option is not supported in this combination or build, or has no effect."""
 
 
 class StateError(Error, RuntimeError):
-    """Not possible now: the order of calls, another thread, a fork, the skip budget, a hook."""
+    """The call is not possible now: the order of calls, another thread, a fork, the skip budget, a hook."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """Out of host or backend memory."""
+    """Host or backend memory is exhausted."""
 
 
 class MissingError(Error, ImportError):
@@ -57,15 +58,15 @@ class BackendError(Error, RuntimeError):
 
 
 class CommError(Error, ConnectionError):
-    """A collective failed, or the comm was aborted. The comm is lost."""
+    """A collective failed, or the comm was aborted. The comm is unusable."""
 
 
 class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the standard class is a base of it
-    """A peer did not come within the comm's time-out."""
+    """A peer did not arrive within the comm's time-out."""
 
 
 class CheckpointError(Error, ValueError):
-    """Not a dsopt checkpoint, a damaged one, or not this optimizer's."""
+    """A file is no dsopt checkpoint, is damaged, or belongs to another optimizer."""
 
 
 _KINDS: Dict[int, Type[Error]] = {

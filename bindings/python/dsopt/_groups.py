@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import sys
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Tuple
+from typing import TYPE_CHECKING, Any, ClassVar, Tuple
 
 from . import _abi as abi
-from ._errors import ArgumentTypeError
+from ._errors import ArgumentTypeError, Error
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda kind: kind
+
 
 _FLAGS = {
     "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
@@ -21,163 +31,266 @@ _KEYS = {
     for name, number in abi.description["constants"].items()
     if name.startswith("DSOPT_KEY_")
 }
+_DEFAULT: Any = object()  # of the library, which is put in when the class is made
+_MEANING = {
+    "lr": "learning rate",
+    "betas": "decay of the first and of the second moment per step; for Lion of the update and of the moment",
+    "eps": "added to the root of the second moment",
+    "weight_decay": "coefficient of the weight decay",
+    "max_norm": "clip by the norm of this group's gradients alone; 0 = off",
+    "bias_correction": "divide the moments by 1 - beta^step",
+    "eps_uncorrected": "add eps to the root of the variance before its bias correction, as in Keras",
+    "eps_inside_sqrt": "sqrt(v + eps) in place of sqrt(v) + eps",
+    "min_trust": "least trust ratio of a tensor",
+    "max_trust": "largest trust ratio of a tensor",
+    "freeze_step": "last step that changes the variance",
+    "non_freeze": "the group is never compressed and its variance never frozen",
+    "var_interval_steps": "updates of the variance after which the interval between them doubles",
+    "local_interval_steps": "steps after which the interval between synchronizations doubles",
+    "max_local_interval": "longest interval between synchronizations, in steps",
+    "trust_beta": "decay of the running mean of the trust ratio",
+    "trust_threshold": "largest relative change per step of the factor that corrects the frozen trust ratio",
+    "trust_min_change": "least value of that factor",
+    "trust_max_change": "largest value of that factor",
+    "momentum": "decay of the momentum per step; 0 = no momentum and no state",
+    "dampening": "share of the gradient that the momentum leaves out after the first step",
+    "nesterov": "Nesterov's momentum, which needs momentum above 0 and dampening 0",
+    "lr_decay": "lr is divided by 1 + lr_decay * (step - 1)",
+    "initial_accumulator_value": "what the sum of squares starts as",
+}
 
 
 def _pair(value: Any, label: str) -> Tuple[Any, Any]:
     try:
         first, second = value
     except (TypeError, ValueError) as problem:
-        raise ArgumentTypeError("%s is %r: %s" % (label, value, problem), 10, "DSOPT_ERR_ARGUMENT") from problem
+        text = "%s is %s, and must be a pair of numbers" % (label, abi.shown(value))
+        raise ArgumentTypeError(text, 10, "DSOPT_ERR_ARGUMENT") from problem
     return first, second
 
 
-@dataclass
+def _flag(value: Any, label: str) -> bool:
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, bool) or numpy is not None and isinstance(value, numpy.bool_):
+        return bool(value)
+    text = "%s is %s, and must be True or False" % (label, abi.shown(value))
+    raise ArgumentTypeError(text, 10, "DSOPT_ERR_ARGUMENT")
+
+
+def _initial(algorithm: int) -> Any:
+    group = abi.dsopt_group()
+    abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), algorithm))
+    return group
+
+
+def _default_of(group: Any, field: str) -> Any:
+    if field == "betas":
+        return group.beta1, group.beta2
+    if field == "bias_correction":
+        return not group.flags & abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+    return bool(group.flags & _FLAGS[field]) if field in _FLAGS else getattr(group, field)
+
+
+@dataclass_transform(kw_only_default=True)
 class Group:
-    """Hyper-parameters of some parameters. In all algorithms `max_norm` clips by the norm of this group's gradients
-    alone; 0 = off."""
+    """Hyper-parameters of some parameters. The algorithms are its subclasses. Their fields are given by name, and can
+    be changed until the group is passed to an Optimizer. `values` without a name are refused."""
 
     algorithm: ClassVar[int]
-    lr: float = 1e-3
+
+    if not TYPE_CHECKING:  # checkers have the arguments from the fields
+
+        def __new__(cls, *values, **named):
+            name = cls.__name__
+            known = [field.name for field in fields(cls)] if cls is not Group else []
+            text = ""
+            if values:
+                text = "%s takes its fields by name, as in %s(lr=1e-3); parameters go to the optimizer, as in "
+                text = (text + "Optimizer(params, %s(lr=1e-3))") % (name, name, name)
+            for field in named:
+                if field not in known:
+                    text = "%s has no field %r; it has %s" % (name, field, ", ".join(known) or "none")
+            if text:
+                raise ArgumentTypeError(text, 10, "DSOPT_ERR_ARGUMENT")
+            return super().__new__(cls)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "algorithm" in vars(cls):
+            group = _initial(cls.algorithm)
+            for name, value in list(vars(cls).items()):
+                if value is _DEFAULT:
+                    setattr(cls, name, _default_of(group, name))
+        dataclass(cls)
+        shown = inspect.signature(cls.__init__)
+        arguments = [p.replace(kind=p.KEYWORD_ONLY) for p in list(shown.parameters.values())[1:]]
+        cls.__signature__ = shown.replace(parameters=arguments)  # type: ignore[attr-defined]
+        rows = ["%-26s %s (%r)" % (p.name, _MEANING.get(p.name, "see the class"), p.default) for p in arguments]
+        cls.__doc__ = "%s\n\n    Fields and their defaults:\n\n    %s\n" % (cls.__doc__, "\n    ".join(rows))
+
+    def __post_init__(self) -> None:
+        self.struct()  # refuses fields of a wrong type
 
     def struct(self) -> Any:
         """As a dsopt_group."""
-        group = abi.dsopt_group()
-        abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), self.algorithm))
-        for field in fields(self):
+        group = _initial(self.algorithm)
+        for field in fields(self):  # type: ignore[arg-type]
             value, label = getattr(self, field.name), "%s of %s" % (field.name, type(self).__name__)
             if field.name == "betas":
                 for place, beta in zip(("beta1", "beta2"), _pair(value, label)):
                     abi.assign(group, place, beta, label)
             elif field.name == "bias_correction":
-                group.flags |= 0 if value else abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+                group.flags &= ~abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+                group.flags |= 0 if _flag(value, label) else abi.DSOPT_GROUP_NO_BIAS_CORRECTION
             elif field.name in _FLAGS:
-                group.flags |= _FLAGS[field.name] if value else 0
+                group.flags &= ~_FLAGS[field.name]
+                group.flags |= _FLAGS[field.name] if _flag(value, label) else 0
             else:
                 abi.assign(group, field.name, value, label)
         return group
 
 
-@dataclass
-class _Adaptive(Group):
-    """Two moments."""
-
-    betas: Tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 0.0
-
-
-@dataclass
-class Adam(_Adaptive):
-    """Weight decay as L2. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
+class Adam(Group):
+    """Adam. Weight decay is L2 regularization: it is added to the gradient."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM
-    bias_correction: bool = True
-    eps_uncorrected: bool = False
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    bias_correction: bool = _DEFAULT
+    eps_uncorrected: bool = _DEFAULT
 
 
-@dataclass
-class AdamW(_Adaptive):
-    """Decoupled weight decay. `eps_uncorrected`: eps beside the uncorrected variance, as in Keras."""
+class AdamW(Group):
+    """Adam with decoupled weight decay."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAMW
-    bias_correction: bool = True
-    eps_uncorrected: bool = False
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    bias_correction: bool = _DEFAULT
+    eps_uncorrected: bool = _DEFAULT
 
 
-@dataclass
-class AdamLegacy(_Adaptive):
-    """The first fused Adam of apex: eps acts on the uncorrected variance."""
+class AdamLegacy(Group):
+    """The first fused Adam of apex: eps acts on the uncorrected variance. Weight decay is decoupled."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAM_LEGACY
-    bias_correction: bool = True
-    eps_inside_sqrt: bool = False
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    bias_correction: bool = _DEFAULT
+    eps_inside_sqrt: bool = _DEFAULT
 
 
-@dataclass
-class Lamb(_Adaptive):
-    """Adam with one trust ratio per tensor."""
+class Lamb(Group):
+    """Adam with a trust ratio per tensor."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LAMB
-    min_trust: float = 0.01
-    max_trust: float = 10.0
-    bias_correction: bool = True
-    eps_inside_sqrt: bool = False
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    min_trust: float = _DEFAULT
+    max_trust: float = _DEFAULT
+    bias_correction: bool = _DEFAULT
+    eps_inside_sqrt: bool = _DEFAULT
 
 
-@dataclass
-class OnebitAdam(_Adaptive):
-    """1-bit Adam. `non_freeze`: never compressed."""
+class OnebitAdam(Group):
+    """1-bit Adam: Adam until freeze_step, then ranks exchange the signs of the momentum (docs/onebit.md)."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
-    freeze_step: int = 100000
-    non_freeze: bool = False
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    freeze_step: int = _DEFAULT
+    non_freeze: bool = _DEFAULT
 
 
-@dataclass
-class ZeroOneAdam(_Adaptive):
-    """0/1 Adam."""
+class ZeroOneAdam(Group):
+    """0/1 Adam: as 1-bit Adam, with steps between which nothing is exchanged (docs/onebit.md)."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
-    freeze_step: int = 100000
-    var_interval_steps: int = 16
-    local_interval_steps: int = 32678
-    max_local_interval: int = 16
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    freeze_step: int = _DEFAULT
+    var_interval_steps: int = _DEFAULT
+    local_interval_steps: int = _DEFAULT
+    max_local_interval: int = _DEFAULT
 
 
-@dataclass
-class OnebitLamb(_Adaptive):
-    """1-bit LAMB."""
+class OnebitLamb(Group):
+    """1-bit LAMB: LAMB until freeze_step, then with compressed momentum (docs/onebit.md)."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
-    min_trust: float = 0.01
-    max_trust: float = 10.0
-    freeze_step: int = 100000
-    trust_beta: float = 0.9
-    trust_threshold: float = 0.1
-    trust_min_change: float = 0.5
-    trust_max_change: float = 4.0
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    eps: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
+    min_trust: float = _DEFAULT
+    max_trust: float = _DEFAULT
+    freeze_step: int = _DEFAULT
+    trust_beta: float = _DEFAULT
+    trust_threshold: float = _DEFAULT
+    trust_min_change: float = _DEFAULT
+    trust_max_change: float = _DEFAULT
 
 
-@dataclass
 class Sgd(Group):
     """Stochastic gradient descent as in torch.optim.SGD, weight decay as L2. Without momentum there is no state."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_SGD
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    max_norm: float = 0.0
+    lr: float = _DEFAULT
+    momentum: float = _DEFAULT
+    dampening: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    nesterov: bool = _DEFAULT
+    max_norm: float = _DEFAULT
 
 
-@dataclass
 class Adagrad(Group):
-    """As in torch.optim.Adagrad, weight decay as L2. `eps_inside_sqrt`: as in optax."""
+    """As in torch.optim.Adagrad, weight decay as L2. With eps_inside_sqrt as in optax."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ADAGRAD
-    lr: float = 1e-2
-    lr_decay: float = 0.0
-    weight_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-    eps_inside_sqrt: bool = False
-    max_norm: float = 0.0
+    lr: float = _DEFAULT
+    lr_decay: float = _DEFAULT
+    weight_decay: float = _DEFAULT
+    initial_accumulator_value: float = _DEFAULT
+    eps: float = _DEFAULT
+    eps_inside_sqrt: bool = _DEFAULT
+    max_norm: float = _DEFAULT
 
 
-@dataclass
 class Lion(Group):
-    """As in optax.lion, decoupled weight decay."""
+    """As in optax.lion, with decoupled weight decay."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_LION
-    lr: float = 1e-4
-    betas: Tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    max_norm: float = 0.0
+    lr: float = _DEFAULT
+    betas: Tuple[float, float] = _DEFAULT
+    weight_decay: float = _DEFAULT
+    max_norm: float = _DEFAULT
 
 
 class GroupView:
-    """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on."""
+    """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on.
+
+    optimizer  the Optimizer; `opt.groups` passes it
+    index      of the group; -1 = all
+    """
 
     __slots__ = ("_optimizer", "_index")  # a name that is none is refused
 
@@ -195,6 +308,7 @@ class GroupView:
 
     @property
     def betas(self) -> Tuple[float, float]:
+        """Decay of the first and of the second moment per step."""
         return self._get(abi.DSOPT_KEY_BETA1), self._get(abi.DSOPT_KEY_BETA2)
 
     @betas.setter
@@ -209,17 +323,20 @@ class GroupView:
 
     @property
     def algorithm(self) -> int:
-        """enum dsopt_algorithm."""
+        """Number of the algorithm in enum dsopt_algorithm."""
         return int(self._get(abi.DSOPT_KEY_ALGORITHM))
 
     def __repr__(self) -> str:
-        kind = next(kind for kind in ALGORITHMS if kind.algorithm == self.algorithm)
-        shown = [field.name for field in fields(kind) if field.name in _SHOWN]
-        return "<%s %s>" % (kind.__name__, " ".join("%s=%r" % (name, getattr(self, name)) for name in shown))
+        try:
+            kind = next(kind for kind in ALGORITHMS if kind.algorithm == self.algorithm)
+            shown = [field.name for field in fields(kind) if field.name in _SHOWN]
+            return "<%s %s>" % (kind.__name__, " ".join("%s=%r" % (name, getattr(self, name)) for name in shown))
+        except Error:  # closed, or in a call
+            return "<group %d of %r>" % (self._index, self._optimizer)
 
     @property
     def lr(self) -> float:
-        """Learning rate."""
+        """The learning rate."""
         return self._get(abi.DSOPT_KEY_LR)
 
     @lr.setter
@@ -228,6 +345,7 @@ class GroupView:
 
     @property
     def eps(self) -> float:
+        """Added to the root of the second moment."""
         return self._get(abi.DSOPT_KEY_EPS)
 
     @eps.setter
@@ -236,6 +354,7 @@ class GroupView:
 
     @property
     def weight_decay(self) -> float:
+        """Coefficient of the weight decay."""
         return self._get(abi.DSOPT_KEY_WEIGHT_DECAY)
 
     @weight_decay.setter
@@ -253,7 +372,7 @@ class GroupView:
 
     @property
     def min_trust(self) -> float:
-        """LAMB."""
+        """LAMB: least trust ratio of a tensor."""
         return self._get(abi.DSOPT_KEY_MIN_TRUST)
 
     @min_trust.setter
@@ -262,7 +381,7 @@ class GroupView:
 
     @property
     def max_trust(self) -> float:
-        """LAMB."""
+        """LAMB: largest trust ratio of a tensor."""
         return self._get(abi.DSOPT_KEY_MAX_TRUST)
 
     @max_trust.setter
@@ -271,6 +390,7 @@ class GroupView:
 
     @property
     def bias_correction(self) -> bool:
+        """Divide the moments by 1 - beta^step."""
         return bool(self._get(abi.DSOPT_KEY_BIAS_CORRECTION))
 
     @bias_correction.setter
@@ -279,7 +399,7 @@ class GroupView:
 
     @property
     def eps_inside_sqrt(self) -> bool:
-        """LAMB, AdamLegacy and Adagrad."""
+        """LAMB, AdamLegacy and Adagrad: sqrt(v + eps) in place of sqrt(v) + eps."""
         return bool(self._get(abi.DSOPT_KEY_EPS_INSIDE_SQRT))
 
     @eps_inside_sqrt.setter
@@ -288,7 +408,7 @@ class GroupView:
 
     @property
     def eps_uncorrected(self) -> bool:
-        """Adam and AdamW."""
+        """Adam and AdamW: eps is added before the bias correction of the variance."""
         return bool(self._get(abi.DSOPT_KEY_EPS_UNCORRECTED))
 
     @eps_uncorrected.setter
@@ -297,7 +417,7 @@ class GroupView:
 
     @property
     def momentum(self) -> float:
-        """SGD. Cannot change between 0 and another value."""
+        """SGD: decay of the momentum per step. Cannot change between 0 and another value."""
         return self._get(abi.DSOPT_KEY_MOMENTUM)
 
     @momentum.setter
@@ -306,7 +426,7 @@ class GroupView:
 
     @property
     def dampening(self) -> float:
-        """SGD."""
+        """SGD: share of the gradient that the momentum leaves out."""
         return self._get(abi.DSOPT_KEY_DAMPENING)
 
     @dampening.setter
@@ -315,7 +435,7 @@ class GroupView:
 
     @property
     def nesterov(self) -> bool:
-        """SGD."""
+        """SGD: Nesterov's momentum."""
         return bool(self._get(abi.DSOPT_KEY_NESTEROV))
 
     @nesterov.setter
@@ -324,7 +444,7 @@ class GroupView:
 
     @property
     def lr_decay(self) -> float:
-        """Adagrad."""
+        """Adagrad: lr is divided by 1 + lr_decay * (step - 1)."""
         return self._get(abi.DSOPT_KEY_LR_DECAY)
 
     @lr_decay.setter
@@ -333,7 +453,7 @@ class GroupView:
 
     @property
     def initial_accumulator_value(self) -> float:
-        """Adagrad: of sums that are made or reset from now on."""
+        """Adagrad: what sums of squares start as that are made or reset from now on."""
         return self._get(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE)
 
     @initial_accumulator_value.setter

@@ -57,7 +57,7 @@ class Lists(unittest.TestCase):
             from array import array
             import dsopt
             w, g = array("f", [1, 2]), array("f", [1, -1])
-            opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.5, eps=0))
+            opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.5, eps=0, weight_decay=0))
             opt.step({"w": g})
             print(list(w), list(opt.state["w.exp_avg"])[1] < 0, dsopt.norm([g]).norm > 1.4)
             try:

@@ -251,7 +251,14 @@ class Steps(unittest.TestCase):
                 (w,) = arrays((5,))
                 p, s = w.astype(np.float64), start
                 lr, decay, eps, wd = 0.1, 0.125, 1e-3, 0.25
-                group = dsopt.Adagrad(lr, decay, wd, start, eps, inside)
+                group = dsopt.Adagrad(
+                    lr=lr,
+                    lr_decay=decay,
+                    weight_decay=wd,
+                    initial_accumulator_value=start,
+                    eps=eps,
+                    eps_inside_sqrt=inside,
+                )
                 opt = dsopt.Optimizer({"w": w}, group)
                 for t in range(5):
                     (g,) = arrays((5,), seed=t)
@@ -276,7 +283,7 @@ class Steps(unittest.TestCase):
     def test_lion(self):
         (w,) = arrays((5,))
         p, m, lr, (b1, b2), wd = w.astype(np.float64), np.zeros(5), 0.1, (0.75, 0.5), 0.25
-        opt = dsopt.Optimizer({"w": w}, dsopt.Lion(lr, (b1, b2), wd))
+        opt = dsopt.Optimizer({"w": w}, dsopt.Lion(lr=lr, betas=(b1, b2), weight_decay=wd))
         for t in range(5):
             (g,) = arrays((5,), seed=t)
             opt.step([g])
