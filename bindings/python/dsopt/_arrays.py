@@ -58,11 +58,11 @@ _DEVICE_NAMES = {CPU: "cpu", CUDA_HOST: "cpu", CUDA: "cuda", CUDA_MANAGED: "cuda
 
 
 def refuse(
-    name: str, problem: str, status: int = abi.DSOPT_ERR_ARGUMENT, kind: Type[ArgumentError] = ArgumentError
+    name: str, problem: str, status: int = abi.DSOPT_ERR_ARGUMENT, kind: Optional[Type[ArgumentError]] = None
 ) -> NoReturn:
-    """Raise what is wrong with an argument."""
-    label = abi.lib.dsopt_status_name(status).decode()
-    raise kind("%s %s (%s)" % (name, problem, label), status, label)
+    """Raise what is wrong with an argument: a sentence whose subject is its name, and what to do."""
+    label, text = abi.lib.dsopt_status_name(status).decode(), "%s %s" % (name, problem)
+    raise error_of(status, label, text) if kind is None else kind("%s (%s)" % (text, label), status, label)
 
 
 class Tensor:
@@ -149,11 +149,11 @@ def require(
     if numel is not None and tensor.numel != numel:
         refuse(name, "has %d elements, and must have %d" % (tensor.numel, numel), abi.DSOPT_ERR_SHAPE)
     if write and not tensor.writable:
-        refuse(name, "is read-only, and would be written to")
+        refuse(name, "is read-only, and would be written to; pass a copy that can be written")
     if tensor.device != context.backend or tensor.device == "cuda" and tensor.index not in (context.device, -1):
         refuse(
             name,
-            "is on device %s, and the context works on %s"
+            "is on device %s, and the context works on %s; copy it there, or use a context of that device"
             % (_place(tensor.device, tensor.index), _place(context.backend, context.device)),
             abi.DSOPT_ERR_DEVICE,
         )
@@ -321,7 +321,8 @@ def _from_buffer(array: Any, name: str) -> Tensor:
     except TypeError:
         refuse(
             name,
-            "is %s, which is no array: it has neither DLPack nor an array interface" % type(array).__name__,
+            "is %s, which is no array: it has neither DLPack nor an array interface. Pass an array, such as "
+            "numpy.asarray(value, 'float32')" % type(array).__name__,
             kind=ArgumentTypeError,
         )
     number = _dtype(_BY_FORMAT.get(view.format.lstrip("<=@"), view.format), name)

@@ -21,18 +21,18 @@ MEMORY = {"host": abi.DSOPT_MEMORY_HOST, "backend": abi.DSOPT_MEMORY_BACKEND}
 
 
 class Comm(Handle):
-    """One rank's end of a set of ranks that communicate. Made by one of the class methods.
+    """One rank's end of a set of ranks that communicate. Made by one of the class methods, which fill a description.
 
-    timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
-    enqueue     NCCL, and tables of device memory: exchanges are enqueued and the host does not wait
-                (DSOPT_COMM_FLAG_ENQUEUE)
+    context  where the arrays of its collectives are
+    desc     a dsopt_comm_desc
+    needed   objects that are kept as long as the comm
+    hooked   True if calls may lead to a Python function
     """
 
     rank: int
     ranks: int
 
     def __init__(self, context: Context, desc: Any, *needed: object, hooked: bool = False) -> None:
-        """From a dsopt_comm_desc; the class methods fill it."""
         from ._handles import Context  # which needs this module
 
         self.context = require_handle(context, Context, "context")
@@ -48,14 +48,17 @@ class Comm(Handle):
         info = self.query()
         self.rank, self.ranks = info.rank, info.ranks
 
+    def _shown(self) -> str:
+        return "rank %d of %d" % (self.rank, self.ranks)
+
     @classmethod
     def single(cls, context: Context) -> Comm:
-        """One rank (DSOPT_COMM_KIND_SELF)."""
+        """The comm of one rank, on the device of `context`."""
         return cls(context, abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_SELF))
 
     @staticmethod
     def unique_id(kind: str = "local") -> bytes:
-        """The bytes that one rank makes and all ranks need: "local", "nccl" or "hccl"."""
+        """The bytes that one rank makes and all ranks need. `kind` is "local", "nccl" or "hccl"."""
         number = choice("kind", kind, KINDS)
         size = ctypes.c_size_t()
         abi.check(abi.lib.dsopt_comm_unique_id(number, None, byref(size)))
@@ -87,21 +90,43 @@ class Comm(Handle):
 
     @classmethod
     def local(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
-        """Ranks are threads of this process. Collective."""
+        """Ranks are threads of this process. Collective.
+
+        context     this rank's; ranks may share it
+        id          the bytes of unique_id("local"), the same on all ranks
+        rank        number of this rank, from 0 on
+        ranks       how many there are
+        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        """
         return cls._from_id(context, abi.DSOPT_COMM_KIND_LOCAL, id, rank, ranks, timeout_ms)
 
     @classmethod
     def nccl(
         cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0, enqueue: bool = False
     ) -> Comm:
-        """NCCL, by the bytes of unique_id("nccl"). Collective."""
+        """Ranks are processes, one per GPU, and NCCL is made here. Collective.
+
+        context     of CUDA
+        id          the bytes of unique_id("nccl"), the same on all ranks
+        rank        number of this rank, from 0 on
+        ranks       how many there are
+        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        enqueue     exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        """
         return cls._from_id(
             context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
         )
 
     @classmethod
     def hccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
-        """HCCL, by the bytes of unique_id("hccl"). Collective."""
+        """Ranks are processes, one per Ascend NPU, and HCCL is made here. Collective.
+
+        context     of the CPU; the exchange is staged through device memory
+        id          the bytes of unique_id("hccl"), the same on all ranks
+        rank        number of this rank, from 0 on
+        ranks       how many there are
+        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        """
         return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms)
 
     @classmethod
@@ -115,7 +140,15 @@ class Comm(Handle):
         timeout_ms: int = 0,
         enqueue: bool = False,
     ) -> Comm:
-        """A communicator of the caller by its address: "nccl" (an ncclComm_t) or "hccl". `owner` is kept."""
+        """A communicator of the caller.
+
+        context     where the arrays of its collectives are
+        kind        "nccl" or "hccl"
+        address     of the communicator, such as an ncclComm_t, as a number
+        owner       any object, kept as long as the comm: one that keeps the communicator alive
+        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        enqueue     NCCL: exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        """
         if not isinstance(address, int):
             raise ArgumentError(
                 "address is %s, and must be a number" % type(address).__name__, 10, "DSOPT_ERR_ARGUMENT"
@@ -143,7 +176,16 @@ class Comm(Handle):
         memory: str = "host",
         enqueue: bool = False,
     ) -> Comm:
-        """Collectives of a Python object. Its methods:
+        """Collectives that are methods of a Python object.
+
+        context      where the arrays of its collectives are
+        collectives  the object, with the methods below
+        rank         number of this rank, from 0 on
+        ranks        how many there are
+        memory       "host" or "backend": where `send` and `recv` are
+        enqueue      with memory of a device: methods enqueue, and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
+
+        Its methods:
 
         all_reduce(send, recv, count, dtype, op, stream)   dtype F32, F64 or I32 and op SUM or MAX as numbers of dsopt.h
         all_to_all(send, recv, bytes_per_rank, stream)     optional
@@ -152,9 +194,8 @@ class Comm(Handle):
         abort()    optional, any thread, more than once: makes blocked calls return
         destroy()  optional, the last call
 
-        `send` and `recv` are addresses in `memory`, "host" or "backend", and may be the same. A method returns when
-        it is done. What it raises is raised again by the call that led to it, and loses the comm; a TimeoutError
-        counts as one.
+        `send` and `recv` are addresses, and may be the same. A method returns when it is done. What it raises is
+        raised again by the call that led to it, and makes the comm unusable; a TimeoutError counts as one.
         """
         table = _table(collectives, rank, ranks, choice("memory", memory, MEMORY))
         key = table.self
@@ -180,8 +221,12 @@ class Comm(Handle):
         return info
 
     def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
-        """All-reduce a list in place: "sum", "max" or "mean". Collective: the same sizes on all ranks. None = passed
-        over."""
+        """All-reduce a list in place. Collective: the same sizes on all ranks.
+
+        arrays  float32, float16 or bfloat16; None = passed over
+        op      "sum", "max" or "mean"
+        stream  the CUDA stream on which they are used
+        """
         from ._functions import all_reduce  # which needs this module
 
         all_reduce(self, arrays, op, stream=stream)
@@ -219,9 +264,8 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
         if method is not None:
             setattr(table, name, kinds[name](_collective(method)))
         elif name == "all_reduce":
-            raise ArgumentError(
-                "collectives: %s has no method all_reduce" % type(collectives).__name__, 10, "DSOPT_ERR_ARGUMENT"
-            )
+            text = "collectives is %s, and must have a method all_reduce" % type(collectives).__name__
+            raise ArgumentError(text, 10, "DSOPT_ERR_ARGUMENT")
     error = getattr(collectives, "error", None)
     if error is not None:
         table.error = kinds["error"](_error(error))

@@ -13,7 +13,7 @@ from . import _abi as abi
 from ._arrays import FLOATS, refuse, require, require_stream, tensor_of
 from ._comm import Comm
 from ._errors import ArgumentTypeError
-from ._handle import choice, require_handle
+from ._handle import choice, counted, require_handle
 from ._handles import Context, default_context
 from ._hooks import gated
 from ._params import scalars
@@ -24,7 +24,7 @@ OPS = {"sum": abi.DSOPT_OP_SUM, "max": abi.DSOPT_OP_MAX, "mean": abi.DSOPT_OP_ME
 
 
 def version() -> str:
-    """Of the library that is loaded."""
+    """Version of the library that is loaded, such as "0.2.0"."""
     number = int(abi.lib.dsopt_version())
     return "%d.%d.%d" % (number // 10000, number // 100 % 100, number % 100)
 
@@ -75,8 +75,13 @@ def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context
 
 @dataclass(frozen=True)
 class NormResult:
-    """`coefficient` is what to multiply by to clip: min(1, max_norm / (norm + 1e-6)). `first_bad` is the index of the
-    first array with an Inf or NaN, None without one."""
+    """What dsopt.norm returns.
+
+    norm         of all arrays; with a comm of those of all ranks
+    coefficient  what to multiply by to clip: min(1, max_norm / (norm + 1e-6))
+    nonfinite    number of elements that are Inf or NaN
+    first_bad    index of the first array with an Inf or NaN, None without one
+    """
 
     norm: float
     coefficient: float
@@ -92,7 +97,14 @@ def norm(
     comm: Optional[Comm] = None,
     context: Optional[Context] = None,
 ) -> NormResult:
-    """Norm and finite check of a list in one read; with a comm over all its ranks. CPU backend."""
+    """Norm and finite check of a list in one read. CPU backend.
+
+    arrays    float32, float16 or bfloat16; None = passed over
+    kind      "l2" or "max"
+    max_norm  what the `coefficient` of the result clips to; 0 = 1 is the coefficient
+    comm      the norm is that of the arrays of all its ranks. Collective
+    context   None = that of the comm, else the CPU with every default
+    """
     result = _norm(arrays, kind, max_norm, comm, context)
     return NormResult(
         result.norm, result.coefficient, result.nonfinite, None if result.first_bad < 0 else result.first_bad
@@ -102,7 +114,8 @@ def norm(
 def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm], context: Optional[Context]) -> Any:
     context = _context(context, comm)
     if context.backend != "cpu":
-        refuse("context", "works on cuda, where the result would be in memory of the device", abi.DSOPT_ERR_UNSUPPORTED)
+        text = "works on cuda, which norm and clip do not support: use Optimizer(max_norm=...) there, which clips"
+        refuse("context", text, abi.DSOPT_ERR_UNSUPPORTED)
     limit = abi.number(max_norm, ctypes.c_double, "max_norm")
     structs, kept = tensors(arrays, "arrays", context, write=False)
     result = abi.dsopt_norm_result()
@@ -125,7 +138,12 @@ def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm
 def clip(
     arrays: Sequence[Any], max_norm: float, *, comm: Optional[Comm] = None, context: Optional[Context] = None
 ) -> float:
-    """Scale a list in place so that its L2 norm is at most max_norm. Returns the norm before. CPU backend."""
+    """Scale a list in place so that its L2 norm is at most `max_norm`. Returns the norm before. CPU backend.
+
+    arrays   float32, float16 or bfloat16; None = passed over
+    comm     the norm is that of the arrays of all its ranks. Collective
+    context  None = that of the comm, else the CPU with every default
+    """
     if not abi.number(max_norm, ctypes.c_double, "max_norm") > 0:
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
     context = _context(context, comm)
@@ -152,9 +170,15 @@ def axpby(
     context: Optional[Context] = None,
     stream: Optional[int] = None,
 ) -> None:
-    """y = a * x + b * y, element by element in fp32, between any float dtypes. y is not read if b is 0. `a` is a
-    number on the
-    CPU backend, elsewhere an array of one float32; None = 1."""
+    """y = a * x + b * y, element by element in fp32, between any float dtypes.
+
+    a        a number on the CPU backend, elsewhere an array of one float32; None = 1
+    x        list of arrays; None = passed over
+    b        a number; with 0 y is not read
+    y        list of arrays of the sizes of x, which are overwritten
+    context  None = the CPU with every default
+    stream   the CUDA stream on which they are used
+    """
     context = _context(context)
     x, y, b = _listed(x, "x"), _listed(y, "y"), abi.number(b, ctypes.c_double, "b")
     if len(x) != len(y):
@@ -169,7 +193,13 @@ def axpby(
 def clamp(
     arrays: Sequence[Any], limit: float, *, context: Optional[Context] = None, stream: Optional[int] = None
 ) -> None:
-    """Clip every element to [-limit, limit], in place. NaN stays."""
+    """Clip every element to [-limit, limit], in place. NaN stays.
+
+    arrays   float32, float16 or bfloat16; None = passed over
+    limit    positive
+    context  None = the CPU with every default
+    stream   the CUDA stream on which they are used
+    """
     context, limit = _context(context), abi.number(limit, ctypes.c_double, "limit")
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
@@ -177,7 +207,12 @@ def clamp(
 
 
 def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
-    """Set every element to zero."""
+    """Set every element to zero.
+
+    arrays   float32, float16 or bfloat16; None = passed over
+    context  None = the CPU with every default
+    stream   the CUDA stream on which they are used
+    """
     context = _context(context)
     structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
@@ -195,14 +230,20 @@ def all_reduce(comm: Comm, arrays: Sequence[Any], op: str = "sum", *, stream: Op
 class CompressedAllReduce:
     """Error-compensated 1-bit mean over the ranks of a comm of lists with the sizes of `arrays`: docs/onebit.md.
 
-    It keeps what this rank owes from call to call, in host memory. CPU backend.
+    It keeps the residuals of this rank from call to call, in host memory. CPU backend.
+
+    comm    the ranks
+    arrays  float32, of the sizes that all calls will have; they are not kept
+    compat  "none" or "deepspeed" (docs/compat.md)
+    node    optional: the ranks of this node, which exchange among themselves first
     """
 
     def __init__(self, comm: Comm, arrays: Sequence[Any], *, compat: str = "none", node: Optional[Comm] = None) -> None:
         if node is not None:
             require_handle(node, Comm, "node")
         if require_handle(comm, Comm, "comm").context.backend != "cpu":
-            refuse("comm", "works on cuda, and the buffers would be in host memory", abi.DSOPT_ERR_UNSUPPORTED)
+            text = "works on cuda, which CompressedAllReduce does not support: its residuals are in host memory"
+            refuse("comm", text + ". Use a 1-bit algorithm in an Optimizer there", abi.DSOPT_ERR_UNSUPPORTED)
         self._comm, self._node = comm, node
         structs, _ = tensors(arrays, "arrays", comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
         self._numels = [struct.numel for struct in structs]
@@ -224,11 +265,14 @@ class CompressedAllReduce:
         """Sums and scales; `errors` makes the errors."""
         self.server_error = array_at(self._args.server_error, abi.DSOPT_DTYPE_F32, (server.value,), self._memory)
 
+    def __repr__(self) -> str:
+        return "<dsopt.CompressedAllReduce: %s, %s>" % (counted(len(self._numels), "array"), self._comm._shown())
+
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Overwrite the arrays with their mean. Collective."""
         structs, kept = tensors(arrays, "arrays", self._comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
         if [struct.numel for struct in structs] != self._numels:
-            refuse("arrays", "has other sizes than at the start", abi.DSOPT_ERR_SHAPE)
+            refuse("arrays", "has other sizes than this object was made for; make another one", abi.DSOPT_ERR_SHAPE)
         self._args.tensors = ctypes.addressof(structs)
         with gated(self._comm, self._node):
             abi.check(abi.lib.dsopt_compressed_allreduce(self._comm.handle, byref(self._args)))

@@ -2,8 +2,7 @@
 """The owner of a handle of the library.
 
 A handle is destroyed when its owner is closed or collected. The library keeps alive what a handle was made from, so
-owners may
-go in any order. Nothing is destroyed at interpreter exit, because a thread may be inside a call then.
+owners may go in any order. Nothing is destroyed at interpreter exit, because a thread may be inside a call then.
 """
 
 from __future__ import annotations
@@ -37,8 +36,13 @@ def require_handle(owner: Any, kind: Type[H], name: str) -> H:
     return owner
 
 
+def counted(count: int, word: str) -> str:
+    """A number of things."""
+    return "%d %s%s" % (count, word, "" if count == 1 else "s")
+
+
 class Handle:
-    """Owns one handle. `hooked` says that calls with it may lead to a Python function."""
+    """Owns one handle. `hooked` is True if calls with it may lead to a Python function."""
 
     _handle: Optional[int] = None
     hooked = False
@@ -72,11 +76,12 @@ class Handle:
     def handle(self) -> int:
         """Address for the library. StateError once it is closed."""
         if self._handle is None:
-            raise StateError("this %s is closed" % type(self).__name__, 19, "DSOPT_ERR_STATE")
+            raise StateError("this %s is closed; make a new one" % type(self).__name__, 19, "DSOPT_ERR_STATE")
         return self._handle
 
     @property
     def closed(self) -> bool:
+        """True once the handle is released."""
         return self._handle is None
 
     def close(self) -> None:
@@ -92,6 +97,14 @@ class Handle:
                 "DSOPT_ERR_BUSY",
             )
         self._finalizer()
+
+    def _shown(self) -> str:
+        """What the representation says besides the class. It must not call the library, which may be in a call."""
+        return ""
+
+    def __repr__(self) -> str:
+        text = "closed" if self.closed else self._shown()
+        return "<dsopt.%s%s>" % (type(self).__name__, text and ": " + text)
 
     def __enter__(self: H) -> H:
         return self

@@ -13,7 +13,7 @@ from . import _hooks
 from ._arrays import require_stream
 from ._comm import Comm
 from ._errors import ArgumentError
-from ._handle import Handle, choice, require_handle
+from ._handle import Handle, choice, counted, require_handle
 
 __all__ = ["Comm", "Context", "Handle", "Scaler"]
 ParallelFor = _hooks.ParallelFor
@@ -22,14 +22,14 @@ ParallelFor = _hooks.ParallelFor
 class Context(Handle):
     """Backend, device and hooks. Serves any number of threads.
 
-    backend       "cpu" or "cuda"
-    device        CUDA ordinal
-    threads       workers of a step; 0 = number of cores
-    parallel_for  thread pool: called as parallel_for(n, body), it runs body(i) once for every i in range(n), in any
-                  order and on any thread, and returns when all are done. The calling thread must run pieces too.
-    log           called as log(level, text); level 1 = error, 2 = warn, 3 = info, 4 = trace
-    log_level     highest level passed to log; 0 = the environment's DSOPT_LOG, else warn
-    chunk         smallest piece of work in elements, a multiple of 4096
+    backend         "cpu" or "cuda"; CUDA needs a library that was built with it
+    device          CUDA ordinal
+    threads         workers of a step; 0 = number of cores
+    parallel_for    thread pool: called as parallel_for(n, body), it runs body(i) once for every i in range(n), in any
+                    order and on any thread, and returns when all are done. The calling thread must run pieces too.
+    log             called as log(level, text); level 1 = error, 2 = warn, 3 = info, 4 = trace
+    log_level       highest level passed to log; 0 = the environment's DSOPT_LOG, else warn
+    chunk           smallest piece of work in elements, a multiple of 4096
     check_pointers  CUDA, for debugging: each step asks the driver to which device each pointer belongs
     """
 
@@ -45,7 +45,7 @@ class Context(Handle):
         chunk: int = 0,
         check_pointers: bool = False,
     ) -> None:
-        self.backend, self.device = backend, device
+        self.backend, self.device, self.threads = backend, device, threads
         desc = abi.dsopt_context_desc(
             backend=choice("backend", backend, {"cpu": abi.DSOPT_BACKEND_CPU, "cuda": abi.DSOPT_BACKEND_CUDA}),
             device=device,
@@ -62,7 +62,8 @@ class Context(Handle):
         for name, function, make in candidates:
             if function is not None:
                 if not callable(function):
-                    raise ArgumentError("%s is not callable" % name, 10, "DSOPT_ERR_ARGUMENT")
+                    text = "%s is %s, and must be callable" % (name, type(function).__name__)
+                    raise ArgumentError(text, 10, "DSOPT_ERR_ARGUMENT")
                 hooks.append(make(function))
                 setattr(desc, name, hooks[-1])
         self.hooked = bool(hooks)
@@ -70,6 +71,11 @@ class Context(Handle):
         self._create(
             abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks
         )
+
+    def _shown(self) -> str:
+        if self.backend != "cpu":
+            return "%s:%d" % (self.backend, self.device)
+        return "cpu, %s" % (counted(self.threads, "thread") if self.threads else "all threads")
 
 
 PROFILES = {
@@ -81,7 +87,23 @@ PROFILES = {
 
 
 class Scaler(Handle):
-    """A loss scale. The fields are those of dsopt_scaler_desc; 0 = the profile's value."""
+    """A loss scale: gradients are divided by it, and it adapts so that they neither overflow nor vanish. For every
+    number 0 = the profile's value.
+
+    context           where the scale is kept
+    profile           "default", or DeepSpeed's "fused", "unfused" or "dynamic"
+    init              starting scale; 2^16 in the default profile
+    factor            the scale grows and shrinks by it
+    min, max          bounds of the scale
+    window            good steps after which it grows
+    hysteresis        overflows after which it shrinks
+    static            the scale never changes by itself; steps with an overflow are skipped all the same
+    refill            each good step sets the count of `hysteresis` back
+    fail_at_min       an overflow at the minimum counts in query().failures
+    keep_at_min       takes fail_at_min out of the profile "dynamic"
+    shared            for several optimizers: steps record overflows, and `update` moves the scale once per iteration
+    growth_at_window  it grows in the last step of the window, not in the one after it
+    """
 
     def __init__(
         self,
@@ -102,6 +124,7 @@ class Scaler(Handle):
         growth_at_window: bool = False,
     ) -> None:
         self.context, self.hooked = require_handle(context, Context, "context"), context.hooked
+        self._profile = profile
         desc = abi.dsopt_scaler_desc(
             profile=choice("profile", profile, PROFILES),
             init=init,
@@ -125,6 +148,9 @@ class Scaler(Handle):
             needed=(context,),
         )
 
+    def _shown(self) -> str:
+        return "profile %r on %s" % (self._profile, self.context._shown())
+
     def query(self) -> Any:
         """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,
         skipped_in_row. Waits for the device."""
@@ -142,20 +168,25 @@ class Scaler(Handle):
         abi.check(abi.lib.dsopt_scaler_set(self.handle, abi.DSOPT_SCALE_VALUE, _scale(value), None))
 
     def override(self, value: Optional[float], *, stream: Optional[int] = None) -> None:
-        """A scale that is used in place of the scaler's own; None clears it."""
+        """Use `value` in place of the scaler's own scale; None ends that. `stream` is the CUDA stream."""
         what = abi.DSOPT_SCALE_CLEAR_OVERRIDE if value is None else abi.DSOPT_SCALE_OVERRIDE
         scale = 0.0 if value is None else _scale(value)
         abi.check(abi.lib.dsopt_scaler_set(self.handle, what, scale, require_stream(stream)))
 
     def detach(self) -> None:
-        """Let go of the optimizers that were made with this scaler."""
+        """Release the optimizers that were made with this scaler. They can step no more."""
         abi.check(abi.lib.dsopt_scaler_detach(self.handle))
 
     def update(self, overflow: Optional[bool] = None, *, stream: Optional[int] = None) -> None:
-        """One transition, once per iteration. None: what the optimizers recorded. CPU backend where it is a bool."""
+        """One transition of a shared scaler, once per iteration.
+
+        overflow  True or False; None = what the optimizers recorded, the only value on CUDA
+        stream    the CUDA stream on which the steps were
+        """
         word = None if overflow is None else ctypes.c_int32(bool(overflow))
         if word is not None and self.context.backend != "cpu":
-            raise ArgumentError("overflow: only None on this backend", 10, "DSOPT_ERR_ARGUMENT")
+            text = "overflow is %r, and must be None on %s, where the optimizers record it"
+            raise ArgumentError(text % (overflow, self.context.backend), 10, "DSOPT_ERR_ARGUMENT")
         place = None if word is None else byref(word)
         abi.check(abi.lib.dsopt_scaler_update(self.handle, place, require_stream(stream)))
 

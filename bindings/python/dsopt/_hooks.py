@@ -2,9 +2,8 @@
 """Python functions that the library calls: what they raise, and the end of the interpreter.
 
 A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle
-of the
-library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it closes,
-and exit waits for those inside.
+of the library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it
+closes, and exit waits for those inside.
 
 An interrupt (Ctrl-C) that arrives as the library enters a Python function would be raised before the first line of that
 function, where ctypes drops it and returns 0: to the library, success. So while the main thread is inside the gate,
@@ -20,15 +19,23 @@ import os
 import signal
 import threading
 import time
-from typing import Any, Callable, List, Sequence, TypeVar
+from typing import Any, Callable, List, Protocol, Sequence, TypeVar
 
 from . import _abi as abi
 from ._errors import StateError
 
 T = TypeVar("T")
-Piece = Callable[[int], None]
+
+
+class Piece(Protocol):
+    """The second argument of a context's `parallel_for`, which calls it once for every number in range(n)."""
+
+    def __call__(self, i: int, /) -> None:
+        """Run piece number `i`. Any thread, before `parallel_for` returns."""
+
+
 ParallelFor = Callable[[int, Piece], object]
-EXIT_WAIT = 30.0  # seconds; a call that takes longer is left to its fate
+EXIT_WAIT = 30.0  # seconds; exit does not wait longer for a call
 
 
 class Interrupts:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import byref
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -14,7 +15,7 @@ from ._comm import Comm
 from ._errors import ArgumentTypeError
 from ._files import load, save
 from ._groups import Group, GroupView
-from ._handle import Exclusive, Handle, choice, require_handle
+from ._handle import Exclusive, Handle, choice, counted, require_handle
 from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
 from ._params import Arrays, Param, in_order, named, scalars, unboxed
@@ -57,17 +58,32 @@ class Optimizer(Handle):
         opt = dsopt.Optimizer({"w": w, "b": b}, dsopt.AdamW(lr=1e-3))
         opt.step({"w": gw, "b": gb})
 
-    params     dict of names and arrays, or a list of arrays; float32, float16 or bfloat16. The arrays are kept.
-    group      algorithm and hyper-parameters of `params`. Further ones: add_group.
-    context    None = CPU with every default
-    scaler     loss scaling
-    data, model, experts, node   comms, see dsopt_optimizer_desc
-    max_norm   clip by the norm of all gradients; 0 = off
-    max_value  clip every element; 0 = off
-    compat     "none" or "deepspeed" (docs/compat.md)
-    nonfinite  what a step does about Inf and NaN: "auto", "skip" or "apply"
+    params               dict of names and arrays, or a list of arrays; float32, float16 or bfloat16. The arrays are
+                         kept.
+    group                algorithm and hyper-parameters of `params`, such as AdamW(lr=1e-3). Further ones: add_group.
+    context              None = CPU with every default
+    scaler               loss scaling; None = none
+    data                 comm of the data-parallel ranks, which agree on skipping and exchange compressed momentum
+    model                comm of the model-parallel ranks, which add up norms
+    experts              list of comms of expert-parallel ranks, see Param
+    node                 comm of the ranks of this node, where `data` has one rank per node
+    max_norm             clip by the norm of all gradients; 0 = off
+    max_value            clip every element after that; 0 = off
+    compat               "none" or "deepspeed" (docs/compat.md)
+    nonfinite            Inf and NaN in gradients: "auto" skips the step if they are read before the update anyway, for
+                         a scaler or clipping; "skip" always reads them, and skips; "apply" uses them
+    masters              of 16-bit parameters: "per_tensor", or "flat" = those of a group are contiguous
+    no_master            16-bit parameters without fp32 masters
+    report_norms         norms of weights and updates in the report
+    stochastic_rounding  bfloat16 without masters is rounded at random; `seed` is of the random numbers
+    accumulate           an fp32 accumulator per parameter, for the method of that name
+    timing               times of the phases in the report
+    averages             1-bit family: steps average full gradients over the ranks themselves
+    check_ranks          ranks compare before each step what they are about to do
+    momentum_bits        1-bit Adam: the frozen momentum is kept as bits
+    skip_budget          skipped steps in a row after which `step` raises StateError; 0 = never
 
-    The rest is named as in dsopt.h. One thread at a time; another one gets StateError.
+    One thread at a time; another one gets StateError.
     """
 
     def __init__(
@@ -149,16 +165,20 @@ class Optimizer(Handle):
                 needed=self._needed,
             )
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
-        self._group_count = 0
+        self._algorithms: List[str] = []  # of each group
         self._bound = Bound(self.context)
         if params is not None:
             if group is None:
-                refuse("group", "is missing: an algorithm, such as AdamW(lr=1e-3)")
+                refuse("group", "is missing; pass an algorithm, such as AdamW(lr=1e-3)")
             self.add_group(group, params)
 
     # ------------------------------------------------------------------------------------------- groups and parameters
     def add_group(self, group: Group, params: Arrays = ()) -> None:
-        """Append a group and its parameters. State that is there is kept."""
+        """Append a group and its parameters. State that is there is kept.
+
+        group   algorithm and hyper-parameters
+        params  dict of names and arrays, or a list of arrays; may be empty
+        """
         if not isinstance(group, Group) or type(group) is Group:
             refuse(
                 "group",
@@ -170,11 +190,15 @@ class Optimizer(Handle):
         data = group.struct()
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
-            self._group_count += 1
+            self._algorithms.append(type(group).__name__)
             self._registered(pairs, kept)
 
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
-        """Append parameters to groups that are there: one index, or one per parameter."""
+        """Append parameters to groups that are there.
+
+        params  dict of names and arrays, or a list of arrays
+        group   index of their group, or a list with an index per parameter
+        """
         pairs = named(params, len(self.names))
         groups: List[Any] = list(group) if isinstance(group, (list, tuple)) else [group] * len(pairs)
         if len(groups) != len(pairs):
@@ -194,6 +218,12 @@ class Optimizer(Handle):
         shapes = [tuple(param.shape) for param in params]
         self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], kept)
 
+    def _shown(self) -> str:
+        count, elements = len(self.names), sum(map(math.prod, self.shapes))
+        algorithms = ", ".join(dict.fromkeys(self._algorithms)) or "no group"
+        sizes = "%s with %s" % (counted(count, "parameter"), counted(elements, "element"))
+        return "%s, %s on %s" % (algorithms, sizes, self.context._shown())
+
     @property
     def params(self) -> Dict[str, Any]:
         """The bound arrays by name, in flat order; None without memory."""
@@ -202,7 +232,7 @@ class Optimizer(Handle):
     @property
     def groups(self) -> List[GroupView]:
         """Hyper-parameters group by group: `opt.groups[0].lr = 1e-4`."""
-        return [GroupView(self, i) for i in range(self._group_count)]
+        return [GroupView(self, i) for i in range(len(self._algorithms))]
 
     @property
     def lr(self) -> float:
@@ -216,7 +246,7 @@ class Optimizer(Handle):
     max_norm = _setting(abi.DSOPT_KEY_MAX_NORM, float, "Clip by the norm of all gradients. 0 = off.")
     max_value = _setting(abi.DSOPT_KEY_MAX_VALUE, float, "Clip every element. 0 = off.")
     skip_budget = _setting(
-        abi.DSOPT_KEY_SKIP_BUDGET, int, "So many steps may be skipped in a row. Setting it forgives those so far."
+        abi.DSOPT_KEY_SKIP_BUDGET, int, "So many steps may be skipped in a row. Setting it starts counting at 0."
     )
     calls = _setting(abi.DSOPT_KEY_CALLS, int, "Steps so far, skipped ones included.")
     freeze_step = _setting(abi.DSOPT_KEY_FREEZE_STEP, int, "The 1-bit family: last step that changes the variance.")
@@ -229,10 +259,14 @@ class Optimizer(Handle):
         grads: Optional[Arrays] = None,
         state: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        """Say where parameters, gradients or state are from now on. The arrays are kept, and their addresses not
-        asked for again: an array that is moved or resized by its owner must be bound again. NumPy refuses to resize
-        them.
-        Contents are not changed: bound state must hold its values, from init_state or from a saved state."""
+        """Use these arrays for parameters, gradients or state from now on. They are kept, and so are their addresses:
+        an array that its owner moves or resizes must be bound again. NumPy refuses to resize bound arrays, and
+        assigning to their `data` is noticed.
+
+        params  a dict by name or a list; None = those that are bound
+        grads   a dict by name (those that lack have no gradient) or a list; None = those that are bound
+        state   all of it by name, with its values: from init_state or from a saved state
+        """
         with self._exclusive:
             self._bound.bind(self, params, grads, state)
 
@@ -270,7 +304,11 @@ class Optimizer(Handle):
         params      where the parameters are in this call
         report      gets DSOPT_REPORT_FLOATS float32
         zero_grads  set gradients to zero in the same pass
+        out_only    new weights go to `out` alone
+        delta       `out` gets new - old, and parameters stay as they are
         accumulated the gradients are those of `accumulate`
+        no_nan      `report` has -1 in place of NaN
+        stream      the CUDA stream of the step
 
         What is a scalar may be a number on the CPU backend, and is an array in memory of the device elsewhere.
         """
@@ -330,7 +368,7 @@ class Optimizer(Handle):
         report: Any,
     ) -> Any:
         """Fill in what a step need not have. What is returned must be kept for the call."""
-        groups, context, stream, kept = self._group_count, self.context, args.stream, []
+        groups, context, stream, kept = len(self._algorithms), self.context, args.stream, []
         for field, value, count, dtype in (
             ("lr", lr, groups, abi.DSOPT_DTYPE_F32),
             ("hyper", hyper, groups * abi.DSOPT_HYPER_FLOATS, abi.DSOPT_DTYPE_F32),
@@ -351,7 +389,11 @@ class Optimizer(Handle):
         return kept
 
     def accumulate(self, grads: Arrays, *, stream: Optional[int] = None) -> None:
-        """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them."""
+        """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them.
+
+        grads   as in `step`
+        stream  the CUDA stream on which they are used
+        """
         with self._exclusive:
             given, _, _ = self._bound.call_list()
             kept = given.fill(in_order("grads", grads, self.names, missing=True), require_stream(stream))
@@ -359,7 +401,11 @@ class Optimizer(Handle):
                 abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, given.struct, len(self.names), stream))
 
     def zero_grad(self, grads: Optional[Arrays] = None, *, stream: Optional[int] = None) -> None:
-        """Set gradients to zero, by default those that are bound."""
+        """Set gradients to zero.
+
+        grads   as in `step`; None = those that are bound
+        stream  the CUDA stream on which they are used
+        """
         with self._exclusive:
             require_stream(stream)
             if grads is None:
@@ -382,8 +428,8 @@ class Optimizer(Handle):
         return report_of(struct)
 
     def next_reduction(self, call: int = 0) -> str:
-        """What happens to the gradients of call 1, 2, ... (0: the next one): "full" = they must be averaged over the
-        data-parallel ranks before the step, "compressed" or "local" = leave them local."""
+        """What happens to the gradients of step number `call` (0 = the next one): "full" = they must be averaged over
+        the data-parallel ranks before the step, "compressed" or "local" = leave them local."""
         reduction, call = ctypes.c_int32(), abi.number(call, ctypes.c_int64, "call")
         abi.check(abi.lib.dsopt_optimizer_next_reduction(self.handle, call, byref(reduction)))
         return REDUCTIONS[reduction.value]
@@ -405,7 +451,11 @@ class Optimizer(Handle):
         return State(self)
 
     def reset(self, *parts: str, stream: Optional[int] = None) -> None:
-        """Give parts of the state their starting values: "masters", "moments", "counters", "grads", "errors"."""
+        """Give parts of the state their starting values.
+
+        parts   any of "masters" (from the parameters), "moments", "counters", "grads", "errors"
+        stream  the CUDA stream of the next step
+        """
         what = 0
         for part in parts:
             what |= choice("parts", part, PARTS)
@@ -414,7 +464,11 @@ class Optimizer(Handle):
             abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, require_stream(stream)))
 
     def save(self, file: Any, *, params: bool = False) -> None:
-        """Write a checkpoint, a safetensors file. `file` is a path, or a binary file that is open for writing."""
+        """Write a checkpoint, a safetensors file.
+
+        file    a path, or a binary file that is open for writing
+        params  save the parameters as well
+        """
         with self._exclusive:
             self._bound.follow(self)
             save(self, file, abi.DSOPT_IO_PARAMS * bool(params))
@@ -430,9 +484,16 @@ class Optimizer(Handle):
         scaler: bool = True,
         reset_errors: bool = False,
     ) -> None:
-        """Read a checkpoint: a path, a binary file that can seek, or a list of either, one of each rank that saved.
-        What is
-        False is left as it is now."""
+        """Read a checkpoint. Everything is checked before anything is changed.
+
+        file          a path, a binary file that can seek, or a list of either, one of each rank that saved
+        params        load the parameters as well
+        state         False = moments, counters, schedule and error feedback stay as they are
+        masters       False = masters are made from the parameters
+        hyper         False = the hyper-parameters that are set now stay
+        scaler        False = the loss scale and its counters stay
+        reset_errors  error feedback of the 1-bit family starts at zero
+        """
         flags = (
             abi.DSOPT_IO_PARAMS * bool(params)
             | abi.DSOPT_IO_NO_STATE * (not state)
@@ -456,10 +517,15 @@ class Optimizer(Handle):
     def init_state(
         self, params: Arrays, state: Optional[Dict[str, Any]] = None, *, stream: Optional[int] = None
     ) -> Dict[str, Any]:
-        """Starting values of the state of these parameters, in new host memory or in the arrays of `state`, by name."""
+        """Starting values of the state of these parameters. Returns the state by name.
+
+        params  a dict by name or a list
+        state   arrays by name for the values; None = new host memory
+        stream  the CUDA stream on which they are used
+        """
         if state is None:
             if self.context.backend != "cpu":
-                refuse("state", "must be given: arrays in memory of the device")
+                refuse("state", "is None, and must be arrays in memory of the device")
             state = allocate(self)
         structs, kept = structs_of(self, state, require_stream(stream))
         given = self._bound.list("params", write=True)
@@ -488,9 +554,15 @@ class Optimizer(Handle):
         no_nan: bool = False,
         stream: Optional[int] = None,
     ) -> None:
-        """A step on memory of the caller, and nothing else: new weights go to `params` or `out`, new state to
-        `state`. The optimizer stays as it is. Any number of threads. Arguments as in `step`; `lr` is for this call.
-        `workspace` is any array of float32 or int32 with enough bytes; on the CPU it may be left out."""
+        """A step on memory of the caller, and nothing else: the optimizer stays as it is. Any number of threads.
+
+        params     where the parameters are; new weights go there or to `out`
+        state      all of it by name, from init_state; new state goes there
+        lr         a number for all groups in this call, or an array as in `step`
+        workspace  an array of float32 or int32 with Optimizer.workspace bytes; on the CPU it may be left out
+
+        All other arguments are as in `step`.
+        """
         step = abi.dsopt_step(
             count=len(self.names),
             stream=require_stream(stream),
@@ -503,7 +575,7 @@ class Optimizer(Handle):
         step.grads = ctypes.addressof(given.struct)
         lr = unboxed(lr)
         if isinstance(lr, (int, float)):
-            lr = [lr] * self._group_count
+            lr = [lr] * len(self._algorithms)
         kept = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
         step.workspace, step.workspace_bytes, space = self._space(workspace, stream)
         with gated(self):
@@ -512,7 +584,7 @@ class Optimizer(Handle):
     def _space(self, workspace: Any, stream: Optional[int]) -> Tuple[int, int, Any]:
         if workspace is None:
             if self.context.backend != "cpu":
-                refuse("workspace", "must be given: an array in memory of the device", abi.DSOPT_ERR_WORKSPACE)
+                refuse("workspace", "is None, and must be an array in memory of the device", abi.DSOPT_ERR_WORKSPACE)
             memory = ctypes.create_string_buffer(max(self.workspace, 1))
             return ctypes.addressof(memory), len(memory), memory
         tensor = tensor_of(workspace, "workspace", stream=stream)

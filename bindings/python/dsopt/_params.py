@@ -18,8 +18,16 @@ Arrays = Union[Mapping[str, Any], Sequence[Any]]
 
 @dataclass
 class Param:
-    """A parameter with more than an array: dsopt_param. Without an array it is a shape and a dtype, for
-    Optimizer.apply."""
+    """A parameter with more than an array. Without an array it is a shape and a dtype, for Optimizer.apply.
+
+    array           the parameter: float32, float16 or bfloat16
+    shape, dtype    without an array: its shape, and "float32", "float16" or "bfloat16"
+    model_parallel  this rank has a shard; the shards of all ranks of the comm `model` count in norms
+    replicated      another pipeline stage counts the same parameter in norms
+    masked          1-bit family: the exchanged mean is multiplied with state "<param>.mask", which starts as zeros
+    offset          element where this slice of a tensor begins; used by stochastic rounding
+    expert          0 = dense; k = the ranks of experts[k - 1] hold different experts
+    """
 
     array: Any = None
     shape: Tuple[int, ...] = ()
@@ -31,7 +39,8 @@ class Param:
     expert: int = 0
 
     def struct(self, name: str, context: Any, group: int = 0) -> Tuple[Any, Any]:
-        """As a dsopt_param, and what must be kept for the call."""
+        """As a dsopt_param, and what must be kept for the call: `name` of the parameter, `context` of the optimizer,
+        index of its `group`."""
         label = "params[%r]" % name
         if self.array is not None:
             tensor = require(tensor_of(self.array, label), label, context=context, write=True, dtypes=FLOATS)
@@ -90,7 +99,7 @@ def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
     if isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
-                refuse("params", "has a name that is no text: %r" % (name,))
+                refuse("params", "has the name %r, and must have names that are str" % (name,))
         pairs = list(params.items())
     elif isinstance(params, (list, tuple)):
         pairs = [("p%d" % (first + i), array) for i, array in enumerate(params)]
@@ -117,11 +126,11 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
     known = set(names)
     for name in arrays:
         if name not in known:
-            refuse(label, "has %r, which is not registered" % (name,))
+            refuse(label, "has %r, which is not registered; registered are %s" % (name, abi.shown(list(names))))
     if not missing:
         for name in names:
             if name not in arrays:
-                refuse(label, "lacks %r" % name)
+                refuse(label, "lacks %r; give an array for each parameter" % name)
     return [arrays.get(name) for name in names]
 
 
@@ -149,9 +158,9 @@ def scalars(
         value = [value]
     if isinstance(value, (list, tuple)):
         if write:
-            refuse(label, "is written to, and must be an array")
+            refuse(label, "is %s, and must be an array, which is written to" % type(value).__name__)
         if context.backend != "cpu":
-            refuse(label, "must be an array in memory of the device")
+            refuse(label, "is a number, and must be an array in memory of the device")
         if len(value) != count:
             refuse(label, "has %d values, and must have %d" % (len(value), count), abi.DSOPT_ERR_SHAPE)
         kind = ctypes.c_float if dtype == abi.DSOPT_DTYPE_F32 else ctypes.c_int32

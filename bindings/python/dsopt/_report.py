@@ -22,19 +22,39 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Report:
-    """dsopt_report. Norms are NaN if they were not computed."""
+    """What happened so far. Norms are those of the last call, and NaN if they were not computed.
+
+    calls            steps so far, skipped ones included
+    skipped          how many of them were skipped
+    skipped_in_row   how many up to now in a row
+    last_skipped     True if the last one was
+    reasons          why it was: "gradients", "norm", "scale", "hyper", "caller", "peer"
+    nonfinite        elements that are Inf or NaN in the gradients of the last call on this rank, where gradients are
+                     read before the update: with a scaler, clipping or nonfinite="skip"
+    first_bad        name of the first parameter with one
+    kind             "inf" or "nan": what was found there
+    loss_scale       for the next backward pass; 1 without a scaler
+    scale_used       of the gradients of the last call
+    grad_norm        of the unscaled gradients before clipping
+    weight_norm      before the step, with Optimizer(report_norms=True)
+    update_norm      of new - old, with Optimizer(report_norms=True)
+    dense_norm       share of the parameters that are no experts: grad_norm^2 = dense_norm^2 + expert_norm^2
+    expert_norm      share of the experts, over all their ranks
+    divisor          gradients were divided by it: scale and clipping; 0 if skipped
+    ms               milliseconds of the phases of the last call, with Optimizer(timing=True)
+    state_bytes      memory of the state
+    workspace_bytes  memory that a step needs besides
+    resharded_from   ranks that saved what was loaded last, if they were others in number than now; else 0
+    """
 
     calls: int
     skipped: int
     skipped_in_row: int
     last_skipped: bool
     reasons: Tuple[str, ...]
-    """Why the last call was skipped: "gradients", "norm", "scale", "hyper", "caller", "peer"."""
     nonfinite: int
     first_bad: Optional[str]
-    """Name of the first parameter with an Inf or NaN in the last call."""
     kind: Optional[str]
-    """"inf" or "nan": what was found there."""
     loss_scale: float
     scale_used: float
     grad_norm: float
@@ -44,7 +64,6 @@ class Report:
     expert_norm: float
     divisor: float
     ms: Dict[str, float]
-    """Milliseconds of the phases of the last call, with Optimizer(timing=True)."""
     state_bytes: int
     workspace_bytes: int
     resharded_from: int

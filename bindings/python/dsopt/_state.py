@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 from . import _abi as abi
 from ._arrays import DTYPE_NAMES, DTYPE_SIZES, refuse, require, tensor_of
+from ._errors import Error
 from ._handle import Handle
 
 try:
@@ -205,7 +206,10 @@ class TensorView(_Operators):  # type: ignore[misc]
         return getattr(ufunc, method)(*now(inputs), **options)
 
     def __repr__(self) -> str:
-        return "<dsopt state %r: %r>" % (self._name, self._now())
+        try:
+            return "<dsopt state %r: %r>" % (self._name, self._now())
+        except Error as problem:  # such as in a hook
+            return "<dsopt state %r: %s>" % (self._name, problem)
 
 
 class State(Mapping[str, Any]):
@@ -263,7 +267,7 @@ class State(Mapping[str, Any]):
         return make(info.address or 0, info.dtype, info.shape, owner)
 
     def copy(self, name: str) -> Any:
-        """A copy in host memory. Waits for the device."""
+        """A copy of the tensor `name` in host memory. Waits for the device."""
         info = self._info(name)
         (place,), memory = aligned_zeros([info.bytes])
         abi.check(abi.lib.dsopt_optimizer_export(self._optimizer.handle, info.index, place, info.bytes))
@@ -273,13 +277,10 @@ class State(Mapping[str, Any]):
         info, label = self._info(name), "state[%r]" % name
         tensor = tensor_of(value, label)
         if tensor.device != "cpu":
-            refuse(label, "is set from host memory only", abi.DSOPT_ERR_DEVICE)
+            refuse(label, "is set from host memory, and was given an array on the device", abi.DSOPT_ERR_DEVICE)
         if tensor.dtype != info.dtype:
-            refuse(
-                label,
-                "is %s, and was given %s" % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]),
-                abi.DSOPT_ERR_DTYPE,
-            )
+            text = "has dtype %s, and was given %s; cast that first"
+            refuse(label, text % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]), abi.DSOPT_ERR_DTYPE)
         if tensor.numel != math.prod(info.shape):
             refuse(label, "has shape %s, and was given %s" % (info.shape, tensor.shape), abi.DSOPT_ERR_SHAPE)
         abi.check(
@@ -294,11 +295,11 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
     kept: List[Any] = []
     unknown = set(state) - {entry.name for entry in entries}
     if unknown:
-        refuse("state", "has %r, which this optimizer does not" % sorted(unknown)[0])
+        refuse("state", "has %r, which the state of this optimizer has not" % sorted(unknown)[0])
     for place, entry in zip(structs, entries):
         label = "state[%r]" % entry.name
         if entry.name not in state:
-            refuse("state", "lacks %r" % entry.name)
+            refuse("state", "lacks %r; init_state makes all of it" % entry.name)
         tensor = tensor_of(state[entry.name], label, stream=stream)
         require(tensor, label, context=optimizer.context, write=True, dtype=entry.dtype, numel=math.prod(entry.shape))
         place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype

@@ -37,7 +37,7 @@ class Device:
 def refused(call, *words):
     try:
         call()
-    except dsopt.ArgumentError as problem:
+    except (dsopt.ArgumentError, dsopt.UnsupportedError) as problem:
         assert all(word in str(problem) for word in words), problem
     else:
         raise AssertionError("not refused: " + words[0])
@@ -59,6 +59,8 @@ assert opt.report().calls == 4
 
 view = opt.state["w.exp_avg"]  # memory of the device
 assert view.shape == (5, 7) and dsopt._arrays.tensor_of(view, "view").device == "cuda"
+steps = opt.state["optimizer.step"]  # it follows its tensor
+assert len(steps) == 1 and dsopt._arrays.tensor_of(steps, "steps").device == "cuda" and "<i4" in repr(steps)
 assert (opt.state.copy("w.exp_avg") == host.state["w.exp_avg"]).all()
 opt.state["w.exp_avg"] = np.zeros((5, 7), np.float32)
 assert not opt.state.copy("w.exp_avg").any()
