@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a compiled program keeps for one custom call: its attributes, and the optimizers that are made from them.
+#pragma once
+
+#include "_memory.h"
+#include "dsopt_dl.h"
+#include "xla/ffi/api/ffi.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+dsopt_dl dl;
+
+enum Backend { kCpu = DSOPT_BACKEND_CPU, kCuda = DSOPT_BACKEND_CUDA };
+
+// What dsopt_step has in front of the parameters, and what it does. The same numbers are in _call.py.
+enum Option : int64_t {
+    kRank = 1,          // i32: rank of this device in the comm
+    kLr = 2,            // f32 per group
+    kHyper = 4,         // f32 rows, dsopt_step.hyper
+    kGradScale = 8,     // f32
+    kSkip = 16,         // i32
+    kOut = 32,          // results are new arrays in place of the parameters' own memory
+    kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
+    kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
+    kZeros = 256,       // on the CPU: parameters are zeros and counts of steps ones, and the call does not bring them
+};
+
+struct Failure {
+    ffi::ErrorCode code;
+    std::string text;
+};
+
+// The library's text as an error of XLA. Called in the thread that failed.
+void check(dsopt_status status) {
+    if (status == DSOPT_OK) return;
+    const bool caller = status / 10 == 1;
+    throw Failure{caller ? ffi::ErrorCode::kInvalidArgument : ffi::ErrorCode::kInternal,
+                  std::string("dsopt: ") + dl.dsopt_last_error() + " (" + dl.dsopt_status_name(status) + ")"};
+}
+
+[[noreturn]] void refuse(const std::string &text) { throw Failure{ffi::ErrorCode::kInvalidArgument, "dsopt: " + text}; }
+
+// No exception may reach XLA.
+template <class F> ffi::Error fence(F &&body) noexcept {
+    try {
+        body();
+        return ffi::Error::Success();
+    } catch (const Failure &failure) {
+        return ffi::Error(failure.code, failure.text);
+    } catch (const std::exception &e) {
+        return ffi::Error(ffi::ErrorCode::kInternal, std::string("dsopt: ") + e.what());
+    }
+}
+
+template <class T> T attribute(const ffi::Dictionary &attrs, std::string_view name) {
+    auto value = attrs.get<T>(name);
+    if (!value) refuse("attribute " + std::string(name) + ": " + value.error().message());
+    return *value;
+}
+
+template <class T> std::vector<T> list(const ffi::Dictionary &attrs, std::string_view name) {
+    auto span = attribute<ffi::Span<const T>>(attrs, name);
+    return std::vector<T>(span.begin(), span.end());
+}
+
+// ------------------------------------------------------------------------------------------------------------- handles
+template <class T, void (*dsopt_dl::*Destroy)(T *)> struct Destroyer {
+    void operator()(T *handle) const { (dl.*Destroy)(handle); }
+};
+using Context = std::unique_ptr<dsopt_context, Destroyer<dsopt_context, &dsopt_dl::dsopt_context_destroy>>;
+using Optimizer = std::unique_ptr<dsopt_optimizer, Destroyer<dsopt_optimizer, &dsopt_dl::dsopt_optimizer_destroy>>;
+using Scaler = std::unique_ptr<dsopt_scaler, Destroyer<dsopt_scaler, &dsopt_dl::dsopt_scaler_destroy>>;
+using Comm = std::unique_ptr<dsopt_comm, Destroyer<dsopt_comm, &dsopt_dl::dsopt_comm_destroy>>;
+
+// Comms that Python registered, by name and rank. They are borrowed: Python keeps them while a program may run.
+struct Registry {
+    std::mutex mutex;
+    std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
+} *const registry = new Registry; // never destroyed: programs may outlive static objects
+
+// ------------------------------------------------------------------------------------------------------------- program
+// One custom call of a compiled program: the attributes, and the optimizers that were made from them.
+struct Program {
+    static ffi::TypeId id;
+
+    Program(Backend backend_, const ffi::Dictionary &attrs) :
+        backend(backend_),
+        numbers(list<int64_t>(attrs, "numbers")),
+        reals(list<double>(attrs, "reals")),
+        group_numbers(list<int64_t>(attrs, "group_numbers")),
+        group_reals(list<double>(attrs, "group_reals")),
+        params(list<int64_t>(attrs, "params")),
+        names(attribute<std::string_view>(attrs, "names")),
+        comm_name(attribute<std::string_view>(attrs, "comm")) {
+        if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
+            group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam)
+            refuse("the attributes are those of another version of dsopt.jax");
+        if (ranks() > 1 && comm_name.empty()) {
+            unique.resize(16);
+            size_t bytes = unique.size();
+            check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
+        }
+        if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
+        if (attribute<int64_t>(attrs, "options") & kZeros) {
+            if (backend != kCpu) refuse("zeros in place of parameters are there on the CPU only");
+            make_zeros();
+            find_steps();
+        }
+    }
+
+    // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
+    dsopt_optimizer *at(int32_t device, int64_t rank) {
+        if (rank < 0 || rank >= ranks()) refuse("rank " + std::to_string(rank) + " of " + std::to_string(ranks()));
+        Made *made;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            auto &place = all[{device, rank}];
+            if (!place) place = std::make_unique<Made>();
+            made = place.get();
+        }
+        std::lock_guard<std::mutex> lock(made->mutex);
+        if (!made->optimizer) make(*made, device, rank);
+        return made->optimizer.get();
+    }
+
+    int64_t ranks() const { return numbers[kRanks]; }
+    size_t count() const { return params.size() / kParam; }
+    size_t groups() const { return group_numbers.size() / kGroupNumbers; }
+
+    // Parameters that the call does not bring.
+    const std::vector<dsopt_tensor> &zeros() const { return zero_params; }
+
+    // The count of steps that the call does not bring, at its place in the state.
+    void add_steps(std::vector<dsopt_tensor> &state, std::vector<int32_t> &steps) const {
+        if (step_place < 0) return;
+        if (step_place > static_cast<int64_t>(state.size())) refuse("the state is not that of the attributes");
+        steps.assign(static_cast<size_t>(step_tensor.numel), 1);
+        dsopt_tensor tensor = step_tensor;
+        tensor.data = steps.data();
+        state.insert(state.begin() + step_place, tensor);
+    }
+
+    const Backend backend;
+
+private:
+    // The order of the attribute lists, as _call.py writes them.
+    enum {
+        kFlags,
+        kNonfinite,
+        kSeed,
+        kRanks,
+        kTimeout,
+        kHasScaler,
+        kProfile,
+        kScalerFlags,
+        kWindow,
+        kHysteresis,
+        kNumbers
+    };
+    enum { kMaxNorm, kMaxValue, kInit, kFactor, kMin, kMax, kReals };
+    enum { kAlgorithm, kGroupFlags, kFreeze, kVarInterval, kLocalInterval, kMaxLocalInterval, kGroupNumbers };
+    enum {
+        kLearningRate,
+        kBeta1,
+        kBeta2,
+        kEps,
+        kDecay,
+        kGroupMaxNorm,
+        kMinTrust,
+        kMaxTrust,
+        kTrustBeta,
+        kTrustThreshold,
+        kTrustMinChange,
+        kTrustMaxChange,
+        kMomentum,
+        kDampening,
+        kLrDecay,
+        kInitialAccumulator,
+        kGroupReals
+    };
+    enum { kNameBytes, kNumel, kDtype, kGroup, kParam };
+
+    struct Made {
+        std::mutex mutex;
+        Context context;
+        Scaler scaler;
+        Comm comm;
+        Optimizer optimizer;
+    };
+
+    void make(Made &made, int32_t device, int64_t rank) {
+        dsopt_context *context;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = backend;
+        context_desc.device = device;
+        check(dl.dsopt_context_create(&context_desc, &context));
+        made.context.reset(context);
+
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.flags = static_cast<int32_t>(numbers[kFlags]);
+        desc.nonfinite = static_cast<int32_t>(numbers[kNonfinite]);
+        desc.seed = static_cast<uint64_t>(numbers[kSeed]);
+        desc.max_norm = reals[kMaxNorm];
+        desc.max_value = reals[kMaxValue];
+        if (numbers[kHasScaler]) desc.scaler = scaler(made);
+        if (ranks() > 1) desc.data = comm(made, rank);
+        dsopt_optimizer *optimizer;
+        check(dl.dsopt_optimizer_create(context, &desc, &optimizer));
+        Optimizer owner(optimizer);
+        for (size_t g = 0; g < groups(); ++g) add_group(optimizer, g);
+        add_params(optimizer);
+        made.optimizer = std::move(owner);
+    }
+
+    dsopt_scaler *scaler(Made &made) {
+        DSOPT_NEW(dsopt_scaler_desc, desc);
+        desc.profile = static_cast<int32_t>(numbers[kProfile]);
+        desc.flags = static_cast<int32_t>(numbers[kScalerFlags]);
+        desc.window = static_cast<int32_t>(numbers[kWindow]);
+        desc.hysteresis = static_cast<int32_t>(numbers[kHysteresis]);
+        desc.init = reals[kInit];
+        desc.factor = reals[kFactor];
+        desc.min = reals[kMin];
+        desc.max = reals[kMax];
+        dsopt_scaler *scaler;
+        check(dl.dsopt_scaler_create(made.context.get(), &desc, &scaler));
+        made.scaler.reset(scaler);
+        return scaler;
+    }
+
+    dsopt_comm *comm(Made &made, int64_t rank) {
+        if (!comm_name.empty()) {
+            std::lock_guard<std::mutex> lock(registry->mutex);
+            auto found = registry->comms.find({comm_name, rank});
+            if (found == registry->comms.end())
+                refuse("no comm '" + comm_name + "' of rank " + std::to_string(rank) + " is registered");
+            return found->second;
+        }
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_LOCAL;
+        desc.rank = static_cast<int32_t>(rank);
+        desc.ranks = static_cast<int32_t>(ranks());
+        desc.timeout_ms = static_cast<int32_t>(numbers[kTimeout]);
+        desc.id = unique.data();
+        desc.id_bytes = unique.size();
+        dsopt_comm *comm;
+        check(dl.dsopt_comm_create(made.context.get(), &desc, &comm));
+        made.comm.reset(comm);
+        return comm;
+    }
+
+    void add_group(dsopt_optimizer *optimizer, size_t g) {
+        const int64_t *n = &group_numbers[g * kGroupNumbers];
+        const double *r = &group_reals[g * kGroupReals];
+        dsopt_group group;
+        check(dl.dsopt_group_init(&group, sizeof group, static_cast<int32_t>(n[kAlgorithm])));
+        group.flags = static_cast<int32_t>(n[kGroupFlags]);
+        group.freeze_step = n[kFreeze];
+        group.var_interval_steps = n[kVarInterval];
+        group.local_interval_steps = n[kLocalInterval];
+        group.max_local_interval = n[kMaxLocalInterval];
+        group.lr = r[kLearningRate];
+        group.beta1 = r[kBeta1];
+        group.beta2 = r[kBeta2];
+        group.eps = r[kEps];
+        group.weight_decay = r[kDecay];
+        group.max_norm = r[kGroupMaxNorm];
+        group.min_trust = r[kMinTrust];
+        group.max_trust = r[kMaxTrust];
+        group.trust_beta = r[kTrustBeta];
+        group.trust_threshold = r[kTrustThreshold];
+        group.trust_min_change = r[kTrustMinChange];
+        group.trust_max_change = r[kTrustMaxChange];
+        group.momentum = r[kMomentum];
+        group.dampening = r[kDampening];
+        group.lr_decay = r[kLrDecay];
+        group.initial_accumulator_value = r[kInitialAccumulator];
+        check(dl.dsopt_optimizer_add_group(optimizer, &group, nullptr, 0));
+    }
+
+    void add_params(dsopt_optimizer *optimizer) {
+        std::vector<std::string> name(count());
+        std::vector<dsopt_param> list(count());
+        size_t begin = 0;
+        for (size_t i = 0; i < count(); ++i) {
+            const int64_t *p = &params[i * kParam];
+            name[i] = names.substr(std::min(begin, names.size()), static_cast<size_t>(p[kNameBytes]));
+            begin += static_cast<size_t>(p[kNameBytes]);
+            list[i].tensor.numel = p[kNumel];
+            list[i].tensor.dtype = static_cast<int32_t>(p[kDtype]);
+            list[i].group = static_cast<int32_t>(p[kGroup]);
+            list[i].name = name[i].c_str();
+        }
+        check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
+    }
+
+    void make_zeros() {
+        size_t bytes = 0;
+        for (size_t i = 0; i < count(); ++i) {
+            const auto numel = params[i * kParam + kNumel], dtype = params[i * kParam + kDtype];
+            bytes = std::max(bytes, static_cast<size_t>(numel) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2));
+            zero_params.push_back({nullptr, numel, static_cast<int32_t>(dtype), 0});
+        }
+        if (!bytes) return;
+        zero_memory = Zeros(bytes);
+        for (auto &tensor : zero_params)
+            if (tensor.numel) tensor.data = zero_memory.data();
+    }
+
+    void find_steps() {
+        int64_t n;
+        check(dl.dsopt_optimizer_state_count(at(0, 0), &n));
+        for (int64_t i = 0; i < n; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            check(dl.dsopt_optimizer_state(at(0, 0), i, &info));
+            if (info.name != std::string_view("step")) continue;
+            step_place = i;
+            step_tensor = info.tensor;
+            return;
+        }
+    }
+
+    const std::vector<int64_t> numbers;
+    const std::vector<double> reals;
+    const std::vector<int64_t> group_numbers;
+    const std::vector<double> group_reals;
+    const std::vector<int64_t> params;
+    const std::string names, comm_name;
+    std::vector<char> unique; // id of the LOCAL comm
+    Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
+    std::vector<dsopt_tensor> zero_params;
+    int64_t step_place = -1; // in the state
+    dsopt_tensor step_tensor{};
+    std::mutex mutex;
+    std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank
+};
+
+ffi::TypeId Program::id = {};
+ffi::TypeInfo program_info = ffi::MakeTypeInfo<Program>();
+
+} // namespace
