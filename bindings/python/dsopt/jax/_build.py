@@ -25,7 +25,7 @@ def handler_path() -> str:
         framework_version=jaxlib.__version__,
         variable="DSOPT_JAX_HANDLER",
         source=os.path.join(HERE, "_handler.cc"),
-        other_sources=[os.path.join(HERE, "_memory.h"), os.path.join(HERE, "_program.h"), _SYMBOLS],
+        other_sources=[os.path.join(HERE, name) for name in ("_memory.h", "_operands.h", "_program.h")] + [_SYMBOLS],
         flags=["-fvisibility=hidden", "-isystem", jax.ffi.include_dir()],
         libraries=["-Wl,--version-script=" + _SYMBOLS],
     ).path()

@@ -26,7 +26,7 @@ _STATE_DTYPES = {
 # enum Option of _handler.cc, by the name of the operand where there is one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128}
 OUT, HYPER_IS_ERROR, ZEROS = 32, 64, 256
-_DTYPE_OF_VALUE = {"rank": np.int32, "skip": np.int32, "after": None}
+_SCALARS = ("rank", "grad_scale", "skip")
 
 # Fields of dsopt_group in the order of the attribute lists
 _GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval")
@@ -301,8 +301,7 @@ def step(
     operands = []
     for name, bit in OPTIONS.items():  # in the order that the handler reads them
         if values.get(name) is not None:
-            value = values[name]
-            operands.append(value if name == "after" else jnp.asarray(value, _DTYPE_OF_VALUE.get(name, np.float32)))
+            operands.append(_operand(name, values[name]))
             options |= bit
     n, m = len(grads), len(state)
     given = [] if params is None else params
@@ -327,6 +326,22 @@ def step(
 
     done = _only_call(apply)(*operands, *given, *grads, *state)
     return list(done[:n]), list(done[n : n + m]), done[n + m]
+
+
+def one_number(name: str, value) -> jax.Array:
+    """The array as a scalar. Refused are several numbers, none, and what is not real."""
+    array = jnp.asarray(value)
+    if array.size != 1 or not jnp.isdtype(array.dtype, ("bool", "integral", "real floating")):
+        raise argument_error("%s is %s%s: pass one real number" % (name, array.dtype, list(array.shape)))
+    return array.reshape(())
+
+
+def _operand(name: str, value) -> jax.Array:
+    if name in _SCALARS:
+        value = one_number(name, value)
+    if name == "skip":
+        value = value != 0  # a conversion would make 0.5 a 0
+    return value if name == "after" else jnp.asarray(value, np.int32 if name in ("rank", "skip") else np.float32)
 
 
 def temporary(x) -> bool:
@@ -366,13 +381,17 @@ class Hyper(NamedTuple):
 
     def values(self, decays) -> dict:
         """The others, as arrays of `step`. `decays` says of each group whether it has a weight decay."""
-        unknown = [name for name, value in self._asdict().items() if fixed(value) is None]
+        unknown = {
+            name: one_number("learning_rate" if name == "lr" else name, value)
+            for name, value in self._asdict().items()
+            if fixed(value) is None
+        }
         if not unknown:
             return {}
-        if unknown == ["lr"]:
-            return {"lr": jnp.full((len(decays),), self.lr, jnp.float32)}
+        if list(unknown) == ["lr"]:
+            return {"lr": jnp.full((len(decays),), unknown["lr"], jnp.float32)}
         # What is known stays the recipe's, in double: NaN
-        given = {name: np.nan if fixed(value) is not None else value for name, value in self._asdict().items()}
+        given = {name: unknown.get(name, np.nan) for name in self._fields}
         rows = [
             [
                 given["lr"],

@@ -8,6 +8,7 @@
 // The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
 // the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
 #include "_memory.h"
+#include "_operands.h"
 #include "_program.h"
 #include "dsopt_dl.h"
 #include "xla/ffi/api/ffi.h"
@@ -74,110 +75,136 @@ void parallel_for(void *user, int64_t n, void (*body)(void *, int64_t), void *ar
 }
 
 // --------------------------------------------------------------------------------------------------------------- calls
-int32_t dtype_of(ffi::DataType type) {
-    switch (type) {
-    case ffi::DataType::F32: return DSOPT_DTYPE_F32;
-    case ffi::DataType::F16: return DSOPT_DTYPE_F16;
-    case ffi::DataType::BF16: return DSOPT_DTYPE_BF16;
-    case ffi::DataType::S32: return DSOPT_DTYPE_I32;
-    default: return 0; // the library refuses it, and names the tensor
-    }
+// The operand of a call that says which rank it is: 0 if there is none.
+int32_t read_rank(Program &program, int64_t options, Reader<ffi::RemainingArgs> &in) {
+    if (!(options & kRank)) return 0;
+    if (program.backend != kCpu) refuse("operand 'rank' is there on the CPU only, which can read it");
+    return *static_cast<const int32_t *>(in.exact({"operand 'rank'"}, ffi::DataType::S32, {}).untyped_data());
 }
 
-dsopt_tensor tensor_of(const ffi::AnyBuffer &buffer) {
-    return {buffer.untyped_data(), static_cast<int64_t>(buffer.element_count()), dtype_of(buffer.element_type()), 0};
+std::vector<ffi::AnyBuffer> read_params(const Program &program, Reader<ffi::RemainingArgs> &in) {
+    std::vector<ffi::AnyBuffer> params;
+    for (size_t i = 0; i < program.count(); ++i)
+        params.push_back(in.elements({"parameter", &program.name(i)}, program.type(i), program.numel(i)));
+    return params;
 }
 
-// Operands or results, read one after the other.
-template <class Buffers> class Reader {
-public:
-    explicit Reader(const Buffers &buffers_) : buffers(buffers_) {}
+// The next buffer as this entry of the state, where `shapes` are those of the parameters.
+template <class Buffers>
+ffi::AnyBuffer read_state(const Program &program, const Program::Entry &entry,
+                          const std::vector<ffi::AnyBuffer> &shapes, Reader<Buffers> &from) {
+    const auto dims = entry.param < 0 ? Dims(&entry.numel, 1) : shapes[static_cast<size_t>(entry.param)].dimensions();
+    return from.exact(program.label(entry), type_of(entry.dtype), dims);
+}
 
-    ffi::AnyBuffer next() {
-        auto buffer = buffers.template get<ffi::AnyBuffer>(place++);
-        if (!buffer) refuse("a buffer of the call is missing");
-        if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>)
-            return **buffer;
-        else
-            return *buffer;
-    }
-
-    std::vector<dsopt_tensor> tensors(size_t n) {
-        std::vector<dsopt_tensor> list(n);
-        for (auto &tensor : list) tensor = tensor_of(next());
-        return list;
-    }
-
-    size_t left() const { return buffers.size() - place; }
-
-private:
-    const Buffers &buffers;
-    size_t place = 0;
-};
-
-// In and out are one memory because the call aliases them, which XLA keeps to by copying where it must.
-void check_aliased(const std::vector<dsopt_tensor> &in, const std::vector<dsopt_tensor> &out) {
-    for (size_t i = 0; i < in.size(); ++i)
-        if (in[i].numel && in[i].data != out[i].data)
-            throw Failure{ffi::ErrorCode::kInternal, "dsopt: XLA gave an array other memory than its alias"};
+std::vector<dsopt_tensor> tensors_of(const std::vector<ffi::AnyBuffer> &buffers) {
+    std::vector<dsopt_tensor> list;
+    for (const auto &buffer : buffers) list.push_back(tensor_of(buffer));
+    return list;
 }
 
 void init(Program &program, int32_t device, void *stream, const ffi::RemainingArgs &args,
           const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
     const auto options = attribute<int64_t>(attrs, "options");
+    if (options & ~kRank) refuse("attribute options is " + std::to_string(options) + ", must be 0 or 1 in dsopt_init");
     Reader<ffi::RemainingArgs> in(args);
     Reader<ffi::RemainingRets> out(rets);
-    const int64_t rank = options & kRank ? *static_cast<const int32_t *>(in.next().untyped_data()) : 0;
-    const auto params = in.tensors(program.count());
-    const auto state = out.tensors(out.left());
+    const int64_t rank = read_rank(program, options, in);
+    const auto shapes = read_params(program, in);
+    in.end();
+    const auto params = tensors_of(shapes);
+    std::vector<dsopt_tensor> state;
+    for (const auto &entry : program.entries(device, rank))
+        state.push_back(tensor_of(read_state(program, entry, shapes, out)));
+    out.end();
     check(dl.dsopt_optimizer_init_state(program.at(device, rank), params.data(), state.data(),
                                         static_cast<int64_t>(state.size()), stream));
+}
+
+// Gradients are not aliased to results, and parameters only without kOut: neither may be written.
+int32_t checked_flags(int64_t options, int64_t flags) {
+    constexpr int64_t kKeep = DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA;
+    if (options & ~kOptions || (options & kZeros && !(options & kOut)))
+        refuse("attribute options is " + std::to_string(options) +
+               ", must be a sum of _call.OPTIONS, OUT, HYPER_IS_ERROR and ZEROS, with ZEROS only if OUT is there");
+    if (flags & ~(kKeep | DSOPT_STEP_NO_NAN) || !(flags & kKeep) != !(options & kOut))
+        refuse("attribute flags is " + std::to_string(flags) + " with options " + std::to_string(options) +
+               ", must be a sum of NO_NAN and, if and only if option OUT is there, OUT_ONLY or DELTA");
+    return static_cast<int32_t>(flags);
 }
 
 void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
           const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
     const auto options = attribute<int64_t>(attrs, "options");
+    DSOPT_NEW(dsopt_step, step);
+    step.flags = checked_flags(options, attribute<int64_t>(attrs, "flags"));
     Reader<ffi::RemainingArgs> in(args);
     Reader<ffi::RemainingRets> out(rets);
-    DSOPT_NEW(dsopt_step, step);
-    auto value = [&](Option option) { return options & option ? in.next().untyped_data() : nullptr; };
-    const auto *rank = static_cast<const int32_t *>(value(kRank));
-    step.lr = static_cast<const float *>(value(kLr));
-    step.hyper = static_cast<const float *>(value(kHyper));
-    step.grad_scale = static_cast<const float *>(value(kGradScale));
-    step.skip = static_cast<const int32_t *>(value(kSkip));
-    value(kAfter);
+    using Shape = std::initializer_list<int64_t>;
+    auto value = [&](Option option, const char *role, ffi::DataType type, Shape dims) {
+        return options & option ? in.exact({role}, type, dims).untyped_data() : nullptr;
+    };
+    const auto groups = static_cast<int64_t>(program.groups());
+    const int32_t rank = read_rank(program, options, in);
+    step.lr = static_cast<const float *>(value(kLr, "operand 'lr'", ffi::DataType::F32, {groups}));
+    step.hyper =
+        static_cast<const float *>(value(kHyper, "operand 'hyper'", ffi::DataType::F32, {groups, DSOPT_HYPER_FLOATS}));
+    step.grad_scale = static_cast<const float *>(value(kGradScale, "operand 'grad_scale'", ffi::DataType::F32, {}));
+    step.skip = static_cast<const int32_t *>(value(kSkip, "operand 'skip'", ffi::DataType::S32, {}));
+    if (options & kAfter) in.any({"operand 'after'"});
 
     const size_t n = program.count();
-    const auto params = options & kZeros ? program.zeros() : in.tensors(n);
-    const auto grads = in.tensors(n);
-    auto state = in.tensors(in.left());
-    const auto written = out.tensors(n);
-    check_aliased(state, out.tensors(state.size()));
+    std::vector<ffi::AnyBuffer> given, grads, moved;
+    if (!(options & kZeros)) given = read_params(program, in);
+    for (size_t i = 0; i < n; ++i) {
+        const Label label{"gradient of", &program.name(i)};
+        grads.push_back(options & kZeros ? in.float_elements(label, program.numel(i))
+                                         : in.floats(label, given[i].dimensions()));
+    }
+    const auto params = options & kZeros ? program.zeros() : tensors_of(given);
+    for (const auto &entry : program.entries(device, rank))
+        if (!(options & kZeros && entry.is_step)) moved.push_back(read_state(program, entry, grads, in));
+    in.end();
+
+    std::vector<dsopt_tensor> written;
+    for (size_t i = 0; i < n; ++i) {
+        if (options & kOut)
+            written.push_back(tensor_of(out.floats({"update of", &program.name(i)}, grads[i].dimensions())));
+        else
+            out.aliased({"new value of", &program.name(i)}, given[i]);
+    }
+    size_t read = 0;
+    for (const auto &entry : program.entries(device, rank))
+        if (!(options & kZeros && entry.is_step)) out.aliased(program.label(entry), moved[read++]);
+    step.report =
+        static_cast<float *>(out.exact({"result 'report'"}, ffi::DataType::F32, {DSOPT_REPORT_FLOATS}).untyped_data());
+    const auto workspace = out.any({"result 'workspace'"});
+    if (workspace.element_type() != ffi::DataType::U8 || workspace.dimensions().size() != 1)
+        refuse("result 'workspace' is " + text_of(workspace.element_type(), workspace.dimensions()) +
+               ", must be u8 with one dimension");
+    out.end();
+
+    const auto gradients = tensors_of(grads);
+    auto state = tensors_of(moved);
     std::vector<int32_t> steps;
     if (options & kZeros) program.add_steps(state, steps);
     if (options & kOut) {
         if (program.backend == kCpu) advise_huge_pages(written);
         step.out = written.data();
-    } else {
-        check_aliased(params, written);
     }
     step.params = params.data();
-    step.grads = grads.data();
+    step.grads = gradients.data();
     step.count = static_cast<int64_t>(n);
     step.state = state.data();
     step.state_count = static_cast<int64_t>(state.size());
-    step.report = static_cast<float *>(out.next().untyped_data());
-    const auto workspace = out.next();
     step.workspace = workspace.untyped_data();
     step.workspace_bytes = workspace.size_bytes();
     step.stream = stream;
-    step.flags = static_cast<int32_t>(attribute<int64_t>(attrs, "flags"));
     if (pool) {
         step.parallel_for = parallel_for;
         step.parallel_user = pool;
     }
-    check(dl.dsopt_optimizer_apply(program.at(device, rank ? *rank : 0), &step));
+    check(dl.dsopt_optimizer_apply(program.at(device, rank), &step));
     if (program.backend == kCpu && (options & kHyperIsError) &&
         static_cast<int32_t>(step.report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER)
         refuse("a hyper-parameter that was given as an array is out of range, or eps_root is not 0");

@@ -3,11 +3,13 @@
 #pragma once
 
 #include "_memory.h"
+#include "_operands.h"
 #include "dsopt_dl.h"
 #include "xla/ffi/api/ffi.h"
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,8 +17,6 @@
 #include <string_view>
 #include <utility>
 #include <vector>
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -35,11 +35,7 @@ enum Option : int64_t {
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
     kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
     kZeros = 256,       // on the CPU: parameters are zeros and counts of steps ones, and the call does not bring them
-};
-
-struct Failure {
-    ffi::ErrorCode code;
-    std::string text;
+    kOptions = 511
 };
 
 // The library's text as an error of XLA. Called in the thread that failed.
@@ -49,8 +45,6 @@ void check(dsopt_status status) {
     throw Failure{caller ? ffi::ErrorCode::kInvalidArgument : ffi::ErrorCode::kInternal,
                   std::string("dsopt: ") + dl.dsopt_last_error() + " (" + dl.dsopt_status_name(status) + ")"};
 }
-
-[[noreturn]] void refuse(const std::string &text) { throw Failure{ffi::ErrorCode::kInvalidArgument, "dsopt: " + text}; }
 
 // No exception may reach XLA.
 template <class F> ffi::Error fence(F &&body) noexcept {
@@ -73,6 +67,12 @@ template <class T> T attribute(const ffi::Dictionary &attrs, std::string_view na
 template <class T> std::vector<T> list(const ffi::Dictionary &attrs, std::string_view name) {
     auto span = attribute<ffi::Span<const T>>(attrs, name);
     return std::vector<T>(span.begin(), span.end());
+}
+
+int32_t int32_of(int64_t value, const char *what) {
+    if (value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max())
+        refuse(std::string(what) + " is " + std::to_string(value) + ", must fit into 32 bits");
+    return static_cast<int32_t>(value);
 }
 
 // ------------------------------------------------------------------------------------------------------------- handles
@@ -102,11 +102,12 @@ struct Program {
         group_numbers(list<int64_t>(attrs, "group_numbers")),
         group_reals(list<double>(attrs, "group_reals")),
         params(list<int64_t>(attrs, "params")),
-        names(attribute<std::string_view>(attrs, "names")),
         comm_name(attribute<std::string_view>(attrs, "comm")) {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
+            group_reals.size() % kGroupReals ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam)
             refuse("the attributes are those of another version of dsopt.jax");
+        cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
             unique.resize(16);
             size_t bytes = unique.size();
@@ -114,30 +115,37 @@ struct Program {
         }
         if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
         if (attribute<int64_t>(attrs, "options") & kZeros) {
-            if (backend != kCpu) refuse("zeros in place of parameters are there on the CPU only");
+            if (backend != kCpu || ranks() > 1)
+                refuse("zeros in place of parameters are there on the CPU and for one rank only");
             make_zeros();
             find_steps();
         }
     }
 
+    // One state tensor, as the library lists it.
+    struct Entry {
+        std::string role; // in error texts
+        int64_t param;    // -1 = of the whole optimizer
+        int64_t numel;
+        int32_t dtype;
+        bool is_step;
+    };
+
     // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
-    dsopt_optimizer *at(int32_t device, int64_t rank) {
-        if (rank < 0 || rank >= ranks()) refuse("rank " + std::to_string(rank) + " of " + std::to_string(ranks()));
-        Made *made;
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            auto &place = all[{device, rank}];
-            if (!place) place = std::make_unique<Made>();
-            made = place.get();
-        }
-        std::lock_guard<std::mutex> lock(made->mutex);
-        if (!made->optimizer) make(*made, device, rank);
-        return made->optimizer.get();
-    }
+    dsopt_optimizer *at(int32_t device, int64_t rank) { return made_at(device, rank).optimizer.get(); }
+    const std::vector<Entry> &entries(int32_t device, int64_t rank) { return made_at(device, rank).entries; }
 
     int64_t ranks() const { return numbers[kRanks]; }
     size_t count() const { return params.size() / kParam; }
     size_t groups() const { return group_numbers.size() / kGroupNumbers; }
+    const std::string &name(size_t param) const { return names[param]; }
+    int64_t numel(size_t param) const { return params[param * kParam + kNumel]; }
+    ffi::DataType type(size_t param) const { return type_of(static_cast<int32_t>(params[param * kParam + kDtype])); }
+
+    // A state tensor's name in error texts.
+    Label label(const Entry &entry) const {
+        return {entry.role.c_str(), entry.param < 0 ? nullptr : &names[static_cast<size_t>(entry.param)]};
+    }
 
     // Parameters that the call does not bring.
     const std::vector<dsopt_tensor> &zeros() const { return zero_params; }
@@ -145,7 +153,6 @@ struct Program {
     // The count of steps that the call does not bring, at its place in the state.
     void add_steps(std::vector<dsopt_tensor> &state, std::vector<int32_t> &steps) const {
         if (step_place < 0) return;
-        if (step_place > static_cast<int64_t>(state.size())) refuse("the state is not that of the attributes");
         steps.assign(static_cast<size_t>(step_tensor.numel), 1);
         dsopt_tensor tensor = step_tensor;
         tensor.data = steps.data();
@@ -198,7 +205,37 @@ private:
         Scaler scaler;
         Comm comm;
         Optimizer optimizer;
+        std::vector<Entry> entries;
     };
+
+    Made &made_at(int32_t device, int64_t rank) {
+        if (rank < 0 || rank >= ranks())
+            refuse("operand 'rank' is " + std::to_string(rank) + ", must be from 0 to " + std::to_string(ranks() - 1));
+        Made *made;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            auto &place = all[{device, rank}];
+            if (!place) place = std::make_unique<Made>();
+            made = place.get();
+        }
+        std::lock_guard<std::mutex> lock(made->mutex);
+        if (!made->optimizer) make(*made, device, rank);
+        return *made;
+    }
+
+    void cut_names(std::string_view text) {
+        for (size_t i = 0; i < count(); ++i) {
+            const int64_t bytes = params[i * kParam + kNameBytes];
+            if (bytes < 0 || bytes > static_cast<int64_t>(text.size()))
+                refuse("attribute params: the name of parameter " + std::to_string(i) + " has " +
+                       std::to_string(bytes) + " bytes, of which the attribute names has " +
+                       std::to_string(text.size()));
+            names.emplace_back(text.substr(0, static_cast<size_t>(bytes)));
+            text.remove_prefix(static_cast<size_t>(bytes));
+        }
+        if (!text.empty())
+            refuse("attribute names has " + std::to_string(text.size()) + " bytes more than attribute params counts");
+    }
 
     void make(Made &made, int32_t device, int64_t rank) {
         dsopt_context *context;
@@ -209,8 +246,8 @@ private:
         made.context.reset(context);
 
         DSOPT_NEW(dsopt_optimizer_desc, desc);
-        desc.flags = static_cast<int32_t>(numbers[kFlags]);
-        desc.nonfinite = static_cast<int32_t>(numbers[kNonfinite]);
+        desc.flags = int32_of(numbers[kFlags], "attribute numbers: flags");
+        desc.nonfinite = int32_of(numbers[kNonfinite], "attribute numbers: nonfinite");
         desc.seed = static_cast<uint64_t>(numbers[kSeed]);
         desc.max_norm = reals[kMaxNorm];
         desc.max_value = reals[kMaxValue];
@@ -221,15 +258,16 @@ private:
         Optimizer owner(optimizer);
         for (size_t g = 0; g < groups(); ++g) add_group(optimizer, g);
         add_params(optimizer);
+        made.entries = entries_of(optimizer);
         made.optimizer = std::move(owner);
     }
 
     dsopt_scaler *scaler(Made &made) {
         DSOPT_NEW(dsopt_scaler_desc, desc);
-        desc.profile = static_cast<int32_t>(numbers[kProfile]);
-        desc.flags = static_cast<int32_t>(numbers[kScalerFlags]);
-        desc.window = static_cast<int32_t>(numbers[kWindow]);
-        desc.hysteresis = static_cast<int32_t>(numbers[kHysteresis]);
+        desc.profile = int32_of(numbers[kProfile], "attribute numbers: profile");
+        desc.flags = int32_of(numbers[kScalerFlags], "attribute numbers: scaler flags");
+        desc.window = int32_of(numbers[kWindow], "attribute numbers: window");
+        desc.hysteresis = int32_of(numbers[kHysteresis], "attribute numbers: hysteresis");
         desc.init = reals[kInit];
         desc.factor = reals[kFactor];
         desc.min = reals[kMin];
@@ -251,8 +289,8 @@ private:
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_LOCAL;
         desc.rank = static_cast<int32_t>(rank);
-        desc.ranks = static_cast<int32_t>(ranks());
-        desc.timeout_ms = static_cast<int32_t>(numbers[kTimeout]);
+        desc.ranks = int32_of(ranks(), "attribute numbers: ranks");
+        desc.timeout_ms = int32_of(numbers[kTimeout], "attribute numbers: timeout");
         desc.id = unique.data();
         desc.id_bytes = unique.size();
         dsopt_comm *comm;
@@ -265,8 +303,8 @@ private:
         const int64_t *n = &group_numbers[g * kGroupNumbers];
         const double *r = &group_reals[g * kGroupReals];
         dsopt_group group;
-        check(dl.dsopt_group_init(&group, sizeof group, static_cast<int32_t>(n[kAlgorithm])));
-        group.flags = static_cast<int32_t>(n[kGroupFlags]);
+        check(dl.dsopt_group_init(&group, sizeof group, int32_of(n[kAlgorithm], "attribute group_numbers: algorithm")));
+        group.flags = int32_of(n[kGroupFlags], "attribute group_numbers: flags");
         group.freeze_step = n[kFreeze];
         group.var_interval_steps = n[kVarInterval];
         group.local_interval_steps = n[kLocalInterval];
@@ -291,27 +329,37 @@ private:
     }
 
     void add_params(dsopt_optimizer *optimizer) {
-        std::vector<std::string> name(count());
         std::vector<dsopt_param> list(count());
-        size_t begin = 0;
         for (size_t i = 0; i < count(); ++i) {
             const int64_t *p = &params[i * kParam];
-            name[i] = names.substr(std::min(begin, names.size()), static_cast<size_t>(p[kNameBytes]));
-            begin += static_cast<size_t>(p[kNameBytes]);
             list[i].tensor.numel = p[kNumel];
-            list[i].tensor.dtype = static_cast<int32_t>(p[kDtype]);
-            list[i].group = static_cast<int32_t>(p[kGroup]);
-            list[i].name = name[i].c_str();
+            list[i].tensor.dtype = int32_of(p[kDtype], "attribute params: dtype");
+            list[i].group = int32_of(p[kGroup], "attribute params: group");
+            list[i].name = names[i].c_str();
         }
         check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
+    }
+
+    std::vector<Entry> entries_of(const dsopt_optimizer *optimizer) const {
+        int64_t n;
+        check(dl.dsopt_optimizer_state_count(optimizer, &n));
+        std::vector<Entry> list;
+        for (int64_t i = 0; i < n; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            check(dl.dsopt_optimizer_state(optimizer, i, &info));
+            const std::string name = info.name;
+            list.push_back({info.param < 0 ? "state '" + name + "'" : name + " of", info.param, info.tensor.numel,
+                            info.tensor.dtype, name == "step"});
+        }
+        return list;
     }
 
     void make_zeros() {
         size_t bytes = 0;
         for (size_t i = 0; i < count(); ++i) {
-            const auto numel = params[i * kParam + kNumel], dtype = params[i * kParam + kDtype];
-            bytes = std::max(bytes, static_cast<size_t>(numel) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2));
-            zero_params.push_back({nullptr, numel, static_cast<int32_t>(dtype), 0});
+            const auto dtype = static_cast<int32_t>(params[i * kParam + kDtype]);
+            bytes = std::max(bytes, static_cast<size_t>(numel(i)) * (dtype == DSOPT_DTYPE_F32 ? 4 : 2));
+            zero_params.push_back({nullptr, numel(i), dtype, 0});
         }
         if (!bytes) return;
         zero_memory = Zeros(bytes);
@@ -320,16 +368,11 @@ private:
     }
 
     void find_steps() {
-        int64_t n;
-        check(dl.dsopt_optimizer_state_count(at(0, 0), &n));
-        for (int64_t i = 0; i < n; ++i) {
-            DSOPT_NEW(dsopt_state_info, info);
-            check(dl.dsopt_optimizer_state(at(0, 0), i, &info));
-            if (info.name != std::string_view("step")) continue;
-            step_place = i;
-            step_tensor = info.tensor;
-            return;
-        }
+        const auto &list = entries(0, 0);
+        const auto found = std::find_if(list.begin(), list.end(), [](const Entry &entry) { return entry.is_step; });
+        if (found == list.end()) return;
+        step_place = found - list.begin();
+        step_tensor = {nullptr, found->numel, found->dtype, 0};
     }
 
     const std::vector<int64_t> numbers;
@@ -337,7 +380,8 @@ private:
     const std::vector<int64_t> group_numbers;
     const std::vector<double> group_reals;
     const std::vector<int64_t> params;
-    const std::string names, comm_name;
+    std::vector<std::string> names; // of the parameters
+    const std::string comm_name;
     std::vector<char> unique; // id of the LOCAL comm
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
