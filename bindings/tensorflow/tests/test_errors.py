@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused, and how: by name, before anything changes."""
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,11 @@ import dsopt
 import dsopt.tf
 from dsopt.tf import _build
 from tests.support import fit, gradients, make_model, same, variables, weights
+
+
+def text_of(shape):
+    """As TensorFlow writes it."""
+    return str(shape).replace(" ", "")
 
 
 class Optimizer(unittest.TestCase):
@@ -134,16 +140,62 @@ class Op(unittest.TestCase):
             shapes=[[5]], decays=[False], beta_1="0.9", beta_2="0.999", epsilon="1e-7", weight_decay="0", clipvalue="0")
         return _build.ops().dsopt_adam(**{**arguments, **changed})
 
-    def test_attributes_and_inputs(self):
+    def refused(self, words, **changed):
+        with self.subTest(**changed), self.assertRaisesRegex(tf.errors.InvalidArgumentError, words):
+            self.call(**changed)
+
+    def test_attributes_are_checked(self):
         self.call()
-        for name, value, words in (("beta_1", "often", "beta_1 is 'often'"), ("names", ["a", "b"], "n elements"),
-                                   ("decays", [], "n elements"), ("shapes", [[6]], "variable 'w'"),
-                                   ("dtypes", [tf.float16], "variable 'w' has dtype float, must be half"),
-                                   ("shapes", [None], "w"), ("names", [""], "name"), ("clipvalue", "-1", "max_value"),
-                                   ("steps", tf.zeros([2], tf.int32), "steps"), ("lr", tf.fill([1], 0.1), "lr"),
-                                   ("grads", [tf.ones(5), tf.ones(5)], "n elements")):
-            with self.subTest(name=name, value=value), self.assertRaisesRegex(tf.errors.InvalidArgumentError, words):
-                self.call(**{name: value})
+        for name, value, words in (
+                ("beta_1", "often", "beta_1 is 'often'"), ("names", ["a", "b"], "names has 2 elements, must have 1"),
+                ("decays", [], "decays has 0 elements, must have 1"), ("shapes", [[6]], "variable 'w'"),
+                ("shapes", [[5], [5]], "shapes has 2 elements, must have 1"),
+                ("dtypes", [tf.float32] * 2, "dtypes has 2 elements, must have 1"),
+                ("dtypes", [tf.float16], "variable 'w' has dtype float, must be half"),
+                ("shapes", [None], "variable 'w' has shape <unknown>, must be fully defined"),
+                ("shapes", [[None]], r"variable 'w' has shape \[\?\], must be fully defined"), ("names", [""], "name"),
+                ("clipvalue", "-1", "max_value"), ("grads", [tf.ones(5)] * 2, "grads has 2 elements, must have 1"),
+                ("grad_scale", [tf.ones([])] * 2, "grad_scale has 2 tensors, must have 0 or 1")):
+            self.refused(words, **{name: value})
+
+    def test_shapes_of_inputs_are_checked(self):
+        """Too few elements, none, too many, another number of dimensions."""
+        scalar = tf.ones([])
+        self.call(grad_scale=[scalar], grads=[tf.ones(5, tf.bfloat16)])
+        for name, good, dtype, shapes in (("steps", "[1]", tf.int32, ([0], [2], [], [1, 1])),
+                                          ("lr", "[2]", tf.float32, ([0], [1], [3], [], [2, 1])),
+                                          ("grad_scale", "[]", tf.float32, ([0], [1], [2])),
+                                          ("grads", "[5]", tf.float32, ([0], [4], [6], [5, 1], []))):
+            for shape in shapes:
+                value = tf.ones(shape, dtype)
+                role = "gradient of 'w'" if name == "grads" else name
+                self.refused(re.escape("%s has shape %s, must be %s" % (role, text_of(shape), good)),
+                             **{name: value if name in ("steps", "lr") else [value]})
+        for what, index in (("variable", 0), ("momentum of", 1), ("velocity of", 2)):
+            for shape in ([4], [6], [0], [5, 1], []):
+                given = [variables((5,))[0] for _ in range(3)]
+                given[index] = tf.Variable(tf.ones(shape))
+                before = weights(given)
+                self.refused(re.escape("%s 'w' has shape %s, must be [5]" % (what, text_of(shape))),
+                             variables_of_op=given)
+                self.assertTrue(same(weights(given), before))
+            name = ("params", "momentums", "velocities")[index]
+            handles = [tf.reshape(variables((5,))[0].handle, [1])]
+            self.refused(r"handle of %s 'w' has shape \[1\], must be \[\]" % what, **{name: handles})
+
+    def test_dtypes_of_inputs_are_checked(self):
+        for name, value in (("steps", tf.zeros([1])), ("steps", tf.zeros([1], tf.int64)),
+                            ("lr", tf.zeros([2], tf.float64)), ("lr", tf.zeros([2], tf.int32)),
+                            ("grad_scale", [tf.ones([], tf.float16)]), ("grads", [tf.ones(5, tf.float64)]),
+                            ("grads", [tf.ones(5, tf.int32)]), ("params", [tf.ones(5)])):
+            # TensorFlow's own words, which name the attribute in place of the input for lists
+            self.refused("cannot compute|not in the list of allowed values|Value for attr", **{name: value})
+        for index, what in enumerate(("variable", "momentum of", "velocity of")):
+            given = [variables((5,))[0] for _ in range(3)]
+            given[index] = tf.Variable(tf.ones(5, tf.float64))
+            self.refused("%s 'w' has dtype double, must be float" % what, variables_of_op=given)
+        table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+        self.refused("variable 'w' must be a resource variable", params=[table.resource_handle])
 
     def test_variables_that_are_not_initialized(self):
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:

@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -123,19 +124,22 @@ public:
         const Tensor *steps = nullptr, *lr = nullptr;
         OP_REQUIRES_OK(ctx, ctx->input("steps", &steps));
         OP_REQUIRES_OK(ctx, ctx->input("lr", &lr));
-        OP_REQUIRES(ctx, steps->NumElements() == count(),
-                    absl::InvalidArgumentError("steps must have one element per parameter"));
-        OP_REQUIRES(ctx, lr->NumElements() == kGroups,
-                    absl::InvalidArgumentError("lr must have one element per group"));
+        OP_REQUIRES_OK(ctx, check_shape(*steps, TensorShape({count()}), "steps"));
+        OP_REQUIRES_OK(ctx, check_shape(*lr, TensorShape({kGroups}), "lr"));
+        for (const Tensor &scale : scales) OP_REQUIRES_OK(ctx, check_shape(scale, TensorShape({}), "grad_scale"));
 
         // In the order of the parameters, their momentums, their velocities.
         std::vector<core::RefCountPtr<Var>> variables(size_t(3 * count()));
         for (int i = 0; i < 3 * count(); ++i) {
+            const auto name = [&] { return absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())], "'"); };
+            if (ctx->input(i).dims() != 0)
+                OP_REQUIRES_OK(ctx, check_shape(ctx->input(i), TensorShape({}), absl::StrCat("handle of ", name())));
             const absl::Status found = LookupResource(ctx, HandleFromInput(ctx, i), &variables[size_t(i)]);
             OP_REQUIRES(
-                ctx, found.ok(),
-                absl::FailedPreconditionError(absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())],
-                                                           "' is not initialized: ", found.message())));
+                ctx, !absl::IsInvalidArgument(found),
+                absl::InvalidArgumentError(absl::StrCat(name(), " must be a resource variable: ", found.message())));
+            OP_REQUIRES(ctx, found.ok(),
+                        absl::FailedPreconditionError(absl::StrCat(name(), " is not initialized: ", found.message())));
         }
         std::vector<Var *> order;
         for (const auto &variable : variables) order.push_back(variable.get());
@@ -235,16 +239,34 @@ private:
         TF_RETURN_IF_ERROR(ctx->GetAttr("n", &inputs));
         DataTypeVector gradients;
         TF_RETURN_IF_ERROR(ctx->GetAttr("grad_types", &gradients));
-        for (const size_t size : {names_.size(), types_.size(), shapes_.size(), decays.size(), gradients.size()})
+        int scaled = 0;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("scaled", &scaled));
+        if (scaled > 1)
+            return absl::InvalidArgumentError(absl::StrCat("grad_scale has ", scaled, " tensors, must have 0 or 1"));
+        for (const auto &[name, size] : {std::pair("names", names_.size()),
+                                         {"dtypes", types_.size()},
+                                         {"shapes", shapes_.size()},
+                                         {"decays", decays.size()},
+                                         {"grads", gradients.size()}})
             if (size != size_t(inputs))
-                return absl::InvalidArgumentError("names, dtypes, shapes, decays and grads must have n elements each");
+                return absl::InvalidArgumentError(
+                    absl::StrCat(name, " has ", size, " elements, must have ", inputs, ", one per variable"));
         std::vector<dsopt_param> params(names_.size());
         for (size_t i = 0; i < params.size(); ++i) {
+            if (!shapes_[i].IsFullyDefined())
+                return absl::InvalidArgumentError(absl::StrCat("shapes: variable '", names_[i], "' has shape ",
+                                                               shapes_[i].DebugString(), ", must be fully defined"));
             params[i].tensor = {nullptr, shapes_[i].num_elements(), dtype_of(types_[i]), 0};
             params[i].name = names_[i].c_str();
             params[i].group = decays[i] ? 1 : 0;
         }
         return check(dl.dsopt_optimizer_add_params(optimizer_.get(), params.data(), int64_t(params.size())));
+    }
+
+    static absl::Status check_shape(const Tensor &tensor, const TensorShape &wanted, absl::string_view what) {
+        if (tensor.shape() == wanted) return absl::OkStatus();
+        return absl::InvalidArgumentError(
+            absl::StrCat(what, " has shape ", tensor.shape().DebugString(), ", must be ", wanted.DebugString()));
     }
 
     absl::Status check_shape(const Tensor &tensor, int i, const char *what) const {
