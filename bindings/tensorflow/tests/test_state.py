@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved and continued: tf.train.Checkpoint, Keras' files, configurations, and Keras' own optimizer in between."""
 import os
+import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -48,6 +50,18 @@ class Resume(unittest.TestCase):
     def test_model_file(self):
         self.first.save(self.path + ".keras")
         self.go_on(keras.models.load_model(self.path + ".keras"))
+
+    def test_model_file_needs_the_import(self):
+        """README.md, "What differs from Keras"."""
+        self.first.save(self.path + ".keras")
+        load = "model = keras.models.load_model(%r%s)"
+        for imports, options, words in (("", "", "Could not locate class 'AdamW'"), ("", ", compile=False", "3 layers"),
+                                        (", dsopt.tf", "", "3 layers")):
+            program = "import keras%s\n%s\nprint(len(model.layers), 'layers')" % (
+                imports, load % (self.path + ".keras", options))
+            done = subprocess.run([sys.executable, "-c", program], text=True, timeout=600, check=False,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            self.assertIn(words, done.stdout)
 
     def test_weights_of_the_optimizer(self):
         other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
