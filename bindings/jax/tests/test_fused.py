@@ -255,7 +255,7 @@ class Refusals(unittest.TestCase):
             ({**PARAMS, "b": jnp.zeros(7, jnp.int32)}, PARAMS, state, r"parameter \['b'\] has dtype int32"),
             (PARAMS, {**PARAMS, "b": jnp.zeros(8)}, state, r"gradient of \['b'\] has shape \(8,\)"),
             (PARAMS, {**PARAMS, "b": jnp.zeros(7, jnp.int32)}, state, r"gradient of \['b'\] has dtype int32"),
-            (PARAMS, {"b": PARAMS["b"]}, state, "gradients have not the structure"),
+            (PARAMS, {"b": PARAMS["b"]}, state, "gradients must have the structure"),
             (PARAMS, PARAMS, {**state, "step": jnp.zeros(2, jnp.int32)}, "state 'step' has int32"),
             (PARAMS, PARAMS, {**state, "exp_avg": {**PARAMS, "w": jnp.zeros(3)}}, r"state 'exp_avg' of \['w'\]"),
             (jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS), PARAMS, state, "the state has no 'master'"),
@@ -267,7 +267,7 @@ class Refusals(unittest.TestCase):
 
     def test_bad_options(self):
         for options, text in (
-            ({"algorithm": "nothing"}, "no algorithm 'nothing'"),
+            ({"algorithm": "nothing"}, "no algorithm 'nothing': it must be one of adam, adamw, lamb, .*, onebit_lamb"),
             ({"nonfinite": "maybe"}, "nonfinite"),
             ({"axis_name": "x"}, "1-bit family"),
             ({"algorithm": "onebit_adam"}, "needs axis_name"),

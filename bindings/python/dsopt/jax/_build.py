@@ -17,7 +17,7 @@ _SYMBOLS = os.path.join(HERE, "_handler.map")
 
 
 def handler_path() -> str:
-    """Of the handler for this jaxlib, compiled if it is not there yet."""
+    """Returns the path of the handler for this jaxlib, and compiles it if it is not there yet."""
     return _compile.Extension(
         module="dsopt.jax",
         what="XLA handler",
@@ -39,7 +39,8 @@ def _capsule(address: int):
 
 @functools.lru_cache(maxsize=None)
 def library() -> ctypes.CDLL:
-    """The handler, with its calls known to JAX. Once per process."""
+    """Loads the handler and registers its calls with JAX, once per process. A process that runs a program of jax.export
+    calls it before."""
     path = handler_path()
     try:
         handler = ctypes.CDLL(path)

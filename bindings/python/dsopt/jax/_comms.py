@@ -24,7 +24,7 @@ def ranks(axis, comm: str) -> int:
         size = jax.lax.axis_size(axis)
     except NameError:
         raise _call.argument_error(
-            "there is no axis %r here: the 1-bit family runs inside a shard_map or pmap over it" % axis
+            "there is no axis %r here: call init and step of the 1-bit family inside a shard_map or pmap over it" % axis
         ) from None
     if jax.process_count() > 1 and not comm:
         raise _call.unsupported(
@@ -35,8 +35,12 @@ def ranks(axis, comm: str) -> int:
 
 
 def register_comm(name: str, rank: int, comm: int) -> None:  # pylint: disable=redefined-outer-name
-    """Let programs find a dsopt_comm (its address) under a name, as the comm of one rank. It must live until no program
-    that names it can run any more. 0 takes it out."""
+    """Let programs find a comm under a name, as the `comm` of FusedStep says it.
+
+    name  any text
+    rank  the rank whose comm it is
+    comm  address of a dsopt_comm, which must live until no program that names it can run any more; 0 takes it out
+    """
     _build.library().dsopt_jax_register_comm(name.encode(), rank, comm or None)
 
 

@@ -36,7 +36,14 @@ _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, 
 
 
 class DynamicScale(NamedTuple):
-    """A loss scale that shrinks by `factor` after `hysteresis` overflows and grows by it after `window` good steps."""
+    """A loss scale that shrinks after overflows and grows after good steps.
+
+    init        scale of the first step
+    factor      the scale is divided or multiplied by it
+    window      number of good steps before the scale grows
+    min, max    bounds of the scale; a max of 0 = none
+    hysteresis  number of overflows before the scale shrinks
+    """
 
     init: float = 2.0**16
     factor: float = 2.0
@@ -49,7 +56,10 @@ class DynamicScale(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step did: `values` has a place for each of enum dsopt_report_place, -1 where nothing was computed."""
+    """What a step did.
+
+    values  array with a place for each of enum dsopt_report_place, -1 where nothing was computed
+    """
 
     values: jax.Array
 
@@ -87,16 +97,52 @@ class FusedStep:
         step = jax.jit(opt.step, donate_argnums=(0, 2))
         params, state, report = step(params, grads, state)
 
-    `algorithm` is a name of dsopt.h's enum dsopt_algorithm in lower case. `learning_rate`, `b1`, `b2`, `eps` and
-    `weight_decay` are numbers, arrays, or functions of the number of steps; None is the engine's default. `momentum`,
-    `dampening`, `nesterov` (SGD), `lr_decay`, `initial_accumulator_value`, `eps_inside_sqrt` (Adagrad) and the other
-    fields of dsopt_group are numbers. 16-bit
-    parameters have fp32 masters in the state unless `masters` is False. `loss_scale` is a number or a DynamicScale:
-    then gradients are those of opt.loss_scale(state) * loss. `nonfinite` says what to do about Inf and NaN: None (skip
-    where the gradients are read anyway), "skip" or "apply". `max_norm` is over the gradients that the call gets: in a
-    shard_map that is the shard.
-
     The state is a dict by the names of dsopt.h, such as state["exp_avg"], which has the structure of the parameters.
+
+    Numbers, arrays, or functions of the number of steps, where None is the engine's default:
+
+    learning_rate  step size
+    b1             decay of the first moment; of Lion the weight of the moment in the direction
+    b2             decay of the second moment, and of Lion's moment
+    eps            added to the denominator
+    weight_decay   decay of the parameters
+
+    Known when the program is traced:
+
+    algorithm            "adamw", "adam", "lamb", "adam_legacy", "sgd", "adagrad", "lion", "onebit_adam",
+                         "zero_one_adam" or "onebit_lamb"
+    mask                 which parameters decay: a tree of bools, a prefix of one, or a function of the parameters
+    max_norm             clip by the L2 norm of the gradients that the call gets, in a shard_map of the shard; 0 = off
+    max_value            clip every element of the gradients; 0 = off
+    loss_scale           a number or a DynamicScale: gradients are those of opt.loss_scale(state) * loss
+    masters              fp32 copies of 16-bit parameters in the state, which the steps update
+    stochastic_rounding  round 16-bit parameters without masters up or down at random
+    seed                 of the stochastic rounding
+    nonfinite            what to do about Inf and NaN: None (skip where the gradients are read anyway), "skip" or
+                         "apply"
+    report_norms         report.weight_norm and report.update_norm are computed
+    check_ranks          ranks of the 1-bit family compare their lists before they exchange, and fail together
+    axis_name            1-bit family: mesh axis of the ranks, inside a shard_map or pmap
+    comm                 1-bit family: name of a comm from register_comm; "" = the program makes one
+    timeout_ms           1-bit family: longest wait for another rank; 0 = 600000, -1 = no limit
+
+    `options`, numbers that some algorithms have; an option without effect is refused:
+
+    momentum                   SGD: decay of the momentum; 0 = none
+    dampening                  SGD: share of the gradient that the momentum leaves out after the first step
+    nesterov                   SGD: True = Nesterov's momentum
+    lr_decay                   Adagrad: learning rate / (1 + lr_decay * steps)
+    initial_accumulator_value  Adagrad: start of the sum of squares
+    eps_inside_sqrt            Adagrad and adam_legacy: True = eps is added under the root
+    no_bias_correction         Adam and LAMB: True = moments as they are
+    min_trust, max_trust       LAMB: bounds of the trust ratio
+    freeze_step                1-bit family: number of the last step that changes the variance
+    var_interval_steps         0/1 Adam: DeepSpeed's var_update_scaler
+    local_interval_steps       0/1 Adam: DeepSpeed's local_step_scaler
+    max_local_interval         0/1 Adam: DeepSpeed's local_step_clipper
+    trust_beta                 1-bit LAMB: decay of the mean trust ratio, DeepSpeed's coeff_beta
+    trust_threshold            1-bit LAMB: largest relative change of the factor per step, DeepSpeed's factor_threshold
+    trust_min_change, trust_max_change  1-bit LAMB: bounds of the factor
     """
 
     def __init__(
@@ -125,16 +171,16 @@ class FusedStep:
     ):
         number = abi.description["constants"].get("DSOPT_ALGORITHM_" + algorithm.upper())
         if not number or number < 0:
-            raise _call.argument_error("dsopt has no algorithm %r" % algorithm)
+            raise _call.argument_error("dsopt has no algorithm %r: it must be one of %s" % (algorithm, _names()))
         if nonfinite not in _NONFINITE:
-            raise _call.argument_error("nonfinite must be None, 'skip' or 'apply', and is %r" % (nonfinite,))
+            raise _call.argument_error("nonfinite is %r: it must be None, 'skip' or 'apply'" % (nonfinite,))
         unknown = sorted(set(options) - _GROUP_OPTIONS - set(_GROUP_FLAGS))
         if unknown:
             raise TypeError("FusedStep() got an unexpected keyword argument %r" % unknown[0])
         exchanges = number in _comms.FAMILY
         if exchanges != (axis_name is not None):
             raise _call.argument_error(
-                "%s needs axis_name, the mesh axis of its ranks" % algorithm
+                "%s needs axis_name: pass the name of the mesh axis of its ranks" % algorithm
                 if exchanges
                 else "axis_name is for the 1-bit family: average gradients with jax.lax.pmean for %s" % algorithm
             )
@@ -162,8 +208,11 @@ class FusedStep:
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
-        """The starting state. In the 1-bit family inside the shard_map or pmap of the steps. `masters` are fp32 weights
-        for 16-bit parameters that were rounded from them."""
+        """The starting state. In the 1-bit family inside the shard_map or pmap of the steps.
+
+        params   tree of float32, float16 or bfloat16 arrays
+        masters  tree of fp32 weights that 16-bit parameters were rounded from; None = the parameters are exact
+        """
         tree = _Tree(params)
         recipe = self._recipe(tree, self._values(None))
         state = tree.pack(recipe, _call.init(recipe, tree.leaves, _comms.rank(self._axis)))
@@ -177,7 +226,12 @@ class FusedStep:
 
     def specs(self, params, param_specs=PartitionSpec(), *, ranks: int = 1) -> dict:
         """The PartitionSpec of each state array: that of its parameter; along the axis for what differs between ranks,
-        which has an axis of its own in front; replicated for the rest. `params` may be shapes."""
+        which has an axis of its own in front; replicated for the rest.
+
+        params       the parameters, or their shapes
+        param_specs  the PartitionSpec of all, or a tree of them
+        ranks        number of ranks of the 1-bit family
+        """
         tree = _Tree(params)
         specs = tree.treedef.flatten_up_to(
             jax.tree.broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -197,17 +251,27 @@ class FusedStep:
         )
 
     def loss_scale(self, state) -> jax.Array:
-        """What to multiply the loss with: a scalar."""
+        """What to multiply the loss with: a scalar.
+
+        state  from init or step
+        """
         if "loss_scale" not in state:
-            raise _call.argument_error("this optimizer has no loss scale")
+            raise _call.argument_error("this optimizer has no loss scale: pass loss_scale to FusedStep")
         return state["loss_scale"][0]
 
     # ------------------------------------------------------------------------------------------------------------- step
     def step(self, params, grads, state, *, learning_rate=None, grad_scale=None, skip=None, after=None):
-        """One step: (params, state, report). `learning_rate` replaces that of the optimizer. Gradients are divided by
-        `grad_scale` (of their own, such as the number of micro-batches). `skip` other than 0 skips the step. `after` is
-        an array of an earlier call: in the 1-bit family every rank then makes the two calls in that order, which steps
-        in one function do by themselves."""
+        """One step: (params, state, report).
+
+        params         tree of arrays; donate it
+        grads          tree of gradients of the same structure and shapes, of any of the three float dtypes
+        state          from init or the step before; donate it
+        learning_rate  replaces that of the optimizer; None = keep it
+        grad_scale     gradients are divided by this number, such as the number of micro-batches; None = 1
+        skip           a number or bool: the step is skipped unless it is 0; None = 0
+        after          an array of an earlier call: in the 1-bit family every rank then makes the two calls in that
+                       order, which steps in one function do by themselves
+        """
         tree = _Tree(params)
         recipe_values = self._values(state, learning_rate)
         recipe = self._recipe(tree, recipe_values)
@@ -244,7 +308,7 @@ class FusedStep:
     @staticmethod
     def _count(state):
         if "step" not in state:
-            raise _call.argument_error("the state has no 'step': it was made for another optimizer")
+            raise _call.argument_error("the state has no 'step': make one with init of this optimizer")
         return jnp.max(state["step"], initial=0)
 
     def _recipe(self, tree, hyper, ranks=None) -> _call.Recipe:
@@ -267,6 +331,13 @@ class FusedStep:
         )
 
 
+def _names() -> str:
+    """The algorithms of FusedStep."""
+    found = ((value, name) for name, value in abi.description["constants"].items() if value > 0)
+    prefix = "DSOPT_ALGORITHM_"
+    return ", ".join(name[len(prefix) :].lower() for _, name in sorted(found) if name.startswith(prefix))
+
+
 def _scaler(scale) -> tuple:
     if scale is None:
         return ()
@@ -284,7 +355,7 @@ class _Tree:
         self.leaves = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf) for leaf in leaves]
         self.names = _call.names_of(params)
         if not leaves:
-            raise _call.argument_error("there are no parameters")
+            raise _call.argument_error("there are no parameters: pass a tree with at least one array")
         for name, leaf in zip(self.names, self.leaves):
             if leaf.dtype.name not in _call.DTYPES:
                 raise _call.argument_error(
@@ -296,14 +367,15 @@ class _Tree:
             return self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError) as problem:
             raise _call.argument_error(
-                "the %s have not the structure of the parameters: %s" % (what, problem)
+                "the %s must have the structure of the parameters: %s" % (what, problem)
             ) from None
 
     def check_gradients(self, grads):
         for name, leaf, grad in zip(self.names, self.leaves, grads):
             if grad.shape != leaf.shape:
                 raise _call.argument_error(
-                    "the gradient of %s has shape %s, and the parameter has %s" % (name, grad.shape, leaf.shape)
+                    "the gradient of %s has shape %s: it must be that of the parameter, %s"
+                    % (name, grad.shape, leaf.shape)
                 )
             if grad.dtype.name not in _call.DTYPES:
                 raise _call.argument_error(
@@ -335,7 +407,7 @@ class _Tree:
         values, flat = [], {}
         for entry in recipe.layout.entries:
             if entry.name not in state:
-                raise _call.argument_error("the state has no %r: it was made for another optimizer" % entry.name)
+                raise _call.argument_error("the state has no %r: make one with init of this optimizer" % entry.name)
             if entry.name not in flat:
                 whole = state[entry.name]
                 flat[entry.name] = self.up_to(whole, "state %r" % entry.name) if entry.param >= 0 else whole
@@ -352,15 +424,30 @@ class _Tree:
 
 
 def onebit_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """1-bit Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them."""
+    """1-bit Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+
+    learning_rate  as in FusedStep
+    axis_name      mesh axis of the ranks, inside a shard_map or pmap
+    options        further arguments of FusedStep, such as freeze_step
+    """
     return FusedStep("onebit_adam", learning_rate, axis_name=axis_name, **options)
 
 
 def zero_one_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """0/1 Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them."""
+    """0/1 Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+
+    learning_rate  as in FusedStep
+    axis_name      mesh axis of the ranks, inside a shard_map or pmap
+    options        further arguments of FusedStep, such as var_interval_steps
+    """
     return FusedStep("zero_one_adam", learning_rate, axis_name=axis_name, **options)
 
 
 def onebit_lamb(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """1-bit LAMB over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them."""
+    """1-bit LAMB over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+
+    learning_rate  as in FusedStep
+    axis_name      mesh axis of the ranks, inside a shard_map or pmap
+    options        further arguments of FusedStep, such as freeze_step
+    """
     return FusedStep("onebit_lamb", learning_rate, axis_name=axis_name, **options)

@@ -27,7 +27,16 @@ def adam(
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.adam over the engine. `nesterov` and an `eps_root` other than 0 are refused."""
+    """optax.adam over the engine, with the arguments and the state of optax.
+
+    learning_rate  step size: a number, an array, or a function of the number of steps (a schedule)
+    b1             decay of the first moment
+    b2             decay of the second moment
+    eps            added to the root of the second moment
+    eps_root       must be 0: use optax for another value
+    mu_dtype       dtype of the first moment in the state; None = that of the parameter
+    nesterov       must be False: use optax for True
+    """
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov),
         optax.scale_by_learning_rate(learning_rate),
@@ -46,7 +55,18 @@ def adamw(
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.adamw over the engine. `nesterov` and an `eps_root` other than 0 are refused."""
+    """optax.adamw over the engine, with the arguments and the state of optax.
+
+    learning_rate  step size: a number, an array, or a function of the number of steps (a schedule)
+    b1             decay of the first moment
+    b2             decay of the second moment
+    eps            added to the root of the second moment
+    eps_root       must be 0: use optax for another value
+    mu_dtype       dtype of the first moment in the state; None = that of the parameter
+    weight_decay   decoupled decay, times the learning rate: a number, an array, or a schedule
+    mask           which parameters decay: a tree of bools, a prefix of one, or a function of the parameters; None = all
+    nesterov       must be False: use optax for True
+    """
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov),
         optax.add_decayed_weights(weight_decay, mask),
@@ -63,7 +83,16 @@ def lamb(
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.lamb over the engine. An `eps_root` other than 0 is refused."""
+    """optax.lamb over the engine, with the arguments and the state of optax.
+
+    learning_rate  step size: a number, an array, or a function of the number of steps (a schedule)
+    b1             decay of the first moment
+    b2             decay of the second moment
+    eps            added to the root of the second moment
+    eps_root       must be 0: use optax for another value
+    weight_decay   decoupled decay, times the learning rate: a number, an array, or a schedule
+    mask           which parameters decay: a tree of bools, a prefix of one, or a function of the parameters; None = all
+    """
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root),
         optax.add_decayed_weights(weight_decay, mask),
@@ -78,7 +107,13 @@ def sgd(
     nesterov: bool = False,
     accumulator_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.sgd over the engine. Without momentum there is nothing for the engine to do, and it is optax's."""
+    """optax.sgd over the engine. Without momentum the engine has nothing to do, and the transformation is optax's.
+
+    learning_rate      step size: a number, an array, or a function of the number of steps (a schedule)
+    momentum           decay of the trace; None = no trace
+    nesterov           True = Nesterov's momentum
+    accumulator_dtype  dtype of the trace in the state; None = that of the parameter
+    """
     return optax.chain(
         optax.identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype),
         optax.scale_by_learning_rate(learning_rate),
@@ -88,7 +123,12 @@ def sgd(
 def adagrad(
     learning_rate: ScalarOrSchedule, initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.adagrad over the engine."""
+    """optax.adagrad over the engine, with the arguments and the state of optax.
+
+    learning_rate              step size: a number, an array, or a function of the number of steps (a schedule)
+    initial_accumulator_value  start of the sum of squares
+    eps                        added to the sum of squares, under the root
+    """
     return optax.chain(
         scale_by_rss(initial_accumulator_value, eps),
         optax.scale_by_learning_rate(learning_rate),
@@ -103,7 +143,15 @@ def lion(
     weight_decay: ScalarOrSchedule = 1e-3,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.lion over the engine."""
+    """optax.lion over the engine, with the arguments and the state of optax.
+
+    learning_rate  step size: a number, an array, or a function of the number of steps (a schedule)
+    b1             weight of the moment in the direction
+    b2             decay of the moment
+    mu_dtype       dtype of the moment in the state; None = that of the parameter
+    weight_decay   decoupled decay, times the learning rate: a number, an array, or a schedule
+    mask           which parameters decay: a tree of bools, a prefix of one, or a function of the parameters; None = all
+    """
     return optax.chain(
         scale_by_lion(b1, b2, mu_dtype),
         optax.add_decayed_weights(weight_decay, mask),
@@ -122,10 +170,20 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
     """optax.scale_by_adam over the engine: moments and direction in one call, which writes the direction over the
     gradients. Decay, learning rate and trust ratio are left to XLA, which does them where the update is added.
-    `nesterov` and an `eps_root` other than 0 are refused."""
+
+    b1        decay of the first moment
+    b2        decay of the second moment
+    eps       added to the root of the second moment
+    eps_root  must be 0: use optax for another value
+    mu_dtype  dtype of the first moment in the state; None = that of the parameter
+    nesterov  must be False: use optax for True
+    """
     for name, refused in (("nesterov=True", nesterov), ("an eps_root other than 0", _call.fixed(eps_root))):
         if refused:
-            raise _call.unsupported("dsopt.jax: %s is not in the engine; optax has it" % name)
+            raise _call.unsupported(
+                "dsopt.jax does not support %s: use the function of the same name in optax, which has the same state"
+                % name
+            )
     hyper = _call.Hyper(1.0, b1, b2, eps, 0.0, eps_root=eps_root)
 
     def engine(leaves, state):
@@ -142,7 +200,12 @@ def scale_by_adam(
 
 
 def trace(decay: Scalar, nesterov: bool = False, accumulator_dtype: Any = None) -> optax.GradientTransformation:
-    """optax.trace over the engine. A `decay` of 0, or one that only the program knows, is left to optax."""
+    """optax.trace over the engine.
+
+    decay              decay of the trace; 0, or one that only the program knows, is left to optax
+    nesterov           True = Nesterov's momentum
+    accumulator_dtype  dtype of the trace in the state; None = that of the parameter
+    """
     theirs = optax.trace(decay, nesterov, accumulator_dtype)
     known = _call.fixed(decay)
     if not known:
@@ -154,7 +217,11 @@ def trace(decay: Scalar, nesterov: bool = False, accumulator_dtype: Any = None) 
 
 
 def scale_by_rss(initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7) -> optax.GradientTransformation:
-    """optax.scale_by_rss over the engine."""
+    """optax.scale_by_rss over the engine.
+
+    initial_accumulator_value  start of the sum of squares
+    eps                        added to the sum of squares, under the root
+    """
     rule = _Rule(abi.DSOPT_ALGORITHM_ADAGRAD, abi.DSOPT_GROUP_EPS_INSIDE_SQRT, ("sum",))
     hyper = _call.Hyper(1.0, 0.0, 0.0, eps, 0.0)
     theirs = optax.scale_by_rss(initial_accumulator_value, eps)
@@ -164,7 +231,14 @@ def scale_by_rss(initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7) ->
 def scale_by_lion(
     b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: Any = None, *, mode: str = "hard", smooth_beta: float = 1.0
 ) -> optax.GradientTransformation:
-    """optax.scale_by_lion over the engine. Other modes than "hard", which is the sign, are left to optax."""
+    """optax.scale_by_lion over the engine.
+
+    b1           weight of the moment in the direction
+    b2           decay of the moment
+    mu_dtype     dtype of the moment in the state; None = that of the parameter
+    mode         "hard" is the sign; other modes are left to optax
+    smooth_beta  for the modes that are left to optax
+    """
     if mode != "hard":
         return optax.scale_by_lion(b1, b2, mu_dtype, mode=mode, smooth_beta=smooth_beta)
     rule = _Rule(abi.DSOPT_ALGORITHM_LION, 0, ("exp_avg",))
@@ -232,7 +306,7 @@ class _Leaf:
         shape = moments[0].shape
         if self.grad.shape != shape:
             raise _call.argument_error(
-                "the gradient of %s has shape %s, and the parameter has %s" % (name, self.grad.shape, shape)
+                "the gradient of %s has shape %s: it must be that of the parameter, %s" % (name, self.grad.shape, shape)
             )
         # The engine is fp32 inside. Other leaves (double, complex, integer) are left to optax, with the same state.
         self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, *moments))

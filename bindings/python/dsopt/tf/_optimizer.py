@@ -20,7 +20,7 @@ def _error(status: int, text: str) -> Exception:
 
 
 if keras.backend.backend() != "tensorflow":
-    raise _error(abi.DSOPT_ERR_MISSING, "dsopt.tf needs Keras on TensorFlow, and it runs on %s: set "
+    raise _error(abi.DSOPT_ERR_MISSING, "dsopt.tf needs Keras on TensorFlow, and Keras runs on %s: set "
                  "KERAS_BACKEND=tensorflow" % keras.backend.backend())
 
 
@@ -71,6 +71,23 @@ class Adam(keras.optimizers.Optimizer):
 
     Its variables have the names, shapes and meaning of Keras', so checkpoints of either continue with the other.
     Moments are float32 whatever the variable is. A step is one op, which updates all variables in place.
+
+    learning_rate                a number, a keras.optimizers.schedules.LearningRateSchedule, or a function without
+                                 arguments
+    beta_1, beta_2               decays of the first and the second moment
+    epsilon                      added to the root of the second moment
+    amsgrad                      must be False: use keras.optimizers for True
+    weight_decay                 decoupled decay, times the learning rate; None = none
+    clipnorm                     each gradient is clipped to this L2 norm; None = off
+    clipvalue                    each element of the gradients is clipped to this value; None = off
+    global_clipnorm              all gradients are clipped to this L2 norm together; None = off
+    use_ema                      keep a moving average of the variables
+    ema_momentum                 decay of that average
+    ema_overwrite_frequency      variables become their average after so many steps; None = at the end of fit
+    loss_scale_factor            multiplies the loss, and gradients are divided by it; None = 1
+    gradient_accumulation_steps  variables are updated once in so many calls, by the mean gradient; None = 1
+    name                         of the optimizer; None = that of the class
+    kwargs                       none are known: Keras refuses them by name
     """
 
     def __init__(self, learning_rate: Any = 0.001, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7,
@@ -80,7 +97,8 @@ class Adam(keras.optimizers.Optimizer):
                  loss_scale_factor: Optional[float] = None, gradient_accumulation_steps: Optional[int] = None,
                  name: Optional[str] = None, **kwargs: Any) -> None:
         if amsgrad:
-            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "amsgrad is not possible: dsopt has no AMSGrad")
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf does not support amsgrad=True: leave it False, or use "
+                         "keras.optimizers.%s" % type(self).__name__)
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, clipnorm=clipnorm,
                          clipvalue=clipvalue, global_clipnorm=global_clipnorm, use_ema=use_ema,
                          ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,
@@ -90,6 +108,10 @@ class Adam(keras.optimizers.Optimizer):
         self._lists = _Lists()
 
     def build(self, variables: Sequence[Any]) -> None:
+        """Make the moments. The first step does it too.
+
+        variables  the trainable ones, of float32, float16 or bfloat16
+        """
         if self.built:
             return
         _build.ops()
@@ -143,7 +165,7 @@ class Adam(keras.optimizers.Optimizer):
     def _backend_update_step(self, grads: List[tf.Tensor], trainable_variables: Sequence[Any],
                              learning_rate: Any) -> None:
         if tf.distribute.has_strategy():
-            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf has no part in tf.distribute.Strategy: average the "
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf does not support tf.distribute.Strategy: average the "
                          "gradients, and apply them outside of it")
         if _in_xla():
             raise _error(abi.DSOPT_ERR_UNSUPPORTED, "the step of dsopt.tf is an op of TensorFlow that XLA cannot "
@@ -167,6 +189,7 @@ class Adam(keras.optimizers.Optimizer):
             weight_decay=repr(float(self.weight_decay or 0)), clipvalue=repr(float(self.clipvalue or 0)))
 
     def get_config(self) -> Dict[str, Any]:
+        """The arguments of a new optimizer with the same hyper-parameters."""
         config = super().get_config()
         config.update(beta_1=self.beta_1, beta_2=self.beta_2, epsilon=self.epsilon, amsgrad=self.amsgrad)
         return config
@@ -174,7 +197,14 @@ class Adam(keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="dsopt")
 class AdamW(Adam):
-    """keras.optimizers.AdamW by dsopt. See Adam; the decay is 0.004 unless it is given."""
+    """keras.optimizers.AdamW by dsopt. See Adam.
+
+    weight_decay  decoupled decay, times the learning rate; it must be a number
+
+    The other arguments (learning_rate, beta_1, beta_2, epsilon, amsgrad, clipnorm, clipvalue, global_clipnorm,
+    use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor, gradient_accumulation_steps, name, kwargs) are
+    those of Adam.
+    """
 
     def __init__(self, learning_rate: Any = 0.001, weight_decay: float = 0.004, beta_1: float = 0.9,
                  beta_2: float = 0.999, epsilon: float = 1e-7, amsgrad: bool = False, clipnorm: Optional[float] = None,
