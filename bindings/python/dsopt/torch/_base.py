@@ -10,11 +10,12 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from ._plan import WHOLE, Entry, Plan, Stale
+from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._tensors import unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
+WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for the state that belongs to no single parameter
 _params_of = itemgetter("params")
 
 
@@ -35,6 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _counts = True  # "step" is in the state of each parameter
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
     _reports = False  # dsopt_step.report is wanted
+    _rank_key = ""  # ends the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
     _loading: Optional[Dict[str, Any]] = None
@@ -115,8 +117,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = None
         entries, idle = self._entries()
         devices = list(dict.fromkeys(entry.param.device for entry in entries))
-        if len(devices) > 1 and (self._at_once or self.state.get(WHOLE)):
-            raise unsupported("the parameters are on several devices (%s)" % ", ".join(map(str, devices)))
+        if len(devices) > 1 and self._at_once:
+            raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
+                              ", ".join(map(str, devices)))
         plans = [Plan(self, device, [entry for entry in entries if entry.param.device == device]) for device in devices]
         self._seen = Seen(self, idle)
         self._plans = plans
@@ -165,6 +168,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
         loaded, self._loading = self._loading, None
+        self._adopt(self.state.pop(WHOLE, None))
         if loaded is not None:
             self._restore(loaded)
         self._plans = None
@@ -176,9 +180,24 @@ class EngineOptimizer(torch.optim.Optimizer):
             if not isinstance(saved, dict) or not state:
                 continue
             for name, value in saved.items():
-                if torch.is_tensor(
-                        value) and value.is_floating_point() and name != "step" and value.dtype != param.dtype:
+                if torch.is_tensor(value) and name != "step" and value.dtype != param.dtype:
                     state[name] = value.detach().to(param.device, copy=True)
+
+    def _adopt(self, whole: Optional[Dict[str, torch.Tensor]]) -> None:
+        """State of the whole optimizer, as versions before 0.2 had it, goes to where it is now."""
+        states = [self.state[p] for p in chain.from_iterable(map(_params_of, self.param_groups)) if self.state.get(p)]
+        for name, value in (whole or {}).items() if states else ():
+            if name in PER_PARAM and value.numel() == len(states):
+                for state, one in zip(states, value.detach().clone().reshape(-1).unbind()):
+                    state[name] = one
+            else:
+                states[0][name] = value.detach().clone()
+
+    def _reset_errors(self) -> None:
+        """Error feedback starts again with zeros."""
+        for state in self.state.values():
+            for key in [key for key in state if key.startswith(ERRORS)]:
+                del state[key]
 
 
 def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:

@@ -117,8 +117,8 @@ class FusedLamb(Named):
 
     def get_lamb_coeffs(self) -> List[float]:
         """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
-        return [ratio for plan in self._plans or () for ratio in plan.own["trust_ratio"].tolist()]
+        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].tolist()]
 
     @property
     def lamb_coeffs(self) -> List[torch.Tensor]:
-        return [ratio for plan in self._plans or () for ratio in plan.own["trust_ratio"].unbind()]
+        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].unbind()]

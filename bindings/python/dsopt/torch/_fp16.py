@@ -12,7 +12,7 @@ from .. import _abi as abi
 from .._errors import StateError
 from .._handles import Scaler
 from ._base import EngineOptimizer, number
-from ._plan import WHOLE, Plan
+from ._plan import Plan
 from ._process_group import comm_of
 from ._tensors import unsupported, wrong
 
@@ -119,8 +119,7 @@ class Wrapper:
     def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
         """Backward of the loss times the loss scale."""
         if self._scale_args is not None:
-            self._plan()
-            scale = self.state[WHOLE]["loss_scale"]
+            scale = self._plan().whole["loss_scale"]
             loss = loss.float() * scale.reshape(()).to(loss.device)
         loss.backward(create_graph=create_graph, retain_graph=retain_graph)
 
@@ -156,8 +155,7 @@ class Wrapper:
 
     # ---------------------------------------------------------------------------------------------------- loss scale
     def _words(self) -> torch.Tensor:
-        self._plan()
-        return self.state[WHOLE]["scaler"].cpu()  # type: ignore[no-any-return]
+        return self._plan().whole["scaler"].cpu()
 
     def _scaler(self) -> Any:
         info = abi.dsopt_scaler_info()
@@ -173,8 +171,9 @@ class Wrapper:
         words[8] = override is not None
         for place, name in ((4, "updates"), (5, "last_overflow")):
             words[place] = counters.get(name, words[place])
-        self.state[WHOLE]["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
-        self.state[WHOLE]["loss_scale"].fill_(own if override is None else override)
+        whole = self._plan().whole
+        whole["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
+        whole["loss_scale"].fill_(own if override is None else override)
 
     def _scale_of(self, value: Any) -> float:
         scale = number(value, 0, "loss_scale")

@@ -11,7 +11,6 @@ from .. import _abi as abi
 from .._errors import StateError
 from ._base import number
 from ._deepspeed import Named
-from ._plan import WHOLE
 from ._process_group import comm_of
 from ._tensors import unsupported
 
@@ -66,6 +65,7 @@ class Onebit(Named):
         desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # what enters an exchange stays in its errors
         comm = comm_of(self._group, context, torch.device(context.backend, context.device)
                        if context.backend == "cuda" else torch.device("cpu"))
+        self._rank_key = "" if comm is None else "_rank%dof%d" % (comm.rank, comm.ranks)
         if comm is not None:
             desc.data = comm.handle
             if self._engine is None:
@@ -96,11 +96,11 @@ class Onebit(Named):
 
     def _schedule(self) -> Any:
         """dsopt_schedule_info. Waits for the device."""
-        if not self._plans:
+        if not self._plans or not self._is_current():
             self._plan()
-        info, words = abi.dsopt_schedule_info(), self.state[WHOLE]["schedule"].cpu()
-        abi.check(abi.lib.dsopt_schedule_decode(self._plans[0].handle, words.data_ptr(),
-                                                byref(info)))  # type: ignore[index]
+        plan = self._plans[0]  # type: ignore[index]
+        info, words = abi.dsopt_schedule_info(), plan.whole["schedule"].cpu()
+        abi.check(abi.lib.dsopt_schedule_decode(plan.handle, words.data_ptr(), byref(info)))
         return info
 
     def next_reduction(self) -> str:

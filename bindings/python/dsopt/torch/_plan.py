@@ -23,7 +23,9 @@ from ._tensors import STATES, context_of, dtype_of, is_dense, put, strides_of, u
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
-WHOLE = "dsopt"  # key of optimizer.state for the state that belongs to no single parameter
+# State of the whole optimizer with one value per parameter. It is in the state of each parameter.
+PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
+ERRORS = ("worker_error", "server_error")  # of this rank
 _data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
 _bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
 _somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
@@ -133,7 +135,7 @@ class Plan:
         given: List[torch.Tensor] = []  # state that is there before a first step
         self._take_steps(owner)
         self.of_param = [owner.state[p] for p in self.params]
-        self.own: Dict[str, torch.Tensor] = {}
+        self.whole: Dict[str, torch.Tensor] = {}  # what belongs to no single parameter, by its name
         for i, place in enumerate(self.state_list):
             info = abi.dsopt_state_info()
             abi.check(abi.lib.dsopt_optimizer_state(self.handle, i, byref(info)))
@@ -149,6 +151,7 @@ class Plan:
             else:
                 tensor = self._state_of_whole(owner, info, name)
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
+        self._drop_errors()
         if fresh and self.entries:
             put(self.param_words, 0, list(map(_data_ptr, self.params)))
             values = [tensor.clone() for tensor in given]
@@ -196,18 +199,36 @@ class Plan:
         return tensor
 
     def _state_of_whole(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
-        """State of no single parameter. Ratios are only a report, so they are not kept with the state."""
-        kept = self.own if name == "trust_ratio" else owner.state[WHOLE]
+        """State of no single parameter. Keys of optimizer.state are parameters, for all code that loops over it and for
+        torch.distributed.checkpoint. So a value per parameter is in the state of each parameter, and anything else in
+        that of the first. Ratios are only a report, so they are not kept with the state."""
         numel, dtype = info.tensor.numel, STATES[info.tensor.dtype]
-        tensor, old = torch.zeros(numel, dtype=dtype, device=self.device), kept.get(name)
-        if old is not None:
+        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        if name in PER_PARAM:
+            for value, state in zip(tensor.unbind(), self.of_param):
+                if name in state:
+                    value.copy_(state[name].reshape(()))
+                state[name] = value
+        elif name != "trust_ratio":
+            key = name + owner._rank_key if info.flags & abi.DSOPT_STATE_RANK_LOCAL else name
+            found = [state.pop(k) for state in self.of_param for k in (key, name) if k in state]
+            old = found[0] if found else tensor
             if old.shape == tensor.shape and old.dtype == dtype and old.device == self.device and old.is_contiguous():
                 tensor = old
-            elif not info.flags & abi.DSOPT_STATE_RANK_LOCAL:  # else parameters came, and error feedback begins anew
+            elif not info.flags & abi.DSOPT_STATE_RANK_LOCAL:  # else parameters came, and error feedback starts again
                 both = min(numel, old.numel())
                 tensor[:both].copy_(old.reshape(-1)[:both])
-        kept[name] = tensor
+            self.of_param[0][key] = tensor
+        self.whole[name] = tensor
         return tensor
+
+    def _drop_errors(self) -> None:
+        """Error feedback of other ranks or of another number of ranks, which a load may have brought, has no use."""
+        used = [tensor for name, tensor in self.whole.items() if name in ERRORS]
+        for state in self.of_param:
+            for key in [key for key in state if key.startswith(ERRORS)]:
+                if not any(state[key] is tensor for tensor in used):
+                    del state[key]
 
     # --------------------------------------------------------------------------------------------------------- step
     def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:

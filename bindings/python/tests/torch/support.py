@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of dsopt.torch share. Importing it ends the program with 77 where torch is not installed."""
 import os
+import subprocess
 import sys
+import tempfile
 import unittest
 
 if not os.environ.get("DSOPT_INSTALLED"):  # else the package that is installed
@@ -54,6 +56,28 @@ class TestCase(unittest.TestCase):
         for a, b in zip(actual, expected):
             self.assertTrue(torch.equal(a.detach(), b.detach()), "%s and %s" % (a, b))
         self.assertEqual(len(actual), len(expected))
+
+
+def run_ranks(test, program, which, ranks=2):
+    """Run `program --child WHICH RANK FILE` once per rank, and fail with what a rank says if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, os.path.abspath(program), "--child", which]
+        every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "meet")], stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]
+        said = [process.communicate(timeout=500)[0] for process in every]
+    for rank, process in enumerate(every):
+        test.assertEqual(process.returncode, 0, "rank %d: %s" % (rank, said[rank]))
+
+
+def child(cases, rank, file, ranks=2):
+    """What such a process does: each case with its rank, over gloo."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=ranks)
+    for case in cases:
+        print(case, flush=True)
+        case(rank)
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def main():
