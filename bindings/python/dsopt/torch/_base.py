@@ -30,8 +30,6 @@ def number(value: Any, g: int, key: str) -> float:
 class EngineOptimizer(torch.optim.Optimizer):
     """Steps with the engine. The state is torch's: tensors in `state`, hyper-parameters in `param_groups`."""
 
-    # GradScaler leaves unscaling and skipping to the step. Before torch 2.0 it did so in another way.
-    _step_supports_amp_scaling = VERSION >= (2, 0)
     _fields: Tuple[str, ...] = ("lr", "beta1", "beta2", "eps", "weight_decay")  # of dsopt_group, in the order of _hyper
     _counts = True  # "step" is in the state of each parameter
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
@@ -40,6 +38,17 @@ class EngineOptimizer(torch.optim.Optimizer):
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
     _loading: Optional[Dict[str, Any]] = None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if GradScaler leaves unscaling and skipping to the step: with fused=True only, as in torch. Then
+        accelerate does not see a skipped step, and Lightning refuses to clip. Before torch 2.0 GradScaler had another
+        protocol."""
+        return VERSION >= (2, 0) and bool(self.__dict__.get("defaults", {}).get("fused"))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set what follows from `fused` here."""
 
     # ---------------------------------------------------------------------------------- what the engine must be told
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from .. import _abi as abi
 from .._errors import StateError
-from ._base import number
+from ._base import VERSION, number
 from ._deepspeed import Named
 from ._process_group import comm_of
 from ._tensors import unsupported
@@ -29,6 +29,9 @@ class Onebit(Named):
     eps_inside_sqrt and max_grad_norm, which the originals ignore, are refused.
     """
 
+    # GradScaler would skip the step of the one rank whose gradients are not finite, and the others would wait for it in
+    # the exchange. With this it leaves skipping to the step, which agrees on it.
+    _step_supports_amp_scaling = VERSION >= (2, 0)
     _fields = Named._fields[:-1]
     _at_once = True
     _group: Any = None
@@ -87,7 +90,22 @@ class Onebit(Named):
         super().add_param_group(param_group)
 
     def _advance(self) -> None:
+        if getattr(self, "grad_scale", None) is not None:
+            self._unscale()
         super()._advance()
+        self._tell_engine()
+
+    def _unscale(self) -> None:
+        """Each rank's GradScaler has its own scale, and an exchange takes gradients without one."""
+        if self._plans is None or not self._is_current():
+            self._plan()
+        if self._rank_key:
+            for plan in self._plans or ():
+                for grad in [param.grad.detach() for param in plan.params if param.grad is not None]:
+                    grad.mul_((1 / self.grad_scale).to(grad.device))
+            self.grad_scale = None
+
+    def _tell_engine(self) -> None:
         engine = self._engine
         if engine is not None:
             name = "enable_backward_allreduce"

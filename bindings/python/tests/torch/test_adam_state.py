@@ -10,7 +10,7 @@ import unittest.mock
 
 from support import PAIRS, SHAPES, VERSION, TestCase, give_grads, main, params_of, step_both, torch
 
-from dsopt.torch import AdamW
+from dsopt.torch import SGD, Adagrad, Adam, AdamW, FusedAdam, FusedLamb, Lion
 
 
 class State(TestCase):
@@ -214,8 +214,6 @@ class Hooks(TestCase):
 
 class Scaling(TestCase):
     def test_grad_scale_and_found_inf(self):
-        if not AdamW._step_supports_amp_scaling:
-            self.skipTest("torch %s scales in another way" % torch.__version__)
         params, others = params_of((9,)), params_of((9,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         give_grads(params, others)
@@ -234,28 +232,60 @@ class Scaling(TestCase):
         fresh.step()
         self.assertEqual(fresh.state[others[0]]["step"].item(), 0)
 
-    def test_grad_scaler(self):
+    def scalers(self, count):
         try:
-            pair = [torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=3) for _ in range(2)]
+            return [torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=3) for _ in range(count)]
         except (AttributeError, TypeError, RuntimeError):
             self.skipTest("torch %s has no GradScaler for the CPU" % torch.__version__)
-        models = [torch.nn.Linear(4, 2)]
-        models.append(copy.deepcopy(models[0]))
-        optimizers = [AdamW(models[0].parameters(), lr=0.1), torch.optim.AdamW(models[1].parameters(), lr=0.1)]
-        for i in range(8):
-            x = torch.randn(3, 4) * (float("inf") if i == 4 else 1)
-            for model, optimizer, scaler in zip(models, optimizers, pair):
-                optimizer.zero_grad()
-                scaler.scale(model(x).pow(2).mean()).backward()
-                if i == 6:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def test_grad_scaler(self):
+        for fused in (None, False, True):
+            pair = self.scalers(2)
+            models = [torch.nn.Linear(4, 2)]
+            models.append(copy.deepcopy(models[0]))
+            optimizers = [AdamW(models[0].parameters(), lr=0.1, fused=fused),
+                          torch.optim.AdamW(models[1].parameters(), lr=0.1)]
+            for i in range(8):
+                x = torch.randn(3, 4) * (float("inf") if i == 4 else 1)
+                for model, optimizer, scaler in zip(models, optimizers, pair):
+                    optimizer.zero_grad()
+                    scaler.scale(model(x).pow(2).mean()).backward()
+                    if i == 6:
+                        scaler.unscale_(optimizer)
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(optimizer)
+                    scaler.update()
+                self.assert_close(list(models[0].parameters()), list(models[1].parameters()))
+                self.assertEqual(pair[0].get_scale(), pair[1].get_scale())
+            self.assertEqual(optimizers[0].state[models[0].weight]["step"].item(), 7)
+            self.assertFalse(hasattr(optimizers[0], "found_inf"))
+
+    def test_the_step_is_called_for_a_skip_with_fused_only(self):
+        """accelerate sees by the call whether a step was skipped."""
+        for kind in (Adam, AdamW, SGD, Adagrad):
+            for fused in (None, False, True):
+                model = torch.nn.Linear(4, 2)
+                optimizer, scaler, calls = kind(model.parameters(), fused=fused), self.scalers(1)[0], []
+                optimizer.register_step_post_hook(lambda *_: calls.append(1))
+                scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+                model.weight.grad.fill_(float("inf"))
+                before = model.weight.detach().clone()
                 scaler.step(optimizer)
                 scaler.update()
-            self.assert_close(list(models[0].parameters()), list(models[1].parameters()))
-            self.assertEqual(pair[0].get_scale(), pair[1].get_scale())
-        self.assertEqual(optimizers[0].state[models[0].weight]["step"].item(), 7)
-        self.assertFalse(hasattr(optimizers[0], "found_inf"))
+                self.assert_same([model.weight], [before])
+                self.assertEqual(len(calls), 1 if fused else 0)
+                self.assertEqual(scaler.get_scale(), 2.0 ** 9)
+
+    def test_flag_for_fused(self):
+        """Lightning refuses to clip gradients where the step unscales them."""
+        params = params_of((9,))
+        for kind in (Adam, AdamW, SGD, Adagrad):
+            for fused in (None, False, True):
+                optimizer = kind(params, fused=fused)
+                for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+                    self.assertEqual(some._step_supports_amp_scaling, VERSION >= (2, 0) and bool(fused))
+        for kind in (Lion, FusedAdam, FusedLamb):
+            self.assertFalse(kind(params)._step_supports_amp_scaling)
 
 
 class Processes(TestCase):
