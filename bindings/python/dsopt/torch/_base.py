@@ -82,6 +82,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
         return 0
 
+    def _fixed(self) -> List[Any]:
+        """What is read when plans are made, and not in each step. A change makes other plans."""
+        return []
+
     # ---------------------------------------------------------------------------------------------------------- step
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One step. Returns what `closure` returns, which is called first."""
@@ -117,7 +121,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
                     all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
                     len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
-                    seen.state_at == addresses(seen.states) and all(p.grad is None for p in seen.idle))
+                    seen.state_at == addresses(seen.states) and all(p.grad is None for p in seen.idle) and
+                    self._fixed() == seen.fixed)
         except TypeError:  # something else than tensors in the state
             return False
 
@@ -219,16 +224,17 @@ def addresses(states: List[Dict[str, Any]]) -> List[int]:
 
 
 class Seen:
-    """What plans depend on, to notice a change. It keeps the state tensors, so that no other can come to their
-    addresses."""
+    """What plans depend on, to notice a change. It keeps the memory of the state tensors, also where a caller gives
+    them other memory, so that no other tensor can come to the same addresses."""
 
     def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor]) -> None:
         self.process = os.getpid()
         self.sizes = [len(group["params"]) for group in owner.param_groups]
         self.params = list(chain.from_iterable(map(_params_of, owner.param_groups)))
         self.states = list(owner.state.values())
-        self.tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        tensors = list(chain.from_iterable(map(dict.values, self.states)))
         self.state_at: Optional[List[int]] = None
-        if all(map(torch.is_tensor, self.tensors)):  # else nothing is taken for granted
+        if all(map(torch.is_tensor, tensors)):  # else nothing is taken for granted
             self.state_at = addresses(self.states)
-        self.idle = idle
+            self.memory = list(map(torch.Tensor.detach, tensors))
+        self.idle, self.fixed = idle, owner._fixed()

@@ -138,7 +138,9 @@ class Wrapper:
                 if set_to_none:
                     param.grad = None
                 elif param.grad is not None:
-                    param.grad.detach_().zero_()
+                    if param.grad.grad_fn is not None:
+                        param.grad = param.grad.detach()
+                    param.grad.requires_grad_(False).zero_()  # detach_() is not for views
 
     def _reported(self, place: int) -> float:
         return float(self._plan().report[place])  # type: ignore[index]

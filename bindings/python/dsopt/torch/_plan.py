@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 from ctypes import byref
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
 ERRORS = ("worker_error", "server_error")  # of this rank
 _data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
+_dtype = attrgetter("dtype")
 _bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
 _somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
 _ungated = contextlib.nullcontext()
@@ -54,6 +56,7 @@ class Engine(Handle):
 class Plan:
     def __init__(self, owner: EngineOptimizer, device: torch.device, entries: List[Entry]) -> None:
         self.device, self.entries = device, entries
+        self.at_once = owner._at_once  # a step may change parameters that have no gradient
         self.params = [entry.param for entry in entries]
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
@@ -120,6 +123,7 @@ class Plan:
             put(words, 2, [dtype for dtype, _ in kinds])
         self.param_at: Optional[List[int]] = None
         self.grad_at: Optional[List[int]] = None
+        self.single = [i for i, n in enumerate(self.numels) if n == 1]
         # The short way of _gather is for tensors whose elements lie in their order.
         self.plain = all(map(_is_contiguous, self.params)) and not any(p.is_complex() for p in self.params)
 
@@ -153,13 +157,17 @@ class Plan:
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
         self._drop_errors()
         if fresh and self.entries:
-            put(self.param_words, 0, list(map(_data_ptr, self.params)))
+            dense = [p.detach() if is_dense(p) else p.detach().contiguous() for p in self.params]
+            put(self.param_words, 0, list(map(_data_ptr, dense)))
             values = [tensor.clone() for tensor in given]
             abi.check(
                 abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value,
                                                    self._stream()))
             for tensor, value in zip(given, values):
                 tensor.copy_(value)
+            for param, copy in zip(self.params, dense):
+                if not is_dense(param):
+                    param.detach().copy_(copy)
             self.steps_seen.copy_(self.steps)
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
@@ -236,7 +244,7 @@ class Plan:
             now = owner._hyper(group, g)
             if now != self.hyper[g]:
                 self._set(owner, g, now)
-        staged = self._gather()
+        staged, copies = self._gather()
         call = self.call
         call.stream = self._stream()
         call.grad_scale = None if scale is None else scale.data_ptr()
@@ -248,7 +256,8 @@ class Plan:
             abi.check(status)
         self.steps_seen.copy_(self.steps)
         for param, copy in staged:
-            param.detach().copy_(copy)
+            param.copy_(copy)
+        del copies  # a kernel that reads them comes first on the stream
         if _bump is not None:
             _bump(self.params)
 
@@ -263,10 +272,9 @@ class Plan:
     def _stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
-    def _gather(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Put the addresses of parameters and gradients into the lists. Parameters are returned whose new values are
-        in a
-        tensor beside them."""
+    def _gather(self) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
+        """Put the addresses of parameters and gradients into the lists. Returns the parameters whose new values will be
+        in a copy, with that copy; and the copies of gradients, which must live until the call has been made."""
         params = self.params
         grads = [p.grad for p in params]
         if not self.plain:
@@ -279,10 +287,17 @@ class Plan:
             if any(g.layout != torch.strided for g in present):
                 return self._arrange(grads)
             at = [0 if g is None else g.data_ptr() for g in grads]
-        if not all(map(_is_contiguous, present)):
+        # Memory that was released may come back as that of another dtype or size, so an address alone tells nothing.
+        if list(map(_dtype, params)) != self.dtypes or list(map(_numel, params)) != self.numels:
+            raise Stale
+        if not (all(map(_is_contiguous, present)) and all(map(_is_contiguous, params))):
             return self._arrange(grads)
-        if at != self.grad_at:
-            if [g.dtype for g in present] != self.grad_dtypes or list(map(_numel, present)) != self.numels or 0 in at:
+        # torch negates the imaginary part of a conjugate when it is read. With more elements it is not contiguous.
+        if any(present[i].is_neg() for i in self.single):
+            return self._arrange(grads)
+        like = list(map(_dtype, present)) == self.grad_dtypes and list(map(_numel, present)) == self.numels
+        if not like or at != self.grad_at:
+            if not like or 0 in at:
                 for i, g in enumerate(grads):
                     at[i] = self._examine(i, g)
             put(self.grad_words, 0, at)
@@ -290,12 +305,11 @@ class Plan:
         here = list(map(_data_ptr, params))
         if here != self.param_at:
             self._follow(here)
-        return []
+        return [], []
 
     def _follow(self, here: List[int]) -> None:
         """Parameters have other memory."""
-        if ([p.dtype for p in self.params] != self.dtypes or list(map(_numel, self.params)) != self.numels or
-                any(p.device != self.device for p in self.params) or not all(map(_is_contiguous, self.params))):
+        if any(p.device != self.device for p in self.params):
             raise Stale
         for entry, at, numel in zip(self.entries, here, self.numels):
             if not at and numel:
@@ -326,12 +340,13 @@ class Plan:
             raise wrong("%s has no memory" % what)
         return grad.data_ptr()
 
-    def _arrange(self, grads: List[Optional[torch.Tensor]]) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """_gather for elements in any order: parameter, gradient and state must have the same one. A parameter whose
-        order
-        the gradient does not have is stepped in a copy."""
+    def _arrange(
+            self,
+            grads: List[Optional[torch.Tensor]]) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
+        """_gather for elements in any order: parameter, gradient and state must have the same one. That is the
+        parameter's, and gradients that have another are copied. A parameter with gaps is stepped in a copy."""
         staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
-        self.resolved: List[torch.Tensor] = []  # alive until the next step
+        copies: List[torch.Tensor] = []
         self.grad_at = self.param_at = None
         for i, (entry, grad) in enumerate(zip(self.entries, grads)):
             param = entry.param
@@ -339,26 +354,25 @@ class Plan:
                 raise Stale
             self.grad_list[i].data = self._examine(i, grad)
             self.param_list[i].data = param.data_ptr()
-            if grad is None:
+            if grad is None and not self.at_once:
                 continue
-            if grad.is_conj() or grad.is_neg():
-                grad = grad.resolve_conj().resolve_neg()
-                self.resolved.append(grad)
-                self.grad_list[i].data = grad.data_ptr()
-            if strides_of(param) != strides_of(grad) or not is_dense(param):
-                if not grad.is_contiguous():
-                    raise wrong("the gradient of %s is not contiguous, and its strides %s are not the parameter's, %s" %
-                                (entry.name, tuple(grad.stride()), tuple(param.stride())))
-                staged.append((param, param.detach().clone(memory_format=torch.contiguous_format)))
-                self.param_list[i].data = staged[-1][1].data_ptr()
-            self._order_state(i, grad)
-        return staged
+            param = param.detach()
+            if not is_dense(param):
+                staged.append((param, param.clone(memory_format=torch.contiguous_format)))
+                param = staged[-1][1]
+                self.param_list[i].data = param.data_ptr()
+            if grad is not None and (strides_of(grad) != strides_of(param) or grad.is_conj() or grad.is_neg()):
+                copies.append(torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=self.device))
+                copies[-1].copy_(grad.detach())
+                self.grad_list[i].data = copies[-1].data_ptr() if self.numels[i] else ctypes.addressof(_somewhere)
+            self._order_state(i, param)
+        return staged, copies
 
-    def _order_state(self, i: int, grad: torch.Tensor) -> None:
-        """Bring the state of a parameter into the order of its gradient."""
+    def _order_state(self, i: int, param: torch.Tensor) -> None:
+        """Bring the state of a parameter into the order of its elements."""
         for index, name in self.state_of[i]:
             tensor = self.of_param[i][name]
-            if strides_of(tensor) != strides_of(grad):
-                new = torch.empty_strided(grad.shape, grad.stride(), dtype=tensor.dtype, device=tensor.device)
+            if strides_of(tensor) != strides_of(param):
+                new = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
                 self.of_param[i][name] = new.copy_(tensor)
                 self.state_list[index].data = new.data_ptr()

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of parameters, gradients and state that changes between steps; gradients of any strides."""
+import copy
+import ctypes
+
+from support import TestCase, give_grads, main, params_of, torch
+
+from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
+                         Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+
+EVERY = (SGD, Adagrad, Adam, AdamW, Lion, FusedAdam, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
+WRAPPERS = (FP16_Optimizer, FP16_UnfusedOptimizer)
+
+
+class Memory:
+    """Tensors of any dtype, shape and strides at the start of one piece of memory, as an allocator may place them one
+    after the other."""
+
+    def __init__(self, size=1 << 12):
+        self.bytes = (ctypes.c_char * size)()
+
+    def put(self, values, strides=None):
+        tensor = torch.frombuffer(self.bytes, dtype=values.dtype)
+        return tensor.as_strided(values.shape, strides or values.contiguous().stride()).copy_(values)
+
+
+class SameAddress(TestCase):
+    """What is at an address is not known from the address."""
+
+    def expect(self, params, optimizer, **options):
+        """The next step of `optimizer` is that of another over copies, with a copy of its state."""
+        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        fresh = type(optimizer)(others, **options)
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for p, q in zip(params, others):
+            if p.grad is not None:
+                q.grad = torch.zeros_like(q)
+                q.grad.data = p.grad.clone()
+        optimizer.step()
+        fresh.step()
+        self.assert_same(params, others)
+
+    def test_parameter_of_another_dtype(self):
+        memory, params = Memory(), params_of((8, 8))
+        params[0].data = memory.put(params[0].detach().half())
+        optimizer = AdamW(params, lr=0.1)
+        params[0].grad = torch.full((8, 8), 0.5, dtype=torch.float16)
+        optimizer.step()
+        start = params[0].detach().bfloat16()
+        params[0].grad = None
+        params[0].data = memory.put(start)
+        params[0].grad = torch.full((8, 8), 0.5, dtype=torch.bfloat16)
+        optimizer.step()
+        self.assert_close(params[0].detach().float(), start.float() * 0.999 - 0.1, rtol=0, atol=0.02)
+        self.assertEqual(optimizer.state[params[0]]["step"].item(), 2)
+
+    def test_parameter_of_other_strides(self):
+        for kind in (AdamW, SGD):
+            memory, params = Memory(), params_of((4, 4))
+            params[0].data = memory.put(params[0].detach())
+            optimizer = kind(params, lr=0.1, **({"momentum": 0.9} if kind is SGD else {}))
+            give_grads(params)
+            optimizer.step()
+            params[0].data = memory.put(params[0].detach().clone(), (1, 4))
+            self.expect(params, optimizer, lr=0.1)
+
+    def test_gradient_of_another_dtype(self):
+        memory, params = Memory(), params_of((8,), dtype=torch.float16)
+        optimizer = AdamW(params, lr=0.1)
+        params[0].grad = memory.put(torch.linspace(-1, 1, 8).half())
+        optimizer.step()
+        # torch compares the dtypes of a gradient and its parameter only where it is assigned
+        params[0].grad.data = memory.put(torch.linspace(-1, 1, 8).bfloat16())
+        self.assertEqual(params[0].grad.dtype, torch.bfloat16)
+        self.expect(params, optimizer, lr=0.1)
+
+    def test_gradient_of_other_strides(self):
+        memory, params = Memory(), params_of((4, 4), (3,))
+        optimizer = AdamW(params, lr=0.1)
+        give_grads(params)
+        values = params[0].grad
+        params[0].grad = memory.put(values)
+        optimizer.step()
+        params[0].grad = memory.put(values, (1, 4))
+        self.expect(params, optimizer, lr=0.1)
+
+    def test_gradient_of_another_size_is_refused(self):
+        params = params_of((8,), (3,))
+        optimizer = AdamW(params, lr=0.1)
+        give_grads(params)
+        optimizer.step()
+        params[0].grad.resize_(4)
+        with self.assertRaisesRegex(ValueError, r"\['params'\]\[0\] has shape \(4,\)"):
+            optimizer.step()
+
+    def test_memory_of_state_is_kept(self):
+        """Between two steps no other tensor can come to the address of state that was given other memory."""
+        params = params_of((1000,))
+        optimizer = SGD(params, lr=0.1, momentum=0.5)
+        give_grads(params)
+        optimizer.step()
+        buffer = optimizer.state[params[0]]["momentum_buffer"]
+        address = buffer.data_ptr()
+        buffer.data = torch.ones(1000)
+        self.assertNotIn(address, [torch.empty(1000).data_ptr() for _ in range(50)])
+        before = params[0].detach().clone()
+        optimizer.step()
+        self.assert_close(params[0].detach(), before - 0.1 * (0.5 + params[0].grad))
+
+
+class PresentGoneAbsent(TestCase):
+    def test_gradients(self):
+        """A gradient that has gone is not used, and its memory not written."""
+        for kind in EVERY:
+            params = params_of((64,), (32,))
+            optimizer = kind(params, lr=0.1)
+            for turn in range(6):
+                give_grads(params, seed=turn)
+                optimizer.step()
+                gone = params[turn % 2].grad.clone()
+                params[turn % 2].grad = None
+                filled = [torch.full((64 >> turn % 2,), 3.0) for _ in range(8)]  # one may be where the gradient was
+                before = [p.detach().clone() for p in params]
+                optimizer.step()
+                self.assert_same([params[turn % 2]], [before[turn % 2]])
+                self.assertFalse(torch.equal(params[1 - turn % 2].detach(), before[1 - turn % 2]))
+                for tensor in filled:
+                    self.assertTrue(bool((tensor == 3).all()))
+                params[turn % 2].grad = gone
+                optimizer.step()
+                self.assertFalse(torch.equal(params[turn % 2].detach(), before[turn % 2]))
+                params[0].grad = params[1].grad = None
+                before = [p.detach().clone() for p in params]
+                optimizer.step()
+                self.assert_same(params, before)
+
+    def test_parameters_with_gaps(self):
+        """Memory between the elements of a parameter is not written, whether it has a gradient or not."""
+        for kind in (OnebitAdam, OnebitLamb, AdamW):
+            big = torch.randn(6, 10)
+            params, others = [torch.nn.Parameter(big[:, ::2])], [torch.nn.Parameter(big[:, ::2].clone())]
+            self.assertEqual(params[0].data_ptr(), big.data_ptr())
+            between = big[:, 1::2].clone()
+            optimizers = [kind(some, lr=0.1) for some in (params, others)]
+            for turn in range(4):
+                give_grads(params, others, seed=turn)
+                if turn == 2:
+                    params[0].grad = others[0].grad = None
+                for optimizer in optimizers:
+                    optimizer.step()
+                self.assert_same(params, others)
+                self.assertTrue(torch.equal(big[:, 1::2], between))
+
+    def test_masters_of_parameters_with_gaps(self):
+        for wrapper in WRAPPERS:
+            big = torch.randn(6, 10).half()
+            params = [torch.nn.Parameter(big[:, ::2])]
+            optimizer = wrapper(FusedAdam(params))
+            self.assert_same(optimizer.masters()[0], [params[0].detach().float()])
+
+
+class Strides(TestCase):
+    """Gradients that are not contiguous and have not their parameter's strides are copied."""
+
+    def kinds_of_strides(self, shape, values):
+        """The same values with other strides."""
+        rows, columns = shape
+        yield "transposed", values.t().contiguous().t()
+        yield "slice", torch.zeros(rows, 2 * columns, dtype=values.dtype)[:, ::2].copy_(values)
+        yield "reversed memory", values.flip(0).flip(0)
+        yield "offset", torch.zeros(rows + 1, columns + 3, dtype=values.dtype)[1:, 2:-1].copy_(values)
+
+    def agree(self, make, dtype=torch.float32):
+        shape = (6, 4)
+        ways = [name for name, _ in self.kinds_of_strides(shape, torch.zeros(shape, dtype=dtype))]
+        for order in ("contiguous", "transposed"):
+            for way in ways:
+                params, others = params_of(shape, (5,), dtype=dtype), params_of(shape, (5,), dtype=dtype)
+                for some in (params, others):
+                    if order == "transposed":
+                        some[0].data = some[0].data.t().contiguous().t()
+                optimizers = [make(params), make(others)]
+                for turn in range(5):
+                    give_grads(params, others, seed=turn)
+                    if turn != 1:
+                        params[0].grad = dict(self.kinds_of_strides(shape, params[0].grad))[way]
+                    given, values = params[0].grad, params[0].grad.clone()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    self.assertTrue(torch.equal(given, values), "the gradient is changed")
+                self.assert_same(params, others)
+
+    def test_every_class(self):
+        for kind in EVERY:
+            self.agree(lambda params: kind(params, lr=0.1))
+
+    def test_wrappers(self):
+        for wrapper in WRAPPERS:
+            for kind in (FusedAdam, OnebitAdam):
+                self.agree(lambda params: wrapper(kind(params, lr=0.1), clip_grad=0.1), torch.float16)
+
+    def test_expanded(self):
+        """The gradient of a sum: every element is the same memory."""
+        params, others = params_of((4, 6)), params_of((4, 6))
+        ours, theirs = AdamW(params), torch.optim.AdamW(others)
+        params[0].grad, others[0].grad = torch.tensor(2.0).expand(4, 6), torch.full((4, 6), 2.0)
+        ours.step()
+        theirs.step()
+        self.assert_close(params, others)
+
+    def test_imaginary_part_of_a_conjugate(self):
+        """torch negates it when it is read."""
+        for count in (1, 4):
+            params, others = params_of((count,)), params_of((count,))
+            ours, theirs = SGD(params, lr=0.1), torch.optim.SGD(others, lr=0.1)
+            for _ in range(2):
+                params[0].grad = torch.complex(torch.zeros(count), torch.full((count,), 2.0)).conj().imag
+                self.assertTrue(params[0].grad.is_neg())
+                others[0].grad = torch.full((count,), -2.0)
+                ours.step()
+                theirs.step()
+            self.assert_close(params, others)
+
+    def test_zero_grad_writes_to_the_gradient_itself(self):
+        for make in (AdamW, lambda params: FP16_UnfusedOptimizer(FusedAdam(params), low_precision_dtype=torch.float32)):
+            params = params_of((4, 6))
+            optimizer = make(params)
+            memory = torch.ones(6, 8)
+            params[0].grad = memory[:, ::2].t()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            self.assertEqual(memory[:, ::2].abs().sum().item(), 0)
+            self.assertTrue(bool((memory[:, 1::2] == 1).all()))
+
+    def test_complex(self):
+        params, others = params_of((3, 4), dtype=torch.complex64), params_of((3, 4), dtype=torch.complex64)
+        ours, theirs = AdamW(params), torch.optim.AdamW(others)
+        values = torch.randn(4, 3, dtype=torch.complex64)
+        for _ in range(3):
+            params[0].grad, others[0].grad = values.conj().t(), values.conj().t().resolve_conj().contiguous()
+            ours.step()
+            theirs.step()
+        self.assert_close(params, others)
+
+
+if __name__ == "__main__":
+    main()
