@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import chain
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -111,6 +111,9 @@ class Adam(Torch, TorchAdam):
                    differentiable=differentiable,
                    fused=fused,
                    decoupled_weight_decay=decoupled_weight_decay)
+
+    def _fixed(self) -> List[Any]:
+        return [bool(group.get("decoupled_weight_decay")) for group in self.param_groups]
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         decoupled = group.get("decoupled_weight_decay", False)

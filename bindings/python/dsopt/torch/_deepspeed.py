@@ -29,6 +29,9 @@ class Named(EngineOptimizer):
     def __getstate__(self) -> Dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
+    def _fixed(self) -> List[Any]:
+        return [getattr(self, name) for name in self._kept]
+
     def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
         desc, needed, hooked = super()._engine_desc(context)
         desc.compat = abi.DSOPT_COMPAT_DEEPSPEED if self._compat else abi.DSOPT_COMPAT_NONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -16,6 +16,20 @@ from ._tensors import unsupported
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
+
+
+def version_of(mask: Optional[torch.Tensor]) -> int:
+    """Rises with each change of the tensor in place."""
+    try:
+        return getattr(mask, "_version", 0)
+    except RuntimeError:  # a tensor of inference mode has none
+        return 0
+
+
+def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.equal(a.detach().cpu().float(), b.detach().cpu().float())
 
 
 class Onebit(Named):
@@ -37,6 +51,8 @@ class Onebit(Named):
     _group: Any = None
     _engine: Any = None
     _algorithm = 0
+    _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
+    _masks: List[Any] = []  # those that the plans have, so that no other can come to their ids
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
@@ -77,11 +93,34 @@ class Onebit(Named):
 
     def _plan(self) -> None:
         super()._plan()
-        for group in self.param_groups:
-            mask = group.get("exp_avg_mask")
+        self._masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        for group, mask in zip(self.param_groups, self._masks):
             for param in group["params"] if mask is not None else ():
                 if "mask" in self.state.get(param, {}):
                     self.state[param]["mask"].copy_(mask)
+
+    def _fixed(self) -> List[Any]:
+        return super()._fixed() + [(bool(group.get("non_freeze")), id(group.get("exp_avg_mask")),
+                                    version_of(group.get("exp_avg_mask"))) for group in self.param_groups]
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        """As torch's. The groups keep their exp_avg_mask, as with the original: a run that goes on with longer
+        sequences trains positions that the run before had masked."""
+        self._own_masks = [{key: group[key] for key in group if key == "exp_avg_mask"} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        self._tell_engine()
+
+    def _restore(self, loaded: Dict[str, Any]) -> None:
+        super()._restore(loaded)
+        changed = False
+        for group, own in zip(self.param_groups, self._own_masks):
+            changed |= not same_mask(own.get("exp_avg_mask"), group.pop("exp_avg_mask", None))
+            group.update(own)
+            for param in group["params"]:
+                if own.get("exp_avg_mask") is None and param in self.state:
+                    self.state[param].pop("mask", None)
+        if changed or self._compat:
+            self._reset_errors()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:

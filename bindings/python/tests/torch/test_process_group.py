@@ -238,8 +238,8 @@ def a_peer_is_gone(rank):
 
 
 CASES = [functools.partial(ranks_agree, name=name) for name in KINDS]
-CASES += [full_steps_are_adamw_on_means, continues_from_state, engine_is_told, masters_and_scale, subgroups,
-          absent_gradient_of_a_parameter_with_gaps]
+CASES += [full_steps_are_adamw_on_means, continues_from_state, engine_is_told, masters_and_scale, masks_of_a_load,
+          subgroups, absent_gradient_of_a_parameter_with_gaps]
 CASES += [grad_scaler_skips_on_all_ranks] if GRAD_SCALER else []
 
 
