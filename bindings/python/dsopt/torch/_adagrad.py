@@ -16,8 +16,20 @@ TorchAdagrad = torch.optim.Adagrad  # as it is on import
 class Adagrad(Torch, TorchAdagrad):
     """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
 
-    maximize, differentiable and sparse gradients are refused. Parameters are float32, float16, bfloat16 or complex64;
-    the sums of 16-bit ones are float32.
+    Sparse gradients are refused. Parameters are float32, float16, bfloat16 or complex64; the sums of 16-bit ones are
+    float32.
+
+    params                     parameters, or dicts of parameters with their own values of what follows
+    lr                         learning rate; a number, or a tensor that is read in each step
+    lr_decay                   lr is divided by 1 + lr_decay times the steps before
+    weight_decay               times the weights is added to the gradient
+    initial_accumulator_value  what the sums of squares start as
+    eps                        added to the root of a sum
+    foreach                    no effect: the step is the same
+    maximize                   must be False
+    differentiable             must be False
+    fused                      True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
+                               be clipped between. Else GradScaler does both. The step is the same
     """
 
     _fields = ("lr", "lr_decay", "weight_decay", "eps")

@@ -10,7 +10,7 @@ import torch
 
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
-from ._tensors import DEVICES, unsupported
+from ._tensors import DEVICES, refused, unsupported
 
 # As they are on import: a caller may put the classes here in their place.
 TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
@@ -18,22 +18,23 @@ TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
 
 class Torch(EngineOptimizer):
     """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
-    among torch's implementations; here they are accepted, and change nothing but what is in the groups, and what is
-    raised for a device without engine: with fused=True, as torch does, a RuntimeError."""
+    among torch's implementations; here they are accepted, and the step is the same with each. As in torch, fused=True
+    leaves unscaling and skipping to the step, for GradScaler, and raises a RuntimeError for a device without engine."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
         for name in REFUSED:
             if options.get(name):
-                raise unsupported("%s: %s=True" % (type(self).__name__, name))
+                raise refused(type(self).__name__, name)
         known = inspect.signature(base.__init__).parameters
         if options.get("decoupled_weight_decay") and "decoupled_weight_decay" not in known:
-            raise unsupported("Adam: decoupled_weight_decay=True with torch %s; use AdamW" % torch.__version__)
+            raise unsupported("Adam: decoupled_weight_decay=True is not known to torch %s; use AdamW" %
+                              torch.__version__)
         base.__init__(self, params, **{name: value for name, value in options.items() if name in known})
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         for name in REFUSED:
             if isinstance(param_group, dict) and param_group.get(name):
-                raise unsupported("param_groups[%d]: %s=True" % (len(self.param_groups), name))
+                raise refused("param_groups[%d]" % len(self.param_groups), name)
         super().add_param_group(param_group)
 
     def _plan(self) -> None:
@@ -47,8 +48,20 @@ class Torch(EngineOptimizer):
 class AdamW(Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
-    amsgrad, maximize and differentiable are refused. Parameters are float32, float16, bfloat16 or complex64; the
-    moments of 16-bit ones are float32.
+    Parameters are float32, float16, bfloat16 or complex64; the moments of 16-bit ones are float32.
+
+    params                  parameters, or dicts of parameters with their own values of what follows
+    lr                      learning rate; a number, or a tensor that is read in each step
+    betas                   decay of the running means of gradients and of their squares
+    eps                     added to the root of the second mean
+    weight_decay            decoupled decay per step, times lr
+    amsgrad                 must be False
+    foreach                 no effect: the step is the same
+    maximize                must be False
+    capturable              no effect: the step is the same
+    differentiable          must be False
+    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
+                            be clipped between. Else GradScaler does both. The step is the same
     """
 
     def __init__(self,
@@ -82,7 +95,24 @@ class AdamW(Torch, TorchAdamW):
 
 
 class Adam(Torch, TorchAdam):
-    """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015). What AdamW here refuses, Adam refuses."""
+    """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015).
+
+    Parameters are float32, float16, bfloat16 or complex64; the moments of 16-bit ones are float32.
+
+    params                  parameters, or dicts of parameters with their own values of what follows
+    lr                      learning rate; a number, or a tensor that is read in each step
+    betas                   decay of the running means of gradients and of their squares
+    eps                     added to the root of the second mean
+    weight_decay            times the weights is added to the gradient
+    amsgrad                 must be False
+    foreach                 no effect: the step is the same
+    maximize                must be False
+    capturable              no effect: the step is the same
+    differentiable          must be False
+    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
+                            be clipped between. Else GradScaler does both. The step is the same
+    decoupled_weight_decay  decay as AdamW does
+    """
 
     def __init__(self,
                  params: Any,

@@ -11,7 +11,7 @@ import torch
 
 from .. import _abi as abi
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
-from ._tensors import unsupported, wrong
+from ._tensors import refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -147,7 +147,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for g, group in enumerate(self.param_groups):
             for option in REFUSED:
                 if group.get(option):
-                    raise unsupported("param_groups[%d]: %s=True" % (g, option))
+                    raise refused("param_groups[%d]" % g, option)
             for i, param in enumerate(group["params"]):
                 name = "param_groups[%d]['params'][%d]" % (g, i)
                 given = group["param_names"][i] if "param_names" in group else ""

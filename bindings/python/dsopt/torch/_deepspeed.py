@@ -8,7 +8,8 @@ import torch
 
 from .. import _abi as abi
 from ._base import EngineOptimizer, number
-from ._tensors import unsupported, wrong
+from ._lion import Lion
+from ._tensors import refused, unsupported, wrong
 
 
 class Named(EngineOptimizer):
@@ -20,7 +21,7 @@ class Named(EngineOptimizer):
 
     def _start(self, params: Any, compat: Optional[str], amsgrad: bool, defaults: Dict[str, Any]) -> None:
         if amsgrad:
-            raise unsupported("%s: amsgrad=True" % type(self).__name__)
+            raise refused(type(self).__name__, "amsgrad")
         if compat not in (None, "deepspeed"):
             raise wrong("compat is %r, and must be None or 'deepspeed'" % (compat,))
         self._compat = compat
@@ -44,23 +45,32 @@ class Named(EngineOptimizer):
         return 0 if group["bias_correction"] else int(abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
 
 
-class FusedAdam(Named):
-    """deepspeed.ops.adam.FusedAdam: AdamW, or with adam_w_mode=False Adam with L2 decay."""
+# What the docstrings below have in common.
+COMMON = """
+    params           parameters, or dicts of parameters with their own values of what follows
+    lr               learning rate
+    betas            decay of the running means of gradients and of their squares
+    eps              added to the root of the second mean"""
+DECAY = """
+    weight_decay     decoupled decay per step, times lr"""
+LAMB = """
+    weight_decay     times the weights is added to the update, before the trust ratio
+    max_coeff        largest trust ratio
+    min_coeff        smallest trust ratio"""
+AMSGRAD = """
+    amsgrad          must be False"""
+COMPAT = """
+    compat           None: standard mode; "deepspeed": also the quirks of the original, step by step (docs/compat.md)
+    """
 
-    _step_supports_amp_scaling = False  # as the original: GradScaler unscales the gradients itself
-    _kept = Named._kept + ("adam_w_mode", "set_grad_none")
 
-    def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
-                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
-                 set_grad_none: bool = True, *, compat: Optional[str] = None) -> None:
-        self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
-        self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
-                                                  weight_decay=weight_decay))
+class StepArguments(EngineOptimizer):
+    """Optimizers whose original's step has arguments that it refuses."""
 
-    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
-        return abi.DSOPT_ALGORITHM_ADAMW if self.adam_w_mode else abi.DSOPT_ALGORITHM_ADAM, self._flags(group), {}
+    set_grad_none: bool = True
 
     def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
+        """Set the gradients to None, or to zero. Without an argument as `set_grad_none` has it."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self,
@@ -74,12 +84,57 @@ class FusedAdam(Named):
         for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms",
                                                                                                    grad_norms)):
             if value is not None:
-                raise unsupported("FusedAdam.step: %s; use FP16_Optimizer" % name)
+                raise unsupported("%s.step: %s is not supported; use FP16_Optimizer" % (type(self).__name__, name))
         return super().step(closure)
 
 
+class FusedAdam(StepArguments, Named):
+    __doc__ = """deepspeed.ops.adam.FusedAdam: AdamW, or with adam_w_mode=False Adam with L2 decay.
+    """ + COMMON + DECAY + """
+    bias_correction  False: the means are taken as they are, without the factors for the first steps
+    adam_w_mode      True: weights are decayed apart from the gradient (AdamW); False: weight_decay times the weights is
+                     added to the gradient (Adam)""" + AMSGRAD + """
+    set_grad_none    zero_grad() sets gradients to None; False: to zero""" + COMPAT
+
+    _kept = Named._kept + ("adam_w_mode", "set_grad_none")
+
+    def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
+                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
+                 set_grad_none: bool = True, *, compat: Optional[str] = None) -> None:
+        self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
+        self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+                                                  weight_decay=weight_decay))
+
+    def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        return abi.DSOPT_ALGORITHM_ADAMW if self.adam_w_mode else abi.DSOPT_ALGORITHM_ADAM, self._flags(group), {}
+
+
+class FusedLion(StepArguments, Lion):
+    """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
+
+    params           parameters, or dicts of parameters with their own values of what follows
+    lr               learning rate: the size of a step, as an update is a sign
+    betas            weight of the mean in the update, and decay of the mean
+    weight_decay     decoupled decay per step, times lr
+    set_grad_none    zero_grad() sets gradients to None; False: to zero
+    """
+
+    def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), weight_decay: float = 0.,
+                 set_grad_none: bool = True) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, lr, betas, weight_decay)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+
 class FusedLamb(Named):
-    """deepspeed.ops.lamb.FusedLamb."""
+    __doc__ = """deepspeed.ops.lamb.FusedLamb (You et al. 2019). Each parameter's update is scaled by its trust ratio,
+    the norm of the weights divided by the norm of the update.
+    """ + COMMON + LAMB + """
+    bias_correction  False: the means are taken as they are, without the factors for the first steps
+    eps_inside_sqrt  eps is added under the root
+    max_grad_norm    largest L2 norm of the gradients of a group; 0 = off""" + AMSGRAD + COMPAT
 
     _fields = Named._fields + ("max_norm", "min_trust", "max_trust")
     _kept = Named._kept + ("eps_mode",)

@@ -12,6 +12,7 @@ from .. import _abi as abi
 from .._errors import StateError
 from .._handles import Scaler
 from ._base import EngineOptimizer, number
+from ._loss_scale import LossScaleConfig, options_of
 from ._plan import Plan
 from ._process_group import comm_of
 from ._tensors import unsupported, wrong
@@ -19,33 +20,38 @@ from ._tensors import unsupported, wrong
 
 class Wrapper:
     """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
-    in one
-    pass. Masters are in `state` of the optimizer, as "master".
+    in one pass. Masters are in `state` of the optimizer, as "master".
 
+    init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
+    deepspeed             kept as an attribute, without effect
+    loss_scale_config     a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
+                          dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
+                          As an attribute it tells the loss scale of now
     low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
                           for clipping
     static_loss_scale     the scale, without dynamic_loss_scale
-    dynamic_loss_args     init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis
+    dynamic_loss_scale    the scale is halved where a gradient is not finite, and doubled after scale_window good steps
+    dynamic_loss_args     a dict of init_scale, scale_window, min_scale, delayed_shift and consecutive_hysteresis
+    verbose               kept as an attribute, without effect
     mpu                   gives the model-parallel process group by get_model_parallel_group()
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time.
-
-    loss_scale_config is not taken; deepspeed, verbose, timers, fused_adam_legacy and fused_lamb_legacy have no effect.
     """
 
     _masters = 0
     _profile = ""
     _drops_grads = False
+    norm_type = 2
+    has_moe_layers = False
+    clip_grad_norm = staticmethod(torch.nn.utils.clip_grad_norm_)
 
-    def __init__(self, init_optimizer: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype,
-                 static_loss_scale: float, dynamic_loss_scale: bool, initial_scale: float,
-                 dynamic_loss_args: Optional[Dict[str, Any]], mpu: Any, clip_grad: float) -> None:
+    def __init__(self, init_optimizer: Any, deepspeed: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype,
+                 static_loss_scale: float, dynamic_loss_scale: bool, initial_scale: float, default_scale: float,
+                 dynamic_loss_args: Optional[Dict[str, Any]], verbose: bool, mpu: Any, clip_grad: float) -> None:
         if not isinstance(init_optimizer, EngineOptimizer):
             raise wrong("init_optimizer is a %s, and must be an optimizer of dsopt.torch" %
                         type(init_optimizer).__name__)
         if init_optimizer._wrapper is not None:
-            raise wrong("init_optimizer is in another wrapper")
-        if loss_scale_config is not None:
-            raise unsupported("loss_scale_config; give static_loss_scale, dynamic_loss_scale and dynamic_loss_args")
+            raise wrong("init_optimizer is in another wrapper; give each wrapper its own optimizer")
         if low_precision_dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise wrong(
                 "low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype,
@@ -56,9 +62,17 @@ class Wrapper:
                     raise wrong("param_groups[%d]['params'][%d] is %s, and low_precision_dtype %s" %
                                 (g, i, param.dtype, low_precision_dtype), "DTYPE")
         self.optimizer, self.mpu, self.low_precision_dtype = init_optimizer, mpu, low_precision_dtype
+        self.deepspeed, self.verbose = deepspeed, verbose
+        self.using_pipeline = bool(getattr(deepspeed, "pipeline_parallelism", False))
         self._clip_grad = float(clip_grad)
-        self.dynamic_loss_scale = bool(dynamic_loss_scale) and low_precision_dtype == torch.float16
-        self._scale_args = self._options(static_loss_scale, initial_scale, dynamic_loss_args)
+        if loss_scale_config is None:
+            self.dynamic_loss_scale = bool(dynamic_loss_scale) and low_precision_dtype == torch.float16
+            self._scale_args = self._options(static_loss_scale, initial_scale, dynamic_loss_args)
+        else:
+            if static_loss_scale != 1 or dynamic_loss_scale or dynamic_loss_args or initial_scale != default_scale:
+                raise wrong("loss_scale_config is given next to another argument for the loss scale; give one of them")
+            self._scale_args = options_of(loss_scale_config, self._profile, low_precision_dtype)
+            self.dynamic_loss_scale = self._scale_args is not None and not self._scale_args.get("static")
         init_optimizer._wrapper = self
         init_optimizer._at_once = init_optimizer._reports = True
         init_optimizer._plans = None
@@ -67,6 +81,10 @@ class Wrapper:
         except BaseException:
             init_optimizer._wrapper = None
             raise
+        if self._scale_args is not None and loss_scale_config is not None and loss_scale_config.cur_iter:
+            last = loss_scale_config.last_overflow_iter
+            self._write_scaler(loss_scale_config.cur_scale, None, updates=loss_scale_config.cur_iter,
+                               last_overflow=-1 if last is None else last)
 
     def _options(self, static: float, initial: float, arguments: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
         """Of dsopt.Scaler. None: no scale."""
@@ -112,7 +130,8 @@ class Wrapper:
         if optimizer._plans is None or not optimizer._is_current():
             optimizer._plan()
         if len(optimizer._plans) != 1:
-            raise unsupported("parameters on several devices, or none")
+            raise unsupported("%s has parameters on several devices, or none, and must have them on one" %
+                              type(self).__name__)
         return optimizer._plans[0]  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------------------------------------------------- step
@@ -126,7 +145,7 @@ class Wrapper:
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """One step, or none if a gradient is not finite. Returns `overflow`."""
         if closure is not None:
-            raise unsupported("%s.step: closure" % type(self).__name__)
+            raise unsupported("%s.step takes no closure; call it before the step" % type(self).__name__)
         self.optimizer.step()
         if self._drops_grads:
             self.zero_grad()
@@ -182,7 +201,8 @@ class Wrapper:
         if not 0 < scale < 3.4e38:
             raise wrong("the loss scale is %r, and must be positive and finite" % value)
         if self._scale_args is None:
-            raise unsupported("a loss scale with %s" % self.low_precision_dtype)
+            raise unsupported("there is no loss scale with %s; only torch.float16 parameters have one" %
+                              self.low_precision_dtype)
         return scale
 
     @property
@@ -227,11 +247,27 @@ class Wrapper:
 
     @property
     def scale_factor(self) -> float:
-        return 2.0
+        return float((self._scale_args or {}).get("factor", 2.0))
 
     @property
     def scale_window(self) -> int:
         return int((self._scale_args or {}).get("window", 1000))
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """The loss scale of now, under the names of DeepSpeed's LossScaleConfig."""
+        return LossScaleConfig(self)
+
+    def scale_if_loss(self, value: torch.Tensor) -> torch.Tensor:
+        """A loss times the loss scale, without its backward. Waits for the device."""
+        return value * self.loss_scale
+
+    def _combined_scale(self, total_norm: Any) -> float:
+        """What gradients are divided by: the loss scale, and by how much `total_norm`, which has it, is too large."""
+        scale = self.loss_scale
+        if self.clip_grad > 0:
+            scale *= max((float(total_norm) / scale + 1e-6) / self.clip_grad, 1.0)
+        return scale
 
     # ----------------------------------------------------------------------------------------------- groups and state
     @property
@@ -247,9 +283,28 @@ class Wrapper:
     def param_groups(self) -> List[Dict[str, Any]]:
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
+    @param_groups.setter
+    def param_groups(self, value: List[Dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+        self.optimizer._plans = None
+
     @property
     def state(self) -> Dict[Any, Any]:
         return self.optimizer.state  # type: ignore[no-any-return]
+
+    @state.setter
+    def state(self, value: Dict[Any, Any]) -> None:
+        self.optimizer.state = value
+        self.optimizer._plans = None
+
+    def initialize_optimizer_states(self) -> None:
+        """Make the state tensors that are missing. The constructor has done so; no step is taken."""
+        self._plan()
+
+    @property
+    def fp16_groups(self) -> List[List[torch.Tensor]]:
+        """The parameters of each group that are trained."""
+        return [[param for param in group["params"] if param.requires_grad] for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
         for group in self.param_groups:
@@ -325,7 +380,12 @@ class Wrapper:
 
 
 class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
-    __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__)
+    __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__).rstrip() + """
+    initial_dynamic_scale the first scale with dynamic_loss_scale, unless dynamic_loss_args has init_scale
+    fused_adam_legacy     kept as an attribute, without effect
+    has_moe_layers        must be False: norms of experts are not supported
+    timers                kept as an attribute, without effect
+    """
     _masters, _profile, _drops_grads, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", True, "fp32_groups_flat"
 
     def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
@@ -335,9 +395,20 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
                  clip_grad: float = 0.0, fused_adam_legacy: bool = False, has_moe_layers: bool = False,
                  timers: Any = None) -> None:
         if has_moe_layers:
-            raise unsupported("FP16_Optimizer: has_moe_layers=True")
-        super().__init__(init_optimizer, loss_scale_config, low_precision_dtype, static_loss_scale, dynamic_loss_scale,
-                         initial_dynamic_scale, dynamic_loss_args, mpu, clip_grad)
+            raise unsupported("FP16_Optimizer: has_moe_layers=True is not supported; wrap the optimizers of "
+                              "the experts and of all other parameters apart")
+        self.fused_adam_legacy, self.timers = fused_adam_legacy, timers
+        super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
+                         dynamic_loss_scale, initial_dynamic_scale, 2.**32, dynamic_loss_args, verbose, mpu, clip_grad)
+
+    def unscale_and_clip_grads(self, grad_groups_flat: List[torch.Tensor], total_norm: Any,
+                               apply_scale: bool = True) -> float:
+        """What gradients with the norm `total_norm` must be divided by; with apply_scale these are. step() does all
+        of it in its own pass over the gradients."""
+        scale = self._combined_scale(total_norm)
+        for grad in grad_groups_flat if apply_scale else ():
+            grad.detach().mul_(1 / scale)
+        return scale
 
     def _pack(self, masters: List[torch.Tensor]) -> torch.Tensor:
         return torch.cat([master.reshape(-1) for master in masters]) if masters else torch.empty(0)
@@ -354,9 +425,17 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         """The masters of each group in one tensor: a copy."""
         return [self._pack(group) for group in self.masters()]
 
+    @property
+    def fp16_groups_flat(self) -> List[torch.Tensor]:
+        """The trained parameters of each group in one tensor: a copy."""
+        return [self._pack([param.detach() for param in group]) for group in self.fp16_groups]
+
 
 class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
-    __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(Wrapper.__doc__)
+    __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(
+        Wrapper.__doc__).rstrip() + """
+    fused_lamb_legacy     kept as an attribute, without effect
+    """
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
 
     def __init__(self,
@@ -371,8 +450,18 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
                  mpu: Any = None,
                  clip_grad: float = 0.0,
                  fused_lamb_legacy: bool = False) -> None:
-        super().__init__(init_optimizer, loss_scale_config, low_precision_dtype, static_loss_scale, dynamic_loss_scale,
-                         2.**16, dynamic_loss_args, mpu, clip_grad)
+        self.fused_lamb_legacy = fused_lamb_legacy
+        super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
+                         dynamic_loss_scale, 2.**16, 2.**16, dynamic_loss_args, verbose, mpu, clip_grad)
+
+    def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> float:
+        """What gradients with the norm `total_norm` must be divided by; with apply_scale the gradients of the masters
+        are, where a caller has set them. step() does all of it in its own pass over the parameters' gradients."""
+        scale = self._combined_scale(total_norm)
+        for grad in [master.grad for group in self.masters() for master in group] if apply_scale else ():
+            if grad is not None:
+                grad.detach().mul_(1 / scale)
+        return scale
 
     def _pack(self, masters: List[torch.Tensor]) -> List[torch.Tensor]:
         return list(masters)

@@ -9,7 +9,13 @@ from ._base import EngineOptimizer, number
 
 
 class Lion(EngineOptimizer):
-    """Chen et al. 2023, with decoupled decay. State is the authors': exp_avg alone."""
+    """Chen et al. 2023, with decoupled decay. State is the authors': exp_avg alone. FusedLion has DeepSpeed's defaults.
+
+    params        parameters, or dicts of parameters with their own values of what follows
+    lr            learning rate: the size of a step, as an update is a sign
+    betas         weight of the mean in the update, and decay of the mean
+    weight_decay  decoupled decay per step, times lr
+    """
 
     _fields = ("lr", "beta1", "beta2", "weight_decay")
     _counts = False

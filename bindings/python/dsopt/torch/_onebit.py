@@ -10,12 +10,47 @@ import torch
 from .. import _abi as abi
 from .._errors import StateError
 from ._base import VERSION, number
-from ._deepspeed import Named
+from ._deepspeed import COMMON, DECAY, LAMB, Named
 from ._process_group import comm_of
 from ._tensors import unsupported
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
+
+
+# What the docstrings below have in common.
+NOTES = """
+    DeepSpeed 0.19.8 does not have these optimizers any more. Here the step averages the gradients itself, in the steps
+    that need it: do not use DistributedDataParallel, and do not average elsewhere (docs/onebit.md). Gradients with Inf
+    or NaN skip the step on all ranks. There is no bias correction. Groups may have two more keys:
+
+    exp_avg_mask        a tensor that the momentum is multiplied with after each exchange. A sign has no zero, so an
+                        element whose gradient is always 0, such as a position that no sequence reaches, would be moved
+                        by noise; a 0 here keeps it. load_state_dict keeps the mask of this optimizer and ignores the
+                        checkpoint's. Where the two differ, error feedback starts again with zeros
+    non_freeze          True: the group is never compressed, and its variance never freezes (OnebitAdam)
+
+    The constructor's arguments:
+"""
+MORE = """
+    deepspeed           None: the step averages gradients. Or an engine that does so itself when its attribute
+                        enable_backward_allreduce is set, which each step does
+    bias_correction     no effect
+    eps_inside_sqrt     must be False
+    max_grad_norm       must be 0; clip with FP16_Optimizer(..., clip_grad=...)
+    amsgrad             must be False
+    cuda_aware          no effect
+    comm_backend_name   no effect: the backend is that of `group`
+    group               process group of the data-parallel ranks; None: the default group of torch.distributed, or one
+                        rank without it
+    compat              None: standard mode; "deepspeed": also the quirks of the original, step by step
+                        (docs/compat.md). A load then starts error feedback again with zeros
+    """
+FREEZE = """
+    freeze_step         steps in full precision, in which the gradients are averaged and the variance is adapted. From
+                        then on the variance stays, and ranks exchange the momentum in 1 bit per element. The default
+                        compresses nothing for 100,000 steps: take the learning rate's warm-up, or 15 to 25 % of all
+                        steps"""
 
 
 def version_of(mask: Optional[torch.Tensor]) -> int:
@@ -33,15 +68,7 @@ def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 
 class Onebit(Named):
-    """group      the data-parallel ranks; None = torch.distributed's default group, or one rank without it
-    deepspeed  an engine that averages the gradients itself when its enable_backward_allreduce is set, which each
-               step does;
-               without one the step averages them, and the caller never does
-
-    Gradients with Inf or NaN skip the step on all ranks. bias_correction, cuda_aware and comm_backend_name have no
-    effect;
-    eps_inside_sqrt and max_grad_norm, which the originals ignore, are refused.
-    """
+    """What the 1-bit family has in common."""
 
     # GradScaler would skip the step of the one rank whose gradients are not finite, and the others would wait for it in
     # the exchange. With this it leaves skipping to the step, which agrees on it.
@@ -57,9 +84,10 @@ class Onebit(Named):
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
                **more: Any) -> None:
-        for name, value in (("eps_inside_sqrt", eps_inside_sqrt), ("max_grad_norm", max_grad_norm)):
+        for name, value, instead in (("eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root"),
+                                     ("max_grad_norm", max_grad_norm, "use clip_grad of FP16_Optimizer")):
             if value:
-                raise unsupported("%s: %s=%r" % (type(self).__name__, name, value))
+                raise unsupported("%s: %s=%r is not supported; %s" % (type(self).__name__, name, value, instead))
         self._group, self._engine = group, deepspeed
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
@@ -124,8 +152,9 @@ class Onebit(Named):
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:
-            raise StateError("the variance is frozen, and new parameters would have none (DSOPT_ERR_STATE)",
-                             abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
+            raise StateError("the variance is frozen, and new parameters would have none; add groups before the "
+                             "freeze, or with non_freeze=True (DSOPT_ERR_STATE)", abi.DSOPT_ERR_STATE,
+                             "DSOPT_ERR_STATE")
         super().add_param_group(param_group)
 
     def _advance(self) -> None:
@@ -173,7 +202,9 @@ class Onebit(Named):
 
 
 class OnebitAdam(Onebit):
-    __doc__ = "deepspeed.runtime.fp16.onebit.adam.OnebitAdam (Tang et al. 2021).\n\n    " + str(Onebit.__doc__)
+    __doc__ = """deepspeed.runtime.fp16.onebit.adam.OnebitAdam (Tang et al. 2021): AdamW whose variance freezes, after
+    which ranks exchange 1 bit per element.
+    """ + NOTES + COMMON + DECAY + FREEZE + MORE
     _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_ADAM
     _kept = Onebit._kept + ("freeze_step",)
 
@@ -207,7 +238,16 @@ class OnebitAdam(Onebit):
 
 
 class ZeroOneAdam(Onebit):
-    __doc__ = "deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam (Lu et al. 2022).\n\n    " + str(Onebit.__doc__)
+    __doc__ = """deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam (Lu et al. 2022): 0/1 Adam, which adapts the variance
+    less and less often, and after it is frozen exchanges only in some of the steps.
+    """ + NOTES + COMMON + DECAY + """
+    var_freeze_step     steps in which the variance is adapted, at growing intervals; between them the ranks exchange
+                        gradients in 1 bit per element. From then on the variance stays, and ranks step with their own
+                        gradients between exchanges at growing intervals
+    var_update_scaler   the interval between steps that adapt the variance begins at 1 and doubles after this many of
+                        them
+    local_step_scaler   the interval between exchanges begins at 1 and doubles after this many steps
+    local_step_clipper  largest interval between exchanges""" + MORE
     _algorithm = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
     _kept = Onebit._kept + ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 
@@ -246,7 +286,14 @@ class ZeroOneAdam(Onebit):
 
 
 class OnebitLamb(Onebit):
-    __doc__ = "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb (Li et al. 2021).\n\n    " + str(Onebit.__doc__)
+    __doc__ = """deepspeed.runtime.fp16.onebit.lamb.OnebitLamb (Li et al. 2021): LAMB whose variance freezes, after
+    which ranks exchange 1 bit per element. From then on a parameter's trust ratio is the running mean of its ratios,
+    times a factor that follows the variance as it would have gone on.
+    """ + NOTES + COMMON + LAMB + FREEZE + """
+    coeff_beta          decay of the running mean of trust ratios
+    factor_max          largest factor
+    factor_min          smallest factor
+    factor_threshold    largest change of a factor in a step, as a share of it""" + MORE
     _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
     _fields = Onebit._fields + ("min_trust", "max_trust")
     _kept = Onebit._kept + ("freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold")

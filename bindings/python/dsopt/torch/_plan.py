@@ -324,7 +324,8 @@ class Plan:
             return 0
         what = "the gradient of " + entry.name
         if grad.layout != torch.strided:
-            raise unsupported("%s is sparse" % what)
+            raise unsupported("%s is sparse, and must be dense; use torch.optim.SparseAdam or torch.optim.SGD for it, "
+                              "or sparse=False in its torch.nn.Embedding" % what)
         if grad.shape != entry.param.shape:
             raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(entry.param.shape)),
                         "SHAPE")

@@ -16,8 +16,20 @@ TorchSGD = torch.optim.SGD  # as it is on import
 class SGD(Torch, TorchSGD):
     """torch.optim.SGD, stepped by the engine.
 
-    maximize, differentiable and sparse gradients are refused, and a momentum that changes between 0 and another value.
-    Parameters are float32, float16, bfloat16 or complex64; the momentum of 16-bit ones is float32.
+    Sparse gradients are refused, and a momentum that changes between 0 and another value. Parameters are float32,
+    float16, bfloat16 or complex64; the momentum of 16-bit ones is float32.
+
+    params                  parameters, or dicts of parameters with their own values of what follows
+    lr                      learning rate; a number, or a tensor that is read in each step
+    momentum                decay of the sum of gradients; 0 = no momentum
+    dampening               the share of a gradient that does not enter the momentum
+    weight_decay            times the weights is added to the gradient
+    nesterov                the step looks ahead along the momentum
+    foreach                 no effect: the step is the same
+    maximize                must be False
+    differentiable          must be False
+    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
+                            be clipped between. Else GradScaler does both. The step is the same
     """
 
     _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")

@@ -31,13 +31,22 @@ def unsupported(text: str) -> UnsupportedError:
     return UnsupportedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
 
 
+INSTEAD = {"amsgrad": "use torch.optim for it", "maximize": "minimize the negative loss",
+           "differentiable": "use torch.optim for it"}
+
+
+def refused(where: str, option: str) -> UnsupportedError:
+    """An option of torch.optim or DeepSpeed that the engine does not have."""
+    return unsupported("%s: %s=True is not supported; %s" % (where, option, INSTEAD[option]))
+
+
 def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
     """As FLOATS has it. `what` names the tensor in the error."""
     try:
         return FLOATS[tensor.dtype]
     except KeyError:
-        raise wrong("%s is %s; the engine has float32, float16, bfloat16 and complex64" %
-                    (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
+        raise wrong("%s is %s, and must be float32, float16, bfloat16 or complex64; convert it, or leave it to an "
+                    "optimizer of torch.optim" % (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
 
 
 def strides_of(tensor: torch.Tensor) -> List[int]:

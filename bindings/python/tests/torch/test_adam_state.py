@@ -10,7 +10,7 @@ import unittest.mock
 
 from support import PAIRS, SHAPES, VERSION, TestCase, give_grads, main, params_of, step_both, torch
 
-from dsopt.torch import SGD, Adagrad, Adam, AdamW, FusedAdam, FusedLamb, Lion
+from dsopt.torch import SGD, Adagrad, Adam, AdamW, FusedAdam, FusedLamb, FusedLion, Lion
 
 
 class State(TestCase):
@@ -284,7 +284,7 @@ class Scaling(TestCase):
                 optimizer = kind(params, fused=fused)
                 for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
                     self.assertEqual(some._step_supports_amp_scaling, VERSION >= (2, 0) and bool(fused))
-        for kind in (Lion, FusedAdam, FusedLamb):
+        for kind in (Lion, FusedAdam, FusedLamb, FusedLion):
             self.assertFalse(kind(params)._step_supports_amp_scaling)
 
 

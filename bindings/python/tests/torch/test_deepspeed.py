@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FusedAdam, FusedLamb, the 1-bit family on one rank, and the 16-bit wrappers."""
+"""FusedAdam, FusedLion, FusedLamb, the 1-bit family on one rank, and arguments of all of DeepSpeed's classes."""
 import copy
 import inspect
 import math
@@ -8,7 +8,11 @@ import pickle
 from support import TestCase, give_grads, main, params_of, torch
 
 import dsopt
-from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+import dsopt.torch
+from dsopt.torch import (FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, FusedLion, OnebitAdam, OnebitLamb,
+                         ZeroOneAdam)
+
+REQUIRED = inspect.Parameter.empty
 
 SHAPES = ((7, 3), (5,))
 FAMILY = ((OnebitAdam, {"freeze_step": 4}), (ZeroOneAdam, {"var_freeze_step": 4}), (OnebitLamb, {"freeze_step": 4}))
@@ -29,55 +33,82 @@ def lamb(params, state, grads, t, lr, wd, low, high, bias_correction=True):
     return ratios
 
 
-class Signatures(TestCase):
-    def defaults(self, kind):
-        return {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()
-                if parameter.default is not parameter.empty}
+# Arguments and defaults of DeepSpeed 0.19.8; of the 1-bit family, which it does not have any more, those of 0.19.6.
+ONEBIT = dict(params=REQUIRED, deepspeed=None, lr=1e-3)
+DEEPSPEED = {
+    FusedAdam: dict(params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
+                    weight_decay=0., amsgrad=False, set_grad_none=True),
+    FusedLion: dict(params=REQUIRED, lr=1e-3, betas=(0.9, 0.999), weight_decay=0., set_grad_none=True),
+    FusedLamb: dict(params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False,
+                    weight_decay=0., max_grad_norm=0., max_coeff=10.0, min_coeff=0.01, amsgrad=False),
+    OnebitAdam: dict(ONEBIT, freeze_step=100000, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
+                     eps_inside_sqrt=False, weight_decay=0., max_grad_norm=0., amsgrad=False, cuda_aware=False,
+                     comm_backend_name="nccl"),
+    ZeroOneAdam: dict(ONEBIT, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False,
+                      weight_decay=0., max_grad_norm=0., var_freeze_step=100000, var_update_scaler=16,
+                      local_step_scaler=32678, local_step_clipper=16, amsgrad=False, cuda_aware=False,
+                      comm_backend_name="nccl"),
+    OnebitLamb: dict(ONEBIT, freeze_step=100000, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
+                     eps_inside_sqrt=False, weight_decay=0., max_grad_norm=0., max_coeff=10.0, min_coeff=0.01,
+                     amsgrad=False, cuda_aware=False, comm_backend_name="nccl", coeff_beta=0.9, factor_max=4.0,
+                     factor_min=0.5, factor_threshold=0.1),
+    FP16_Optimizer: dict(init_optimizer=REQUIRED, deepspeed=None, loss_scale_config=None,
+                         low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False,
+                         initial_dynamic_scale=2**32, dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0,
+                         fused_adam_legacy=False, has_moe_layers=False, timers=None),
+    FP16_UnfusedOptimizer: dict(init_optimizer=REQUIRED, deepspeed=None, loss_scale_config=None,
+                                low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False,
+                                dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False),
+}
 
-    def test_defaults(self):
-        both = {
-            "lr": 1e-3,
-            "bias_correction": True,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.,
-            "amsgrad": False
-        }
-        onebit = {
-            "deepspeed": None,
-            "eps_inside_sqrt": False,
-            "max_grad_norm": 0.,
-            "cuda_aware": False,
-            "comm_backend_name": "nccl"
-        }
-        for kind, more in ((FusedAdam, {
-                "adam_w_mode": True,
-                "set_grad_none": True
-        }), (FusedLamb, {
-                "eps_inside_sqrt": False,
-                "max_grad_norm": 0.,
-                "max_coeff": 10.0,
-                "min_coeff": 0.01
-        }), (OnebitAdam, {
-                **onebit, "freeze_step": 100000
-        }), (ZeroOneAdam, {
-                **onebit, "var_freeze_step": 100000,
-                "var_update_scaler": 16,
-                "local_step_scaler": 32678,
-                "local_step_clipper": 16
-        }), (OnebitLamb, {
-                **onebit, "freeze_step": 100000,
-                "max_coeff": 10.0,
-                "min_coeff": 0.01,
-                "coeff_beta": 0.9,
-                "factor_max": 4.0,
-                "factor_min": 0.5,
-                "factor_threshold": 0.1
-        })):
-            found = self.defaults(kind)
-            for name, value in {**both, **more}.items():
-                self.assertEqual(found[name], value, "%s %s" % (kind.__name__, name))
-        self.assertEqual(self.defaults(FP16_Optimizer)["initial_dynamic_scale"], 2 ** 32)
+
+class Signatures(TestCase):
+    def test_arguments_are_those_of_deepspeed(self):
+        for kind, expected in DEEPSPEED.items():
+            found = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()
+                     if parameter.kind is not parameter.KEYWORD_ONLY}
+            self.assertEqual(list(found), list(expected), kind.__name__)
+            self.assertEqual(found, expected, kind.__name__)
+
+    def test_every_class_named_after_deepspeed_is_in_the_table(self):
+        others = {"AdamW", "Adam", "SGD", "Adagrad", "Lion"}
+        self.assertEqual({kind.__name__ for kind in DEEPSPEED}, set(dsopt.torch.__all__) - others)
+
+    def test_every_argument_is_documented(self):
+        for name in dsopt.torch.__all__:
+            kind = getattr(dsopt.torch, name)
+            for argument in inspect.signature(kind).parameters:
+                self.assertRegex(kind.__doc__, r"(?m)^    %s +\S" % argument, "%s: %s" % (name, argument))
+            for line in kind.__doc__.splitlines():
+                self.assertLessEqual(len(line), 120, line)
+
+    def test_refusals_say_what_to_do(self):
+        params = params_of((3,))
+        half = params_of((3,), dtype=torch.float16)
+
+        def sparse():
+            embedding = torch.nn.Embedding(4, 2, sparse=True)
+            embedding(torch.tensor([1])).sum().backward()
+            dsopt.torch.AdamW(embedding.parameters()).step()
+
+        cases = [(lambda kind=kind: kind(params, amsgrad=True), "amsgrad=True is not supported; use ")
+                 for kind in (dsopt.torch.AdamW, dsopt.torch.Adam, FusedAdam, FusedLamb, *(k for k, _ in FAMILY))]
+        cases += [(lambda kind=kind: kind(params, maximize=True), "maximize=True is not supported; minimize")
+                  for kind in (dsopt.torch.AdamW, dsopt.torch.Adam, dsopt.torch.SGD, dsopt.torch.Adagrad)]
+        cases += [(lambda: dsopt.torch.AdamW(params, differentiable=True), "=True is not supported; use "),
+                  (lambda: dsopt.torch.AdamW([{"params": params, "amsgrad": True}]), r"param_groups\[0\]: .* use "),
+                  (lambda: OnebitAdam(params, max_grad_norm=1.0), "max_grad_norm=1.0 is not supported; use clip_grad"),
+                  (lambda: FP16_Optimizer(FusedAdam(half), has_moe_layers=True), "is not supported; wrap "),
+                  (lambda: FusedLion(params).step(scale=2.0), "scale is not supported; use FP16_Optimizer"),
+                  (sparse, "is sparse, and must be dense; use ")]
+        for call, text in cases:
+            with self.assertRaisesRegex(dsopt.UnsupportedError, text):
+                call()
+
+    def test_lion_has_the_defaults_of_its_authors(self):
+        params = params_of((3,))
+        self.assertEqual(dsopt.torch.Lion(params).defaults, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
+        self.assertEqual(FusedLion(params).defaults, dict(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0))
 
     def test_refused(self):
         params = params_of((3,))
@@ -118,9 +149,32 @@ class Fused(TestCase):
         optimizer.step()
         self.assert_close(old - params[0].detach(), torch.full((4,), 0.1), rtol=1e-4, atol=0)
 
+    def test_lion_is_lion(self):
+        params, others = params_of(*SHAPES), params_of(*SHAPES)
+        ours, theirs = FusedLion(params), dsopt.torch.Lion(others, lr=1e-3, betas=(0.9, 0.999))
+        for i in range(4):
+            give_grads(params, others, seed=i)
+            ours.step()
+            theirs.step()
+        self.assert_same(params, others)
+        self.assertFalse(copy.deepcopy(FusedLion(params, set_grad_none=False)).set_grad_none)
+
+    def test_attributes_are_read_in_each_step(self):
+        params, others = params_of(*SHAPES), params_of(*SHAPES)
+        ours, theirs = FusedAdam(params, weight_decay=0.5), FusedAdam(others, weight_decay=0.5)
+        for i in range(4):
+            ours.adam_w_mode = i % 2
+            theirs = FusedAdam(others, weight_decay=0.5, adam_w_mode=bool(i % 2))
+            theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+            give_grads(params, others, seed=i)
+            ours.step()
+            theirs.step()
+            self.assert_same(params, others)
+
     def test_zero_grad(self):
         params = params_of((4,))
-        for optimizer, gone in ((FusedAdam(params), True), (FusedAdam(params, set_grad_none=False), False)):
+        for optimizer, gone in ((FusedAdam(params), True), (FusedAdam(params, set_grad_none=False), False),
+                                (FusedLion(params), True), (FusedLion(params, set_grad_none=False), False)):
             give_grads(params)
             optimizer.zero_grad()
             self.assertEqual(params[0].grad is None, gone)
@@ -211,180 +265,59 @@ class Family(TestCase):
         self.assertEqual(optimizer.state[params[1]]["trust_average"].shape, ())
         self.assert_same(params, old)
 
+    def test_masks_of_a_load_are_ignored(self):
+        for kind, options in FAMILY:
+            for compat in (None, "deepspeed"):
+                for mask in ([1.0, 1, 1, 1], [0.0, 1, 1, 1], None):
+                    params, others = params_of((4,)), params_of((4,))
+                    first = kind([{"params": params, "exp_avg_mask": torch.tensor([1.0, 1, 0, 0])}], lr=0.1,
+                                 compat=compat, **options)
+                    own = {} if mask is None else {"exp_avg_mask": torch.tensor(mask)}
+                    second = kind([{"params": others, **own}], lr=0.1, compat=compat, **options)
+                    for i in range(7):
+                        give_grads(params, seed=i)
+                        first.step()
+                    saved = copy.deepcopy(first.state_dict())
+                    second.load_state_dict(saved)
+                    self.assertIs(second.param_groups[0].get("exp_avg_mask"), own.get("exp_avg_mask"))
+                    self.assertEqual("exp_avg_mask" in second.param_groups[0], mask is not None)
+                    self.assertEqual(saved["param_groups"][0]["exp_avg_mask"].tolist(), [1, 1, 0, 0])
+                    give_grads(others)
+                    second.step()
+                    start = others[0].detach().clone()
+                    for i in range(3):
+                        give_grads(others, seed=i)
+                        second.step()
+                    moved = (others[0].detach() != start).tolist()
+                    self.assertEqual(moved, [bool(x) for x in mask or [1, 1, 1, 1]], (kind, compat, mask))
+
+    def test_masks_can_change(self):
+        """A mask is read in each step, as by the original."""
+        params = params_of((4,))
+        optimizer = OnebitAdam([{"params": params, "exp_avg_mask": torch.tensor([1.0, 1, 0, 0])}], freeze_step=2)
+
+        def moved():
+            start = params[0].detach().clone()
+            give_grads(params)
+            optimizer.step()
+            return (params[0].detach() != start).tolist()
+
+        for _ in range(4):
+            last = moved()
+        self.assertEqual(last, [True, True, False, False])
+        optimizer.param_groups[0]["exp_avg_mask"][2] = 1  # in place
+        self.assertEqual(moved(), [True, True, True, False])
+        optimizer.param_groups[0]["exp_avg_mask"] = torch.tensor([1.0, 0, 0, 1])
+        self.assertEqual(moved(), [True, False, False, True])
+        del optimizer.param_groups[0]["exp_avg_mask"]
+        self.assertEqual(moved(), [True, True, True, True])
+
     def test_nan_is_skipped(self):
         params = params_of((4,))
         optimizer, old = OnebitAdam(params), params[0].detach().clone()
         params[0].grad = torch.full((4,), math.nan)
         optimizer.step()
         self.assert_same(params, [old])
-
-
-class Wrapped(TestCase):
-    def make(self, wrapper, kind=FusedAdam, dtype=torch.float16, options=None, **more):
-        params = params_of(*SHAPES, dtype=dtype)
-        more.setdefault("dynamic_loss_scale", True)
-        more.setdefault("dynamic_loss_args", {"init_scale": 2.0 ** 10, "scale_window": 3})
-        return params, wrapper(kind(params, lr=0.01, **(options or {})), low_precision_dtype=dtype, **more)
-
-    def step(self, params, optimizer, seed=0, bad=False):
-        generator = torch.Generator().manual_seed(seed)
-        optimizer.zero_grad()
-        loss = sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in params)
-        optimizer.backward(loss * (math.inf if bad else 1))
-        return optimizer.step()
-
-    def test_masters_beside_torch(self):
-        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
-            for dtype in (torch.float16, torch.bfloat16):
-                params, optimizer = self.make(wrapper, dtype=dtype, options={"weight_decay": 0.1})
-                others = [torch.nn.Parameter(p.detach().float()) for p in params]
-                reference = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)
-                for i in range(8):
-                    generator = torch.Generator().manual_seed(i)
-                    for p in others:
-                        p.grad = torch.randn(p.shape, generator=generator).to(dtype).float()
-                    reference.step()
-                    optimizer.zero_grad()
-                    self.assertFalse(self.step(params, optimizer, i))
-                self.assert_close(optimizer.masters()[0], [p.detach() for p in others], rtol=2e-3, atol=2e-3)
-                self.assert_same(params, [m.to(dtype) for m in optimizer.masters()[0]])
-                self.assertEqual(params[0].grad is None, wrapper is FP16_Optimizer)
-
-    def test_scale(self):
-        """Windows of 3: growth in the call behind 3 good ones; halved where a gradient is not finite."""
-        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
-            params, optimizer = self.make(wrapper)
-            scales = []
-            for i in range(12):
-                optimizer.zero_grad()
-                before = [p.detach().clone() for p in params]
-                bad = i in (5, 6)
-                self.assertEqual(self.step(params, optimizer, i, bad), bad)
-                self.assertEqual(optimizer.overflow, bad)
-                if bad:
-                    self.assert_same(params, before)
-                scales.append(math.log2(optimizer.cur_scale))
-            self.assertEqual(scales, [10, 10, 10, 11, 11, 10, 9, 9, 9, 9, 10, 10])
-            self.assertEqual((optimizer.cur_iter, optimizer.last_overflow_iter), (12, 6))
-
-    def test_setting_the_scale(self):
-        params, optimizer = self.make(FP16_Optimizer)
-        optimizer.loss_scale = 64.0
-        self.assertEqual((optimizer.loss_scale, optimizer.cur_scale), (64, 64))
-        optimizer.override_loss_scale(4.0)
-        self.assertEqual((optimizer.loss_scale, optimizer.cur_scale, optimizer.custom_loss_scaler), (4, 64, True))
-        self.step(params, optimizer, bad=True)
-        self.assertEqual(optimizer.cur_scale, 64)
-        optimizer.override_loss_scale(None)
-        self.assertEqual((optimizer.loss_scale, optimizer.external_loss_scale), (64, None))
-        with self.assertRaisesRegex(ValueError, "loss scale"):
-            optimizer.loss_scale = 0
-        _, static = self.make(FP16_Optimizer, dynamic_loss_scale=False, static_loss_scale=8.0)
-        self.assertEqual(static.loss_scale, 8)
-
-    def test_clipping(self):
-        params, optimizer = self.make(FP16_Optimizer, clip_grad=0.5, options={"betas": (0.0, 0.999)})
-        self.step(params, optimizer)
-        norm = optimizer._global_grad_norm
-        self.assertGreater(norm, 0.5)
-        momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
-        self.assert_close(momentum.norm().item(), 0.5, rtol=1e-3, atol=0)
-        optimizer.clip_grad = 0.0
-        self.step(params, optimizer)
-        momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
-        self.assert_close(momentum.norm().item(), norm, rtol=1e-3, atol=0)
-
-    def test_clipping_of_float32(self):
-        params, optimizer = self.make(FP16_Optimizer,
-                                      dtype=torch.float32,
-                                      clip_grad=0.5,
-                                      options={"betas": (0.0, 0.999)})
-        self.step(params, optimizer)
-        momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
-        self.assert_close(momentum.norm().item(), 0.5, rtol=1e-3, atol=0)
-        self.assertEqual(optimizer.loss_scale, 1)
-
-    def test_state(self):
-        for wrapper, key in ((FP16_Optimizer, "fp32_groups_flat"), (FP16_UnfusedOptimizer, "fp32_groups")):
-            for kind, options in EVERY:
-                params, optimizer = self.make(wrapper, kind, options=options, clip_grad=1.0)
-                for i in range(6):
-                    self.step(params, optimizer, i, bad=i == 2)
-                saved = copy.deepcopy(optimizer.state_dict())
-                self.assertLessEqual(
-                    {
-                        "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
-                        "scale_window", "optimizer_state_dict", "clip_grad", key
-                    }, set(saved))
-                others, again = self.make(wrapper, kind, options=options)
-                for p, q in zip(others, params):
-                    p.data.copy_(q.data)
-                again.load_state_dict(saved)
-                self.assertEqual((again.cur_scale, again.cur_iter, again.clip_grad), (optimizer.cur_scale, 6, 1.0))
-                for i in range(6, 10):
-                    self.step(params, optimizer, i)
-                    self.step(others, again, i)
-                self.assert_same(others, params)
-                self.assert_same(again.masters()[0], optimizer.masters()[0])
-
-    def test_masters_without_state(self):
-        params, optimizer = self.make(FP16_Optimizer)
-        self.step(params, optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        others, again = self.make(FP16_Optimizer)
-        again.load_state_dict(saved, load_optimizer_states=False)
-        self.assert_same(again.masters()[0], optimizer.masters()[0])
-        self.assertEqual(again.state[others[0]]["step"].item(), 0)
-        saved["fp32_groups_flat"][0] = torch.zeros(3)
-        with self.assertRaisesRegex(ValueError, "fp32_groups_flat"):
-            again.load_state_dict(saved)
-
-    def test_new_weights(self):
-        params, optimizer = self.make(FP16_UnfusedOptimizer)
-        for p in params:
-            p.data.fill_(0.5)
-        optimizer.refresh_fp32_params()
-        self.step(params, optimizer)
-        self.assertLess((params[0].detach() - 0.5).abs().max().item(), 0.02)
-
-    def test_compat_takes_a_step_of_decay_when_made(self):
-        params, optimizer = self.make(FP16_Optimizer, options={"weight_decay": 0.5, "compat": "deepspeed"})
-        self.assert_close(optimizer.masters()[0][0], params[0].detach().float() * (1 - 0.01 * 0.5))
-        self.assertEqual(optimizer.state[params[0]]["step"].item(), 1)
-
-    def test_refused(self):
-        params = params_of((3,), dtype=torch.float16)
-        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
-            with self.assertRaisesRegex(ValueError, "init_optimizer"):
-                wrapper(torch.optim.AdamW(params))
-            with self.assertRaisesRegex(ValueError, r"param_groups\[0\]\['params'\]\[0\]"):
-                wrapper(FusedAdam(params), low_precision_dtype=torch.bfloat16)
-            with self.assertRaisesRegex(ValueError, "delayed_shif"):
-                wrapper(FusedAdam(params), dynamic_loss_scale=True, dynamic_loss_args={"delayed_shif": 2})
-            base = FusedAdam(params)
-            optimizer = wrapper(base)
-            with self.assertRaisesRegex(ValueError, "another wrapper"):
-                wrapper(base)
-            with self.assertRaisesRegex(RuntimeError, "state_dict"):
-                copy.deepcopy(optimizer)
-        with self.assertRaisesRegex(NotImplementedError, "has_moe_layers"):
-            FP16_Optimizer(FusedAdam(params), has_moe_layers=True)
-
-    def test_hysteresis(self):
-        params, optimizer = self.make(FP16_Optimizer, dynamic_loss_args={"init_scale": 64.0, "delayed_shift": 2})
-        self.step(params, optimizer, bad=True)
-        self.assertEqual(optimizer.cur_scale, 64)
-        self.step(params, optimizer, bad=True)
-        self.assertEqual(optimizer.cur_scale, 32)
-
-    def test_schedulers_take_the_optimizer_inside(self):
-        params, optimizer = self.make(FP16_Optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
-        self.step(params, optimizer)
-        scheduler.step()
-        self.assertEqual(optimizer.get_lr(), 0.005)
-        optimizer.set_lr(0.5)
-        self.assertEqual(optimizer.param_groups[0]["lr"], 0.5)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import ctypes
 from support import TestCase, give_grads, main, params_of, torch
 
 from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
-                         Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+                         FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
 
-EVERY = (SGD, Adagrad, Adam, AdamW, Lion, FusedAdam, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
+EVERY = (SGD, Adagrad, Adam, AdamW, Lion, FusedAdam, FusedLion, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
 WRAPPERS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer as DeepSpeed's engine gives and reads it."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, Optional
+
+import torch
+
+from ._tensors import wrong
+
+if TYPE_CHECKING:
+    from ._fp16 import Wrapper
+
+READ = ("use_grad_scaling", "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
+        "scale_window", "min_loss_scale")
+
+
+class LossScaleConfig:
+    """deepspeed.runtime.fp16.loss_scaler.LossScaleConfig of a wrapper. Each attribute is what holds now, so reading
+    cur_scale, cur_iter and last_overflow_iter waits for the device. cur_scale can be set."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+
+    def __repr__(self) -> str:
+        return "LossScaleConfig(%s)" % ", ".join("%s=%r" % (name, getattr(self, name)) for name in READ)
+
+    def _option(self, name: str, otherwise: Any) -> Any:
+        return (self._wrapper._scale_args or {}).get(name) or otherwise if self.dynamic_loss_scale else None
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        """Gradients carry a loss scale: float16 parameters."""
+        return self._wrapper._scale_args is not None
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """The scale follows the overflows."""
+        return self._wrapper.dynamic_loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The scaler's own value; 1 without gradient scaling."""
+        return self._wrapper.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self._wrapper.cur_scale = value
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self._wrapper.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> Optional[int]:
+        """Number of the last step that was skipped, -1 if none was; None with a static scale."""
+        return self._wrapper.last_overflow_iter if self.dynamic_loss_scale else None
+
+    @property
+    def scale_factor(self) -> Optional[float]:
+        """What the scale grows and shrinks by; None with a static scale."""
+        return self._option("factor", 2.0)
+
+    @property
+    def scale_window(self) -> Optional[int]:
+        """Good steps until the scale grows; None with a static scale."""
+        return self._option("window", 1000)
+
+    @property
+    def min_loss_scale(self) -> Optional[float]:
+        """The scale shrinks no further; None with a static scale."""
+        return self._option("min", 1.0 if self._wrapper._profile == "fused" else 0.25)
+
+
+def options_of(config: Any, profile: str, dtype: torch.dtype) -> Optional[Dict[str, Any]]:
+    """The arguments of dsopt.Scaler for a LossScaleConfig, ours or DeepSpeed's. None: no scale."""
+    for name in READ:
+        if not hasattr(config, name):
+            raise wrong("loss_scale_config is a %s without %s, and must be a LossScaleConfig of DeepSpeed" %
+                        (type(config).__name__, name))
+    if bool(config.use_grad_scaling) != (dtype == torch.float16):
+        raise wrong("loss_scale_config.use_grad_scaling is %r, and low_precision_dtype is %s: only torch.float16 has a "
+                    "loss scale" % (config.use_grad_scaling, dtype))
+    if not config.use_grad_scaling:
+        return None
+    if not config.dynamic_loss_scale:
+        return {"static": True, "init": config.cur_scale}
+    return {"profile": profile, "init": config.cur_scale, "factor": config.scale_factor or 2.0,
+            "window": config.scale_window or 1000, "min": config.min_loss_scale or 0}
