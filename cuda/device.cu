@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
 #include "loops.cuh"
+#include "pending.h"
 #include "pinned.h"
 #include <string>
 
@@ -44,17 +45,13 @@ public:
     // Serves calls in which the host asks, and may wait. On a stream of its own: the default stream may be captured.
     void copy(void *to, const void *from, size_t bytes) const override {
         if (bytes == 0) return;
-        synchronize();
         enqueue_copy(to, from, bytes, own_stream_.get());
         wait(own_stream_.get());
     }
     std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
     std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
     void check_stream(void *stream) const override { gpu_.check_stream(as_stream(stream)); }
-    void synchronize() const override {
-        const OnDevice on(gpu_);
-        check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    }
+    std::shared_ptr<PendingWork> make_pending_work() const override { return std::make_shared<CudaPendingWork>(gpu_); }
     void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const override {
         const OnDevice on(gpu_);
         if (bytes != 0)
@@ -69,6 +66,11 @@ public:
     void wait(void *stream) const override {
         const OnDevice on(gpu_);
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+    }
+    void wait_for_default_stream() const override {
+        const OnDevice on(gpu_);
+        (void)capturing(nullptr); // refuses it where its use would end a capture
+        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
     }
     void on_device(FunctionRef<void()> body) const override {
         const OnDevice on(gpu_);

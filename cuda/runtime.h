@@ -182,7 +182,13 @@ inline bool is_done(cudaError_t error, const char *what) {
 
 inline bool capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    if (error == cudaErrorStreamCaptureImplicit) {
+        (void)cudaGetLastError();
+        throw Error(DSOPT_ERR_STATE, "the default stream cannot be used while a stream that waits for it is being "
+                                     "captured: capture streams made with cudaStreamNonBlocking");
+    }
+    check(error, "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
 }
 

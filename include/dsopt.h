@@ -30,6 +30,13 @@
  *    is that of the CUDA runtime, whatever context is current in the calling thread. A stream of another device or
  *    context is refused with DSOPT_ERR_DEVICE and nothing is changed; so is NULL while another context of that device is
  *    current. Streams of green contexts are accepted from driver 12.5 on.
+ *  - Waiting. On CUDA a call that "waits for earlier calls" waits for the work that calls on the same object enqueued,
+ *    on every stream, and its own work is done when it returns. A scaler and all its optimizers count as one object. If
+ *    the call uses tensors, it also waits for the legacy default stream, and returns DSOPT_ERR_STATE if CUDA forbids
+ *    that: while another thread captures a stream that was made without cudaStreamNonBlocking. It does not wait for
+ *    kernels of the caller on other streams: synchronise these first if they use the same tensors. Captures of other
+ *    threads go on. Once a call on the object was captured, it waits for the whole device, because graphs may be
+ *    replayed on any stream, and that ends captures of other threads. docs/graphs.md
  *  - Structs that begin with `size` can grow. Set every byte to zero, set `size`, then set the fields you need. A field
  *    that is 0 or NULL has its default; only dsopt_group is different, and dsopt_group_init fills it. DSOPT_NEW does
  *    both steps in C and C++. A struct shorter than in version 0.2 is refused with DSOPT_ERR_VERSION, and so are
@@ -600,7 +607,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, 
  * Append a group and its parameters. The parameters of all calls, in the order of registration, are the flat order of
  * every list of this API. May be called between steps: existing state is kept, except that error feedback of the 1-bit
  * family starts anew. Lists of later calls are longer, and a state list that was bound must be bound again. Once there
- * is state, this call waits for the device. So does the next one other than dsopt_optimizer_add_group, _add_params,
+ * is state, this call waits for earlier calls. So does the next one other than dsopt_optimizer_add_group, _add_params,
  * _set and _get, a query too: it makes memory for what the whole optimizer keeps, so it cannot be captured, and it may
  * be made again if it fails with DSOPT_ERR_NOMEM or _BACKEND.
  * @param[in] group   copied.
@@ -775,16 +782,18 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
 /**
  * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values,
  * except for loss_scale and scaler, which are there from the start.
- * Waits for the device.
+ * Waits for earlier calls.
  * @param[out] host   numel * size bytes.
  * @param[in]  bytes  exactly that number.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet, or the default
+ * stream cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
                                                           size_t bytes);
 
-/** Copy host memory to one entry. Engines with fp32 initial weights import "master". @return as dsopt_optimizer_export;
- * DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a word that no step leaves behind.
+/** Copy host memory to one entry. Engines with fp32 initial weights import "master". Waits for earlier calls.
+ * @return as dsopt_optimizer_export; DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a word that
+ * no step leaves behind.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
                                                           size_t bytes);
@@ -794,13 +803,15 @@ enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED
 /**
  * Say where parameters or state are from now on. dtype and numel stay as registered. Contents are neither copied nor
  * changed: bound state must hold its values, from dsopt_optimizer_init_state or a saved state. If you overwrite bound
- * state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would not notice.
+ * state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would not notice. Binding state
+ * waits for earlier calls.
  * Parameters with NULL data have no memory from then on. A list in which each parameter has NULL data, or the memory
  * that it has already, allocates nothing: such a call cannot fail with DSOPT_ERR_NOMEM.
  * @param[in] what   enum dsopt_bind.
  * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
  * @param[in] count  number of parameters, or of state entries.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each named; _ARGUMENT as in dsopt_optimizer_import.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each named; _ARGUMENT as in dsopt_optimizer_import;
+ * _STATE: the default stream cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                         int64_t count);
@@ -818,9 +829,11 @@ enum dsopt_reset {
 };
 
 /**
- * Give parts of the state their starting values, in stream order.
+ * Give parts of the state their starting values, in stream order. With DSOPT_RESET_COUNTERS or MOMENTUM_BITS the call
+ * waits for earlier calls and cannot be captured.
  * @param[in] what  an OR of enum dsopt_reset.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from, or this
+ * call cannot be captured.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *stream);
 
@@ -971,10 +984,11 @@ typedef struct dsopt_step {
  * schedule of the 1-bit family counts it, and freezes the variance if its turn has come; ranks exchange as much as in a
  * step that is taken, and drop the result. In compat mode nothing is exchanged after the decision to skip.
  *
- * The host waits for the device in three cases only:
+ * The host waits in four cases only. It waits for `stream` in the first three, and for earlier calls in the last one:
  *  - a comm of several ranks without DSOPT_COMM_FLAG_ENQUEUE;
  *  - with ENQUEUE: values that the host needs, see there;
- *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller.
+ *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller;
+ *  - a skip budget and comms of several ranks.
  *
  * Gradients that overlap one another or parameters are not looked for, nor is one array given twice.
  * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
@@ -1014,7 +1028,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * dsopt_optimizer_apply gives the bits that dsopt_optimizer_step gives. Nothing is read from state that the optimizer
  * owns.
  * Where that step is taken the call allocates workspace and frees it, the host may wait for the device, and the call
- * cannot be captured in a graph.
+ * cannot be captured in a graph. Nor can it be captured where a state tensor starts as a value other than 0.
  * @param[in,out] params  one entry per parameter, only read unless that step is taken. NULL is legal if there are no
  *                        masters.
  * @param[out]    state   every entry, in list order, with memory unless it is empty.
@@ -1051,10 +1065,11 @@ enum dsopt_reduction {
 /**
  * The reduction of a call of dsopt_optimizer_step, known before the backward pass.
  * @param[in]  call       1, 2, ...: the answer is a pure function of it, because calls count whether skipped or not.
- *                        0 = the next call. In compat mode only 0, because skipped calls do not count there.
+ *                        0 = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA
+ *                        it waits for earlier calls, as it does where the state was imported, bound or loaded.
  * @param[out] reduction  enum dsopt_reduction.
- * @return DSOPT_OK; DSOPT_ERR_STATE: no groups; DSOPT_ERR_UNSUPPORTED: a number in compat mode.
- * Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
+ * @return DSOPT_OK; DSOPT_ERR_STATE: no groups, or the default stream cannot be used; DSOPT_ERR_UNSUPPORTED: a number
+ * in compat mode. Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call,
                                                                   int32_t *reduction);
@@ -1163,7 +1178,8 @@ typedef struct dsopt_report {
 } dsopt_report;
 
 /**
- * What happened so far. Waits for the last step of this optimizer; only this call does, stepping does not.
+ * What happened so far. Waits for earlier calls, and not for the default stream; stepping does not wait. Replays of
+ * captured steps that were launched before this call are included, whatever their stream.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
@@ -1216,17 +1232,18 @@ typedef struct dsopt_io {
  * Write a checkpoint: a safetensors file with one tensor "<param>.<state>" per state entry, "optimizer.<state>" for
  * those of the whole optimizer, "<param>.param" with DSOPT_IO_PARAMS. Algorithm, hyper-parameters and an XXH3-128
  * checksum per tensor are in the metadata. A file is written under a temporary name, flushed and renamed, and its
- * folder is flushed: a crash leaves the old file or the new one. docs/checkpoints.md
+ * folder is flushed: a crash leaves the old file or the new one. Waits for earlier calls. docs/checkpoints.md
  * Symbolic links are followed and the file behind them is replaced, also for /dev/stdout or /proc/self/fd/N: the open
  * descriptor keeps the old file. To write to a descriptor, use `io->write`.
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
- * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups.
+ * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups, or the default stream
+ * cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
 /**
- * Read a checkpoint. Everything, checksums included, is checked before anything changes.
+ * Read a checkpoint. Everything, checksums included, is checked before anything changes. Waits for earlier calls.
  *
  * Each data-parallel rank saves a file of its own. With the same number of ranks each loads its own file and goes on
  * with the same bits. With another number, every rank gets the files of all ranks that saved (dsopt_io.files):
@@ -1352,11 +1369,12 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 
 /**
- * Set the scale, set an override, or clear the override. Waits for everything on the device, before and after.
+ * Set the scale, set an override, or clear the override. Waits for earlier calls and for `stream`.
  * @param[in] what    enum dsopt_scale.
  * @param[in] value   positive and finite in fp32; 0 to clear.
- * @param[in] stream  ignored: the call is in order with every stream.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_BACKEND.
+ * @param[in] stream  the stream on which kernels of the caller read the scale: they read the old value before this call
+ *                    and the new one after it.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT; DSOPT_ERR_STATE: the stream is being captured, or cannot be used; _BACKEND.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream);
 
@@ -1369,8 +1387,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
 
 /**
- * Current values. Waits for the device. @param[out] info  `info->size` must be set. @return DSOPT_OK;
- * DSOPT_ERR_BACKEND.
+ * Current values. Waits for earlier calls, and not for the default stream. @param[out] info  `info->size` must be set.
+ * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_query(dsopt_scaler *scaler, dsopt_scaler_info *info);
 
@@ -1752,7 +1770,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, 
 
 /**
  * What a worker and a server still owe: one float per element, without the scales. With two levels a worker has its
- * own slice. Waits for the stream.
+ * own slice. Waits for `args->stream`.
  * @param[out] worker  host memory. NULL = not wanted.
  * @param[out] server  host memory. NULL = not wanted.
  * @return as dsopt_compressed_allreduce. Thread-safety: any.

@@ -123,7 +123,10 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     if (bytes != entry.bytes())
         throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
-    if (!entry.of_scaler()) optimizer.ensure_state(nullptr, nullptr); // the scaler has its memory from the start
+    if (entry.of_scaler()) // has its memory from the start
+        optimizer.wait_for_tensors();
+    else
+        optimizer.prepare_for_host();
     return entry;
 }
 
@@ -290,8 +293,8 @@ void dsopt_scaler_destroy(dsopt_scaler *scaler) {
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
-dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *) {
-    return with(scaler, [&](Scaler &object) { object.set(what, value); });
+dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
+    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
     return with(scaler, on_stream(stream, [&](Scaler &object) { object.update(overflow, stream); }));
@@ -400,7 +403,6 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) {
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
-        optimizer.decode_momentum();
         if (bytes == 0) return; // `host` may be NULL
         if (entry.is_error())
             optimizer.onebit()->export_errors(optimizer.state(), entry, static_cast<float *>(host));
@@ -413,7 +415,6 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
         const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
         if (entry.of_scaler()) optimizer.check_scaler();
         check_contents(optimizer, entry, host, "import");
-        optimizer.decode_momentum();
         optimizer.context().device().copy(entry.data, host, bytes);
         optimizer.state_changed();
     });

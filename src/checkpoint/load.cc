@@ -147,8 +147,9 @@ void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, co
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
+    optimizer.wait_for_tensors();
     optimizer.ensure_state(nullptr, nullptr, masters_follow);
-    device.synchronize();
+    device.wait_for_default_stream();
     const std::unique_ptr<HostWriter> writer = device.writer();
     try {
         for (const Transfer &transfer : transfers) {
@@ -225,6 +226,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     optimizer.restore(std::move(restored));
     if (wanted.state && optimizer.onebit() != nullptr) optimizer.onebit()->forget_like_original(optimizer.state());
     if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
+    optimizer.context().device().wait_for_default_stream();
     log_resharding(optimizer, files, wanted.errors);
 }
 

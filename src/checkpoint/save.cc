@@ -15,8 +15,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         for (const Param &param : optimizer.params())
             if (param.data == nullptr && param.numel != 0)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory", param.name.c_str());
-    optimizer.ensure_state(nullptr, nullptr);
-    optimizer.decode_momentum();
+    optimizer.prepare_for_host();
 
     const Metadata metadata = metadata_of(optimizer);
     std::vector<TensorEntry> tensors;
@@ -30,9 +29,7 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (with_params)
         for (const Param &param : optimizer.params()) add(tensor_of(param), param.data);
 
-    const Device &device = optimizer.context().device();
-    device.synchronize();
-    const std::unique_ptr<HostReader> reader = device.reader();
+    const std::unique_ptr<HostReader> reader = optimizer.context().device().reader();
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
     write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes) {
         return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);

@@ -188,9 +188,10 @@ public:
     }
     std::unique_ptr<HostWriter> writer() const override { return nullptr; }
     void check_stream(void *) const override {}
-    void synchronize() const override {}
+    std::shared_ptr<PendingWork> make_pending_work() const override { return nullptr; }
     bool finished(void *) const override { return true; }
     void wait(void *) const override {}
+    void wait_for_default_stream() const override {}
     void on_device(FunctionRef<void()> body) const override { body(); }
 
 private:

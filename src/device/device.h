@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The line between what a step means and where it runs. One Device per kind of memory.
 #pragma once
+#include "base/not_copied.h"
 #include "base/sizes.h"
 #include "device/loops.h"
 #include <memory>
@@ -30,6 +31,31 @@ public:
     virtual void finish() = 0; // all copies have arrived
 };
 
+/// The work that calls on an object have enqueued: the host can wait for it without waiting for the whole device. Any
+/// number of threads may call.
+class PendingWork {
+public:
+    virtual ~PendingWork() = default;
+    /// Adds everything that is on `stream` now. If the stream is being captured, graphs will launch the work.
+    virtual void add(void *stream) noexcept = 0;
+    /// Waits for all of the work. `replays`: after a capture, also for launches of graphs. These may be on any stream,
+    /// so the host then waits for the whole device, which invalidates captures of other threads.
+    virtual void wait(bool replays) const = 0;
+};
+
+/// Adds what a scope enqueues on a stream, also if the scope fails halfway. `work` NULL: the backend is the host.
+class Enqueues : NotCopied {
+public:
+    Enqueues(PendingWork *work, void *stream) : work_(work), stream_(stream) {}
+    ~Enqueues() {
+        if (work_ != nullptr) work_->add(stream_);
+    }
+
+private:
+    PendingWork *work_;
+    void *stream_;
+};
+
 /// Memory, streams and copies of one kind of device.
 class Device {
 public:
@@ -49,16 +75,19 @@ public:
     /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of the
     /// driver. Once a call, first; elsewhere NULL is the default stream of the device.
     virtual void check_stream(void *stream) const = 0;
-    /// Waits for everything on the device.
-    virtual void synchronize() const = 0;
-    /// Between host and backend memory in any direction, after everything on the device. Waits until it is done.
+    /// NULL on backends that are the host. Must not outlive the device.
+    virtual std::shared_ptr<PendingWork> make_pending_work() const = 0;
+    /// Copies between host and backend memory in any direction, at once: the caller has waited for work that uses the
+    /// memory. Waits until the copy is done.
     virtual void copy(void *to, const void *from, size_t bytes) const = 0;
-    /// The same in stream order.
+    /// The same in stream order. The host's memory may change after the call unless it is page-locked.
     virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
     virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
     /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
     virtual bool finished(void *stream) const = 0;
-    virtual void wait(void *stream) const = 0;                  // for everything on `stream` and nothing else
+    virtual void wait(void *stream) const = 0; // for everything on `stream` and nothing else
+    /// Waits for the legacy default stream. Throws DSOPT_ERR_STATE while a stream that it waits for is being captured.
+    virtual void wait_for_default_stream() const = 0;
     virtual void on_device(FunctionRef<void()> body) const = 0; // with the device current in this thread
 };
 

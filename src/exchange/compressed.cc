@@ -58,7 +58,10 @@ void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compresse
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error, nullptr);
-    owed_errors(comm.context()->device(), buffers, worker, server);
+    const Device &device = comm.context()->device();
+    (void)device.finished(args.stream); // refuses a stream that is being captured
+    device.wait(args.stream);
+    owed_errors(device, buffers, worker, server);
 }
 
 } // namespace dsopt

@@ -133,7 +133,8 @@ ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) co
     const Device &device = context_.device();
     if (own && known_) return *known_;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
-    device.copy(&state, data, sizeof state);
+    device.enqueue_copy(&state, data, sizeof state, stream);
+    device.wait(stream);
     return state;
 }
 
@@ -230,7 +231,8 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     }
     device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
     state.momentum_in_bits = 0;
-    device.copy(schedule->data, &state, sizeof state);
+    device.enqueue_copy(schedule->data, &state, sizeof state, nullptr);
+    device.wait_for_default_stream();
     forget_schedule();
 }
 
@@ -260,6 +262,7 @@ void OneBit::forget_like_original(const StateTable &table) const {
     };
     for (const StateEntry &other : table)
         if (forgets(other.kind)) device.clear(other.data, other.bytes(), nullptr);
+    device.wait_for_default_stream();
 }
 
 void OneBit::export_errors(const StateTable &table, const StateEntry &entry, float *out) const {

@@ -74,12 +74,15 @@ public:
     ScheduleState read_schedule(const void *data, bool own, void *stream) const;
     /// After a step with the engine's schedule.
     void count_step(const OneBitPlan &plan) const;
+    /// The next read_schedule() of the engine's own does not wait.
+    bool knows_schedule() const { return known_.has_value(); }
     /// The memory may have been written to.
     void forget_schedule() const { known_.reset(); }
 
     /// What the next calls do with gradients, DSOPT_REDUCTION_...; `first_call_is_spent`: by a wrapper that was made.
     int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
-    /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
+    /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS. After work that uses the state, for
+    /// which the caller has waited; done when it returns. The same holds for the two below.
     void decode_momentum(const StateTable &state, const std::vector<Param> &params) const;
     /// After a load: what the original forgets or decides anew there.
     void forget_like_original(const StateTable &state) const;

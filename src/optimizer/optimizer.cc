@@ -48,6 +48,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
     for (const auto &comm : with_.experts) experts_.push_back(comm.get());
     if (with_.scaler) scaler_token_ = with_.scaler->attach();
+    // A scaler is moved by steps of all its optimizers: they share what is waited for.
+    pending_ = with_.scaler ? with_.scaler->pending() : context_->device().make_pending_work();
 }
 
 Optimizer::~Optimizer() {
@@ -180,6 +182,7 @@ Optimizer::Kept Optimizer::keep_contents(const std::vector<StateEntry> &own) con
     Kept kept;
     for (const StateEntry &entry : own) {
         if (entry.data == nullptr || entry.of_scaler() || record_of(entry.kind).growth == Growth::anew) continue;
+        if (kept.empty()) wait_for_tensors();
         std::vector<char> &contents = kept[entry.kind];
         contents.resize(entry.bytes());
         context_->device().copy(contents.data(), entry.data, contents.size());
@@ -206,15 +209,16 @@ void Optimizer::carry_contents() {
     size_t bytes = 0;
     for (const auto &[kind, contents] : kept_) bytes += round_up(state_.find(kind)->bytes());
     Memory memory(context_, std::max(bytes, kLine), nullptr);
+    device.wait_for_default_stream(); // refuses one that cannot be used now
     device.clear(memory.data(), bytes, nullptr);
     char *at = static_cast<char *>(memory.data());
     for (const auto &[kind, contents] : kept_) {
         StateEntry &entry = state_[size_t(state_.slot(kind))];
-        device.copy(at, contents.data(), contents.size());
+        device.enqueue_copy(at, contents.data(), contents.size(), nullptr);
         entry.data = at;
         at += round_up(entry.bytes());
     }
-    device.synchronize();
+    device.wait_for_default_stream();
     carried_ = std::move(memory);
     kept_.clear();
     memory_map_.reset();
@@ -297,6 +301,7 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
     check_length(grads, count, params_.size(), "the list of gradients");
     for (size_t i = 0; i < params_.size(); ++i)
         if (grads[i].data != nullptr) check_beside(grads[i], params_[i], "gradient of");
+    const Enqueues work(pending(), stream);
     call_list_.reserve(state_.size());
     ensure_state(nullptr, stream);
     call_list_.resize(params_.size());

@@ -37,9 +37,9 @@ public:
     /// What the host knows without waiting; NULL before the first step.
     const Outcome *known() const { return is_copied() ? static_cast<const Outcome *>(mirror_.get()) : data(); }
     void enqueue_copy(const Device &device, void *stream) const;
-    /// Waits.
+    /// After the steps so far, for which the caller has waited.
     Outcome read(const Device &device) const;
-    /// Waits. Nothing to change before the first step.
+    /// The same. Nothing to change before the first step.
     void change(const Device &device, void (*change)(Outcome &));
 
 private:
@@ -76,6 +76,18 @@ public:
     /// NULL without a group of the 1-bit family, and before settle().
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
+    /// The work of calls on this optimizer and on its scaler; NULL on backends that are the host.
+    PendingWork *pending() const { return pending_.get(); }
+    /// Waits for the work that earlier calls on this optimizer and its scaler enqueued. `replays`: also for graphs that
+    /// contain such calls.
+    void wait_for_calls(bool replays = true) const {
+        if (pending_) pending_->wait(replays);
+    }
+    /// Waits for earlier calls and for the default stream, where work of the caller may use the tensors. Throws
+    /// DSOPT_ERR_STATE where CUDA forbids the use of the default stream.
+    void wait_for_tensors() const;
+    /// Makes missing state and decodes the momentum. Afterwards the host may read and write every state tensor.
+    void prepare_for_host();
     int64_t calls() const { return calls_; }
     DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
     /// Which of the original's wrappers compat mode stands for.
@@ -106,9 +118,7 @@ public:
     /// Starting values into the caller's list, the original's step on zero gradients included.
     void init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const;
     /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
-    void decode_momentum() {
-        if (onebit_) onebit_->decode_momentum(state_, params_);
-    }
+    void decode_momentum();
     /// To be called where state tensors may have been written to, other than by steps.
     void state_changed() const {
         if (onebit_) onebit_->forget_schedule();
@@ -157,7 +167,8 @@ private:
     std::mutex settling_;
     Attachments with_;
     std::shared_ptr<void> scaler_token_; // says whether the scaler was detached since
-    std::vector<Comm *> experts_;        // of with_, as a plan wants them
+    std::shared_ptr<PendingWork> pending_;
+    std::vector<Comm *> experts_; // of with_, as a plan wants them
     std::vector<Param> params_;
     std::set<std::string> names_; // theirs; labels of memory_map_ point here
     Wrapper wrapper_ = Wrapper::none;

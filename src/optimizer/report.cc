@@ -22,18 +22,18 @@ Outcome no_outcome() {
 void LastOutcome::make(const std::shared_ptr<const Context> &context, void *stream) {
     if (data() != nullptr) return;
     const Device &device = context->device();
+    (void)device.finished(stream); // refuses a stream that is being captured
     Memory memory(context, sizeof(Outcome), stream);
     if (!device.is_host()) mirror_ = device.host_buffer(sizeof(Outcome));
     const Outcome first = no_outcome();
     if (mirror_) std::memcpy(mirror_.get(), &first, sizeof first);
-    device.copy(memory.data(), &first, sizeof first);
+    device.enqueue_copy(memory.data(), &first, sizeof first, stream);
     memory_ = std::move(memory);
 }
 
 Outcome LastOutcome::read(const Device &device) const {
     Outcome outcome = no_outcome();
     if (data() == nullptr) return outcome;
-    device.synchronize();
     device.copy(&outcome, data(), sizeof outcome);
     return outcome;
 }
@@ -52,6 +52,7 @@ void LastOutcome::enqueue_copy(const Device &device, void *stream) const {
 
 dsopt_report Optimizer::report() const {
     dsopt_report r{};
+    wait_for_calls();
     const Outcome outcome = outcome_.read(context_->device());
     r.calls = calls_;
     r.skipped = outcome.total_skipped;
@@ -87,6 +88,7 @@ void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, i
         throw Error(DSOPT_ERR_ARGUMENT,
                     entry != nullptr ? "schedule is NULL" : "schedule is given, and no group is of the 1-bit family");
     if (entry != nullptr) check_state_tensor(optimizer, *schedule, *entry, true);
+    const Enqueues work(optimizer.pending(), stream);
     optimizer.context().device().loops().write_reduction(
         entry != nullptr ? optimizer.onebit()->setup().rules : ScheduleRules{},
         entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr, reduction, stream);
@@ -113,6 +115,8 @@ int32_t next_reduction(const Optimizer &optimizer, int64_t call) {
     check_groups(optimizer);
     if (call < 0 || call > INT32_MAX) throw Error(DSOPT_ERR_ARGUMENT, "call is %lld, not in [0, 2^31)", ll(call));
     if (optimizer.onebit() == nullptr) return DSOPT_REDUCTION_FULL;
+    const bool reads = call == 0 && optimizer.state().find(StateKind::schedule)->data != nullptr;
+    if (reads && !optimizer.onebit()->knows_schedule()) optimizer.wait_for_tensors();
     return optimizer.onebit()->next_reduction(optimizer.state(), call, optimizer.wrapper() != Wrapper::none);
 }
 

@@ -86,9 +86,11 @@ void Scaler::check(const ScalerRules &rules) {
 
 Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc) : context_(std::move(context)) {
     rules_ = make_rules(desc, init_);
+    const Device &device = context_->device();
+    pending_ = device.make_pending_work();
     memory_ = Memory(context_, 128, nullptr);
+    device.wait_for_default_stream(); // a hook may allocate in the order of the stream
     write(first_state());
-    context_->device().synchronize();
 }
 
 ScalerState Scaler::first_state() const {
@@ -118,6 +120,7 @@ void Scaler::check_attached(const std::shared_ptr<void> &token) const {
 
 ScalerState Scaler::read() const {
     ScalerState state;
+    if (pending_) pending_->wait(/*replays=*/true);
     context_->device().copy(&state, this->state(), sizeof state);
     return state;
 }
@@ -134,7 +137,9 @@ void Scaler::fit_to_rules() {
     write(state);
 }
 
-void Scaler::set(int32_t what, double value) {
+void Scaler::set(int32_t what, double value, void *stream) {
+    (void)context_->device().finished(stream); // refuses a stream that is being captured
+    context_->device().wait(stream);
     ScalerState state = read();
     if (what == DSOPT_SCALE_CLEAR_OVERRIDE) {
         if (value != 0) throw Error(DSOPT_ERR_ARGUMENT, "clearing an override takes no value, got %g", value);
@@ -155,13 +160,17 @@ void Scaler::set(int32_t what, double value) {
 }
 
 void Scaler::update(const int32_t *overflow, void *stream) {
+    const Enqueues work(pending_.get(), stream);
     move_scale(*context_, {scale(), state(), rules()}, overflow, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
-    move_scale(*context_, check_arrays(state, count, rules()), overflow, stream);
+    const PlannedScaler scaler = check_arrays(state, count, rules());
+    const Enqueues work(pending_.get(), stream); // the arrays may be the scaler's own memory
+    move_scale(*context_, scaler, overflow, stream);
 }
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const PlannedScaler scaler = check_arrays(state, count, rules());
+    const Enqueues work(pending_.get(), stream);
     context_->device().loops().write_scaler(first_state(), scaler.state, scaler.scale, stream);
 }
 
@@ -169,13 +178,11 @@ void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
     check_float_tensor(loss, {"loss", ""});
     check_numel(loss, 1, {"loss", ""});
     if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
+    const Enqueues work(pending_.get(), stream);
     context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
-dsopt_scaler_info Scaler::info() const {
-    context_->device().synchronize();
-    return decode(read());
-}
+dsopt_scaler_info Scaler::info() const { return decode(read()); }
 dsopt_scaler_info Scaler::decode(const ScalerState &state) {
     dsopt_scaler_info info{};
     info.scale = double(scale_in_use(state));

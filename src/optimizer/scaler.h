@@ -19,6 +19,8 @@ public:
         return rules_;
     }
     float *scale() const { return static_cast<float *>(memory_.data()); }
+    /// The work of calls on this scaler and on its optimizers; NULL on backends that are the host.
+    const std::shared_ptr<PendingWork> &pending() const { return pending_; }
     ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
 
     /// For an optimizer to keep as long as it has the scaler. Throws DSOPT_ERR_STATE for a second one unless SHARED.
@@ -28,7 +30,8 @@ public:
     /// Throws DSOPT_ERR_STATE if the optimizer with this token was let go.
     void check_attached(const std::shared_ptr<void> &token) const;
 
-    void set(int32_t what, double value);
+    /// Waits for earlier calls and for `stream`, where kernels of the caller may read the scale.
+    void set(int32_t what, double value, void *stream);
     void update(const int32_t *overflow, void *stream);
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
@@ -47,6 +50,7 @@ public:
     static void check(const ScalerRules &rules);
 
 private:
+    /// Waits for calls on the scaler and on its optimizers.
     ScalerState read() const;
     void write(const ScalerState &state);
 
@@ -54,6 +58,7 @@ private:
     ScalerRules rules_;
     double init_ = 0;
     Memory memory_;
+    std::shared_ptr<PendingWork> pending_;
     mutable std::mutex mutex_; // of the rules and the token
     std::shared_ptr<void> token_ = std::make_shared<char>();
 };

@@ -12,7 +12,7 @@ const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
     return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-/// By copies, each twice as long as the last one. The host waits for the first alone, which comes from its stack.
+/// By copies, each twice as long as the last one. The first one comes from the host's stack.
 void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
     const size_t total = size_t(tensor.numel) * sizeof value;
     float block[256];
@@ -20,7 +20,7 @@ void fill(const Device &device, const dsopt_tensor &tensor, float value, void *s
     if (total == 0) return;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     size_t done = std::min(total, sizeof block);
-    device.copy(tensor.data, block, done);
+    device.enqueue_copy(tensor.data, block, done, stream);
     for (; done < total; done += std::min(done, total - done))
         device.enqueue_copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
 }
@@ -44,6 +44,24 @@ void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, 
                     param.name.c_str());
     const dsopt_tensor from{source, entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_DTYPE_F32, 0};
     device.loops().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
+}
+
+void Optimizer::wait_for_tensors() const {
+    wait_for_calls();
+    context_->device().wait_for_default_stream();
+}
+
+void Optimizer::decode_momentum() {
+    if (!onebit_ || state_.find(StateKind::exp_avg_bits) == nullptr) return;
+    wait_for_tensors();
+    onebit_->decode_momentum(state_, params_);
+}
+
+void Optimizer::prepare_for_host() {
+    wait_for_tensors();
+    ensure_state(nullptr, nullptr);
+    decode_momentum();
+    context_->device().wait_for_default_stream();
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
@@ -105,6 +123,7 @@ void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
                         params_[i].name.c_str());
     Memory workspace;
+    const Enqueues work(pending(), stream);
     if (initial_step) {
         (void)context_->device().finished(stream); // refuses a stream that is being captured
         workspace = Memory(context_, workspace_bytes(), stream);
@@ -168,6 +187,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     settle();
     check_state_list(*this, list, count, false);
+    wait_for_tensors();
     std::vector<char> words;
     for (size_t i = 0; i < state_.size(); ++i) {
         if (list[i].data == nullptr || state_[i].numel == 0 || !has_meaning(state_[i].kind)) continue;
@@ -195,7 +215,12 @@ void Optimizer::reset(int32_t what, void *stream) {
             if (param.has_master && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
+    if ((what & DSOPT_RESET_COUNTERS) || state_.find(StateKind::exp_avg_bits) != nullptr) {
+        (void)context_->device().finished(stream); // refuses a stream that is being captured
+        wait_for_calls();
+    }
     decode_momentum(); // which counters tell
+    const Enqueues work(pending(), stream);
     for (const StateEntry &entry : state_)
         if (entry.data != nullptr && (what & record_of(entry.kind).reset))
             initialize(entry, nullptr, entry.data, stream);

@@ -87,10 +87,11 @@ void Optimizer::apply(const dsopt_step &step) const {
 }
 
 void Optimizer::take_step(const dsopt_step &step, bool &met) {
-    // What has arrived of earlier steps; nobody waits for it, but ranks must come to the same answer.
+    // Uses the results of earlier steps that have arrived. The host waits for the others only if ranks must come to the
+    // same answer; such steps are in no graph.
     if (desc_.skip_budget > 0 && outcome_.is_copied() && has_peers(comms())) {
         (void)context_->device().finished(step.stream); // refuses a stream that is being captured
-        context_->device().synchronize();
+        wait_for_calls(/*replays=*/false);
     }
     const Outcome *const known = outcome_.known();
     if (known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
@@ -115,6 +116,7 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
     } else if (step.state_count != 0) {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
     }
+    const Enqueues work(pending(), step.stream);
     ensure_workspace(step.stream);
     const dsopt_tensor *state = step.state;
     if (!complete) {
@@ -153,6 +155,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
     check_scaler();
     const dsopt_tensor *const schedule = state_.find(step.state, StateKind::schedule);
     if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
+    const Enqueues work(pending(), step.stream);
     run(request, step.state, step.workspace);
 }
 

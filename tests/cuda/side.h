@@ -289,8 +289,9 @@ public:
     }
     Captured(const Captured &) = delete;
     Captured &operator=(const Captured &) = delete;
+    void launch(cudaStream_t stream) const { EXPECT_EQ(cudaGraphLaunch(exec_, stream), cudaSuccess); }
     void replay() const {
-        EXPECT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess);
+        launch(stream_);
         EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     }
 

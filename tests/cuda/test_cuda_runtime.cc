@@ -1,35 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CUDA device asks of the runtime besides work: primary contexts, captures of other threads, images, memory.
 // Only on the emulated device, which counts.
+#include "captures.h"
 #include "side.h"
 #include "support/fork.h"
 #include <algorithm>
-#include <barrier>
 #include <memory>
 
 using namespace cuda_test;
 
 namespace {
-
-/// Runs body() while another thread captures a stream in the mode in which every call beside it counts.
-template <class Body> void beside_a_global_capture(const Body &body) {
-    std::barrier together(2);
-    std::thread other([&] {
-        cudaStream_t stream = nullptr;
-        cudaGraph_t graph = nullptr;
-        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-        EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-        together.arrive_and_wait();
-        together.arrive_and_wait();
-        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was spoilt";
-        (void)cudaGraphDestroy(graph);
-        (void)cudaStreamDestroy(stream);
-    });
-    together.arrive_and_wait();
-    body();
-    together.arrive_and_wait();
-    other.join();
-}
 
 TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
     allow_many_blocks();
@@ -292,6 +272,9 @@ public:
             if (t == 1) std::swap(grads[0].data, grads[1].data); // a patch
             again([&] { return dsopt_optimizer_step(optimizer, &step); });
         }
+        DSOPT_NEW(dsopt_report, report);
+        again([&] { return dsopt_optimizer_report(optimizer, &report); });
+        EXPECT_EQ(report.calls, 3);
         again([&] { return dsopt_zero_grad(context, grads.data(), 7, DSOPT_ZERO_FILL, nullptr); });
         again([&] { return copy(values.data(), memory, 2 * kBytes); });
         dsopt_optimizer_destroy(optimizer);
@@ -320,7 +303,7 @@ TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
     fakert::reset(config);
     const std::vector<float> expected = Persistent().run();
     for (const char *function : {"cuCtxPushCurrent",         "cudaDeviceGetAttribute",
-                                 "cudaDeviceSynchronize",    "cudaDriverGetVersion",
+                                 "cudaEventSynchronize",     "cudaDriverGetVersion",
                                  "cudaEventCreate",          "cudaEventRecord",
                                  "cudaFuncGetAttributes",    "cudaGetDriverEntryPointByVersion",
                                  "cudaLaunchKernel",         "cudaMalloc",

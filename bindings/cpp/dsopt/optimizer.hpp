@@ -156,7 +156,7 @@ public:
         detail::check(dsopt_schedule_decode(get(), words.data(), &info));
         return info;
     }
-    /// Waits for the last step.
+    /// Waits for earlier calls on the optimizer.
     dsopt_report report() {
         dsopt_report report = detail::desc_of<dsopt_report>();
         detail::check(dsopt_optimizer_report(get(), &report));

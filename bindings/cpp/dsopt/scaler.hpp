@@ -39,7 +39,7 @@ public:
     void update(const std::int32_t *overflow = nullptr, void *stream = nullptr) {
         detail::check(dsopt_scaler_update(get(), overflow, stream));
     }
-    /// Waits for the device.
+    /// Waits for earlier calls on the scaler and its optimizers.
     scaler_info info() {
         scaler_info info = detail::desc_of<scaler_info>();
         detail::check(dsopt_scaler_query(get(), &info));

@@ -153,7 +153,7 @@ class Scaler(Handle):
 
     def query(self) -> Any:
         """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,
-        skipped_in_row. Waits for the device."""
+        skipped_in_row. Waits for earlier calls on the scaler and its optimizers."""
         info = abi.dsopt_scaler_info()
         abi.check(abi.lib.dsopt_scaler_query(self.handle, byref(info)))
         return info

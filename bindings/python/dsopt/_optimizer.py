@@ -421,7 +421,7 @@ class Optimizer(Handle):
                 )
 
     def report(self) -> Report:
-        """What happened so far. Waits for the last step."""
+        """What happened so far. Waits for earlier calls on the optimizer."""
         struct = abi.dsopt_report()
         with gated(self):
             abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))

@@ -267,7 +267,8 @@ class State(Mapping[str, Any]):
         return make(info.address or 0, info.dtype, info.shape, owner)
 
     def copy(self, name: str) -> Any:
-        """A copy of the tensor `name` in host memory. Waits for the device."""
+        """A copy of the tensor `name` in host memory. Waits for earlier calls on the optimizer and for the default
+        stream."""
         info = self._info(name)
         (place,), memory = aligned_zeros([info.bytes])
         abi.check(abi.lib.dsopt_optimizer_export(self._optimizer.handle, info.index, place, info.bytes))

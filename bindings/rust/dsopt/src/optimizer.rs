@@ -382,7 +382,7 @@ impl Optimizer {
         self.comms.data.as_ref().map(Comm::handle)
     }
 
-    /// What happened so far. On CUDA it waits for the last step.
+    /// What happened so far. On CUDA it waits for earlier calls.
     pub fn report(&mut self) -> Result<Report> {
         let _inside = self.enter()?;
         let mut report = sys::zeroed!(dsopt_report);

@@ -164,12 +164,12 @@ impl Scaler {
         self.inner.handle.as_ptr()
     }
 
-    /// What the loss is multiplied by before the next backward pass. On CUDA it waits for the device.
+    /// What the loss is multiplied by before the next backward pass. On CUDA it waits for earlier calls.
     pub fn scale(&self) -> Result<f64> {
         Ok(self.query()?.scale)
     }
 
-    /// Current values. On CUDA it waits for the device.
+    /// Current values. On CUDA it waits for earlier calls.
     pub fn query(&self) -> Result<ScalerInfo> {
         let _inside = self.enter()?;
         let mut info = sys::zeroed!(dsopt_scaler_info);

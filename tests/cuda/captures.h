@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captures of other threads, which calls of the engine must leave as they are.
+#pragma once
+#include "runtime.h"
+#include <barrier>
+#include <thread>
+
+namespace cuda_test {
+
+/// Runs body() while another thread captures a stream, which has these flags, in this mode.
+template <class Body> void beside_a_capture(cudaStreamCaptureMode mode, unsigned flags, const Body &body) {
+    std::barrier together(2);
+    std::thread other([&] {
+        cudaStream_t stream = nullptr;
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
+        EXPECT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+        together.arrive_and_wait();
+        together.arrive_and_wait();
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was invalidated";
+        (void)cudaGraphDestroy(graph);
+        (void)cudaStreamDestroy(stream);
+    });
+    together.arrive_and_wait();
+    body();
+    together.arrive_and_wait();
+    other.join();
+}
+/// In the mode in which every call of any thread counts.
+template <class Body> void beside_a_global_capture(const Body &body) {
+    beside_a_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, body);
+}
+
+} // namespace cuda_test
