@@ -477,7 +477,7 @@ cudaError_t cudaDeviceSynchronize(void) {
     return call("cudaDeviceSynchronize", [&] {
         ++g_counters.host_waits;
         if (const cudaError_t error = refuse_null_stream(t_device)) return error;
-        if (const cudaError_t error = refuse_in_capture(true)) return error;
+        if (const cudaError_t error = refuse_captures_on(t_device)) return error;
         return wait_for_device(t_device);
     });
 }

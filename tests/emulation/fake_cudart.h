@@ -232,6 +232,8 @@ void reset_memory();
 /// A call that may wait or allocate: refused, and the capture spoilt, if this thread captures (or any, in global mode).
 /// `relaxed_too`: also where the capture is relaxed, for what waits.
 cudaError_t refuse_in_capture(bool relaxed_too);
+/// Refuses a call that waits for a whole device, and invalidates every capture there, whatever its mode and thread.
+cudaError_t refuse_captures_on(int device);
 /// Use of the null stream of a device while a stream captures that it would wait for.
 cudaError_t refuse_null_stream(int device);
 /// Something with a capturing stream that cannot be recorded.

@@ -136,15 +136,26 @@ cudaError_t refuse_in_capture(bool relaxed_too) {
     return refused ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
-cudaError_t refuse_null_stream(int device) {
-    bool refused = false;
+namespace {
+/// Invalidates captures of the device's streams, or only of those that wait for its null stream. Returns false if there
+/// are none.
+bool invalidate_captures_on(int device, bool blocking_only) {
+    bool found = false;
     for (const auto &[capture] : g_captures)
         for (const Branch &branch : capture->branches) {
-            if (!branch.stream->blocking || branch.stream->device != device) continue;
+            if (branch.stream->device != device || (blocking_only && !branch.stream->blocking)) continue;
             capture->valid = false;
-            refused = true;
+            found = true;
         }
-    return refused ? cudaErrorStreamCaptureImplicit : cudaSuccess;
+    return found;
+}
+} // namespace
+
+cudaError_t refuse_captures_on(int device) {
+    return invalidate_captures_on(device, false) ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+cudaError_t refuse_null_stream(int device) {
+    return invalidate_captures_on(device, true) ? cudaErrorStreamCaptureImplicit : cudaSuccess;
 }
 
 cudaError_t record(FakeStream *stream, Share task, std::vector<NodeDependency> after) {

@@ -493,6 +493,37 @@ TEST_F(LazyRuntime, CaptureOfThisThreadLeavesOthersAlone) {
     EXPECT_EQ(allocate_elsewhere(), cudaErrorStreamCaptureUnsupported);
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
 }
+TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
+    const Stream stream, side;
+    const Event event;
+    const auto elsewhere = [](const auto &body) { // in a thread that has done what it can
+        cudaError_t error = cudaSuccess;
+        std::thread([&] {
+            cudaStreamCaptureMode mode = kRelaxed;
+            EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+            error = body();
+        }).join();
+        return error;
+    };
+    for (const cudaStreamCaptureMode mode : {cudaStreamCaptureModeGlobal, kLocal, kRelaxed}) {
+        SCOPED_TRACE(mode);
+        cudaGraph_t graph = nullptr;
+        ASSERT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+        EXPECT_EQ(elsewhere([&] { return cudaEventRecord(event, side); }), cudaSuccess);
+        EXPECT_EQ(elsewhere([&] { return cudaEventSynchronize(event); }), cudaSuccess);
+        EXPECT_EQ(elsewhere([&] { return cudaStreamSynchronize(side); }), cudaSuccess);
+        EXPECT_EQ(elsewhere([] {
+                      EXPECT_EQ(cudaSetDevice(1), cudaSuccess); // of which no stream is captured
+                      return cudaDeviceSynchronize();
+                  }),
+                  cudaSuccess);
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+        ASSERT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+        EXPECT_EQ(elsewhere([] { return cudaDeviceSynchronize(); }), kNo);
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+    }
+}
 TEST_F(LazyRuntime, CaptureBeginsAndEndsWhereItMay) {
     const Stream stream, side;
     const Event before, forked;
