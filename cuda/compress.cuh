@@ -431,10 +431,6 @@ public:
 private:
     /// visit(member of DeviceLayout, vector, where its bytes begin). Returns the bytes of all.
     template <class Visit> static size_t for_arrays(const CompressLayout &layout, const Visit &visit) {
-        std::vector<int32_t> slots;
-        for (const auto &segments : layout.chunks)
-            slots.push_back(segments.empty() ? 0 : segments.back().part - segments.front().part + 1);
-        slots.resize(layout.first_part.size());
         Offsets offsets;
         const auto each = [&](auto member, const auto &array) {
             visit(member, array, offsets.add(array.size() * sizeof array[0]));
@@ -445,7 +441,7 @@ private:
         each(&DeviceLayout::part_leaf, layout.part_leaf);
         each(&DeviceLayout::segment_leaf, layout.segment_leaf);
         each(&DeviceLayout::first_part, layout.first_part);
-        each(&DeviceLayout::slots, slots);
+        each(&DeviceLayout::slots, layout.slots);
         return offsets.bytes();
     }
     static size_t own_bytes(const CompressLayout &layout) {

@@ -103,12 +103,38 @@ struct Launcher {
     /// Host bytes, a multiple of 8: in kernel arguments where they are few, else through page-locked memory. While the
     /// stream is being captured always in arguments, which the graph keeps.
     void upload(void *to, const void *from, size_t bytes) const {
-        if (bytes > 4 * sizeof(Bytes) && !capturing(stream)) {
-            PinnedPool::Block block = device.pinned.take(bytes);
+        PinnedPool::Block block;
+        if (bytes > 4 * sizeof(Bytes) && !capturing(stream)) block = device.pinned.take_if_free(bytes);
+        if (block.memory) {
             std::memcpy(block.memory.get(), from, bytes);
             check(cudaMemcpyAsync(to, block.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
             return device.pinned.give_back(std::move(block), stream);
         }
+        put(to, from, bytes);
+    }
+    /// Bytes that fill(memory) writes to memory that is zero. Allocates nothing on the heap.
+    template <class Fill> void upload(void *to, size_t bytes, const Fill &fill) const {
+        if (bytes <= kOnStack) {
+            alignas(8) char image[kOnStack];
+            std::memset(image, 0, bytes);
+            fill(image);
+            return put(to, image, bytes);
+        }
+        PinnedPool::Block block = device.pinned.take(bytes);
+        char *const image = static_cast<char *>(block.memory.get());
+        std::memset(image, 0, bytes);
+        fill(image);
+        check(cudaMemcpyAsync(to, image, bytes, cudaMemcpyHostToDevice, stream), "upload");
+        if (capturing(stream)) // a replay reads the block again
+            (void)device.pinned.keep(std::move(block));
+        else
+            device.pinned.give_back(std::move(block), stream);
+    }
+
+private:
+    static constexpr size_t kOnStack = sizeof(Bytes);
+    /// In kernel arguments.
+    void put(void *to, const void *from, size_t bytes) const {
         for (size_t at = 0; at < bytes; at += sizeof(Bytes)) {
             Bytes piece;
             const size_t here = bytes - at < sizeof piece ? bytes - at : sizeof piece;
@@ -116,8 +142,6 @@ struct Launcher {
             block("put", put_kernel, reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8));
         }
     }
-
-private:
     template <class... P, class... A>
     void run(const char *name, void (*kernel)(P...), unsigned blocks, int threads, size_t shared,
              A &&...arguments) const {

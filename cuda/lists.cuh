@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists without an optimizer: one launch for all tensors.
+// Lists without an optimizer. Tensors travel in kernel arguments, which allocates nothing; norms alone, whose last block
+// reads the whole list, have it in device memory.
 #pragma once
 #include "reduce.cuh"
 
@@ -7,21 +8,26 @@ namespace dsopt::gpu {
 
 /// A list in device memory, cut into leaves like everything else.
 struct DeviceList {
-    const dsopt_tensor *x, *y; // the same where there is one list only
+    const dsopt_tensor *x;
     const int64_t *first_leaf; // count + 1
     int64_t count;
     int64_t leaves;
 };
 
-/// A list as kernels take it. One tensor travels in the arguments: nothing is allocated or uploaded for it.
-struct ListArgument {
-    DeviceList list; // without pointers: of the one that follows
-    dsopt_tensor x, y;
-    int64_t first_leaf[2];
-    __device__ __forceinline__ DeviceList view() const {
-        return list.x != nullptr ? list : DeviceList{&x, &y, first_leaf, 1, first_leaf[1]};
-    }
+/// Up to N tensors of a list, or pairs of two lists, by value into a kernel.
+template <int N> struct ListBatch {
+    int64_t first_leaf[N + 1]; // running numbers
+    const void *x[N];
+    void *y[N]; // the same memory as x where there is one list
+    int64_t numel[N];
+    Dtype x_type[N], y_type[N];
+    int32_t count;
+    int64_t leaves() const { return first_leaf[count]; }
 };
+// Short lists take the small one, because a launch copies its arguments. The large one is below the 32,764 bytes that a
+// kernel may take.
+constexpr int kFewTensors = 16, kManyTensors = 512;
+static_assert(sizeof(ListBatch<kManyTensors>) < 20000);
 
 /// The last of `count` stretches, at least one, that begins at `at` or before; the first one begins at 0. Empty ones
 /// begin where the next one does. By a warp, which looks at 32 of them at once.
@@ -37,36 +43,48 @@ template <class Index> __device__ __forceinline__ Index find_stretch(const int64
     return low;
 }
 
-/// body(Width<V>, x, y, i) for the block's share of a list's elements, V neighbours from the i-th one of a tensor on.
-template <class Body> __device__ __forceinline__ void for_list_packs(const ListArgument &argument, const Body &body) {
-    const DeviceList list = argument.view();
-    for (int64_t leaf = blockIdx.x; leaf < list.leaves; leaf += gridDim.x) {
-        const int64_t tensor = find_stretch(list.first_leaf, list.count, leaf);
-        const dsopt_tensor x = list.x[tensor], y = list.y[tensor];
-        const Leaf where(x.numel, leaf - list.first_leaf[tensor]);
-        for_packs(where.n, all_aligned(x.data, y.data),
-                  [&](auto width, int i) INLINED { body(width, x, y, where.begin + i); });
+/// A tensor of a batch, or a pair.
+struct ListTensor {
+    const void *x;
+    void *y;
+    Dtype x_type, y_type;
+};
+
+/// body(Width<V>, tensor, i) for the block's share of a batch's elements, V neighbours from the i-th one of a tensor on.
+template <int N, class Body>
+__device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const Body &body) {
+    // The search reads another number in each thread, for which arguments are slow.
+    __shared__ int64_t first_leaf[N + 1];
+    for (int i = int(threadIdx.x); i <= list.count; i += kThreads) first_leaf[i] = list.first_leaf[i];
+    __syncthreads();
+    for (int64_t leaf = blockIdx.x; leaf < first_leaf[list.count]; leaf += gridDim.x) {
+        const int32_t tensor = find_stretch(first_leaf, list.count, leaf);
+        const ListTensor at{list.x[tensor], list.y[tensor], list.x_type[tensor], list.y_type[tensor]};
+        const Leaf where(list.numel[tensor], leaf - first_leaf[tensor]);
+        for_packs(where.n, all_aligned(at.x, at.y),
+                  [&](auto width, int i) INLINED { body(width, at, where.begin + i); });
     }
 }
 
-__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListArgument list) {
+template <int N> __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListBatch<N> list) {
     begin_kernel();
-    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i)
-                             INLINED { store(Pack<V>{}, x.data, Dtype(x.dtype), i); });
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i)
+                             INLINED { store(Pack<V>{}, at.y, at.y_type, i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
+template <int N>
 __global__ void __launch_bounds__(kThreads)
-    axpby_kernel(GRID_CONSTANT const ListArgument list, const float *factor, const float value, const float b) {
+    axpby_kernel(GRID_CONSTANT const ListBatch<N> list, const float *factor, const float value, const float b) {
     begin_kernel();
     const float a = factor != nullptr ? *factor : value;
-    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &y, int64_t i) INLINED {
-        Pack<V> v = fetch<V>(x.data, Dtype(x.dtype), i), old{};
-        if (b != 0) old = fetch<V>(y.data, Dtype(y.dtype), i);
-        v = widen(v, Dtype(x.dtype));
-        old = widen(old, Dtype(y.dtype));
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
+        Pack<V> v = fetch<V>(at.x, at.x_type, i), old{};
+        if (b != 0) old = fetch<V>(at.y, at.y_type, i);
+        v = widen(v, at.x_type);
+        old = widen(old, at.y_type);
         unrolled<V>([&](int k) INLINED { v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k]; });
-        store(v, y.data, Dtype(y.dtype), i);
+        store(v, at.y, at.y_type, i);
     });
 }
 
@@ -85,12 +103,13 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     x = x > limit ? limit : x;
     return x < -limit ? -limit : x;
 }
-__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListArgument list, const float limit) {
+template <int N>
+__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListBatch<N> list, const float limit) {
     begin_kernel();
-    for_list_packs(list, [&]<int V>(Width<V>, const dsopt_tensor &x, const dsopt_tensor &, int64_t i) INLINED {
-        Pack<V> v = load<V>(x.data, Dtype(x.dtype), i);
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
+        Pack<V> v = load<V>(at.y, at.y_type, i);
         unrolled<V>([&](int k) INLINED { v.at[k] = clamped(v.at[k], limit); });
-        store(v, x.data, Dtype(x.dtype), i);
+        store(v, at.y, at.y_type, i);
     });
 }
 
@@ -110,10 +129,9 @@ struct NormParts {
 };
 
 __global__ void __launch_bounds__(kThreads, 3)
-    norm_kernel(GRID_CONSTANT const ListArgument argument, const NormParts parts, const int32_t kind, const bool raw,
+    norm_kernel(GRID_CONSTANT const DeviceList list, const NormParts parts, const int32_t kind, const bool raw,
                 const double max_norm, dsopt_norm_result *result) {
     begin_kernel();
-    const DeviceList list = argument.view();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const int lane = int(threadIdx.x % 32);
     for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {

@@ -31,8 +31,9 @@ template <class Visit> void for_kernels(const Visit &visit) {
     const auto all = [&](auto... kernels) { (visit(kernels), ...); };
     all(put_kernel, patch_kernel, map_kernel, inspect_kernel, move_norms_kernel, decide_kernel, update_kernel,
         shared_trust_kernel, lamb_weights_kernel);
-    all(zero_kernel, axpby_kernel, add_up_rows_kernel, clamp_kernel, no_norm_kernel, norm_kernel, update_scaler_kernel,
-        write_scaler_kernel, write_reduction_kernel);
+    all(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
+        clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel,
+        update_scaler_kernel, write_scaler_kernel, write_reduction_kernel);
     all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
         clear_gaps_kernel, fill_message_kernel, feed_slice_kernel, mean_slice_kernel);
     all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
@@ -72,14 +73,14 @@ public:
         body(step);
     }
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
-        run_list(list, nullptr, count, stream, [](const Launcher &launcher, const ListArgument &list) {
-            launcher.over(list.list.leaves, "zero", zero_kernel, list);
+        in_batches(list, list, count, stream, []<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+            launcher.over(batch.leaves(), "zero", zero_kernel<N>, batch);
         });
     }
     void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
                void *stream) const override {
-        run_list(x, y, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
-            launcher.over(list.list.leaves, "axpby", axpby_kernel, list, a.data, a.value, b);
+        in_batches(x, y, count, stream, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+            launcher.over(batch.leaves(), "axpby", axpby_kernel<N>, batch, a.data, a.value, b);
         });
     }
     void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
@@ -87,29 +88,40 @@ public:
         launcher_of(stream).over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
-        run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
-            launcher.over(list.list.leaves, "clamp", clamp_kernel, list, limit);
+        in_batches(list, list, count, stream, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+            launcher.over(batch.leaves(), "clamp", clamp_kernel<N>, batch, limit);
         });
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &, void *stream) const override {
         // An empty list has a norm too.
         launcher_of(stream).thread("no_norm", no_norm_kernel, result);
-        run_list(list, nullptr, count, stream, [&](const Launcher &launcher, const ListArgument &list) {
-            Offsets offsets;
-            const size_t squares = offsets.add(size_t(list.list.leaves) * sizeof(double)),
-                         bad = offsets.add(size_t(list.list.leaves) * sizeof(int64_t)),
-                         largest = offsets.add(size_t(list.list.leaves) * sizeof(float)),
-                         sums = offsets.add(size_t(list.list.count) * sizeof(double)),
-                         ticket = offsets.add(sizeof(uint32_t));
-            const Scratch memory(shared_.scratch, offsets.bytes(), launcher.stream);
-            const NormParts parts{
-                reinterpret_cast<double *>(memory.get() + squares), reinterpret_cast<int64_t *>(memory.get() + bad),
-                reinterpret_cast<float *>(memory.get() + largest), reinterpret_cast<double *>(memory.get() + sums),
-                reinterpret_cast<uint32_t *>(memory.get() + ticket)};
-            launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
-            launcher.over(list.list.leaves / kWarps + 1, "norm", norm_kernel, list, parts, kind, raw, max_norm, result);
+        int64_t leaves = 0;
+        for (int64_t i = 0; i < count; ++i) leaves += list[i].data != nullptr ? leaves_of(list[i].numel) : 0;
+        if (leaves == 0) return;
+        const Launcher launcher = launcher_of(stream);
+        Offsets offsets;
+        const size_t first_leaf = offsets.add(size_t(count + 1) * sizeof(int64_t)),
+                     tensors = offsets.add(size_t(count) * sizeof(dsopt_tensor)), image = offsets.bytes(),
+                     squares = offsets.add(size_t(leaves) * sizeof(double)),
+                     bad = offsets.add(size_t(leaves) * sizeof(int64_t)),
+                     largest = offsets.add(size_t(leaves) * sizeof(float)),
+                     sums = offsets.add(size_t(count) * sizeof(double)), ticket = offsets.add(sizeof(uint32_t));
+        const Scratch memory(shared_.scratch, offsets.bytes(), launcher.stream);
+        launcher.upload(memory.get(), image, [&](char *to) {
+            auto *const first = reinterpret_cast<int64_t *>(to + first_leaf);
+            for (int64_t i = 0; i < count; ++i)
+                first[i + 1] = first[i] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
+            std::memcpy(to + tensors, list, size_t(count) * sizeof *list);
         });
+        const DeviceList there{reinterpret_cast<const dsopt_tensor *>(memory.get() + tensors),
+                               reinterpret_cast<const int64_t *>(memory.get() + first_leaf), count, leaves};
+        const NormParts parts{
+            reinterpret_cast<double *>(memory.get() + squares), reinterpret_cast<int64_t *>(memory.get() + bad),
+            reinterpret_cast<float *>(memory.get() + largest), reinterpret_cast<double *>(memory.get() + sums),
+            reinterpret_cast<uint32_t *>(memory.get() + ticket)};
+        launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
+        launcher.over(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
     }
     void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
                        void *stream) const override {
@@ -145,46 +157,44 @@ private:
         const Launcher launcher = launcher_of(stream);
         if (buffers.table != nullptr) return body(device_exchange(buffers, buffers.table), launcher, nullptr);
         const size_t layout = LayoutImage::bytes(*buffers.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
-        std::vector<char> image(layout + tensors);
-        LayoutImage::write(*buffers.layout, image.data());
-        if (count != 0) std::memcpy(image.data() + layout, list, tensors);
-        const Scratch memory(shared_.scratch, image.size(), launcher.stream);
-        launcher.upload(memory.get(), image.data(), image.size());
+        const Scratch memory(shared_.scratch, layout + tensors, launcher.stream);
+        launcher.upload(memory.get(), layout + tensors, [&](char *to) {
+            LayoutImage::write(*buffers.layout, to);
+            if (count != 0) std::memcpy(to + layout, list, tensors);
+        });
         body(device_exchange(buffers, memory.get()), launcher,
              reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
     }
-    /// body(launcher, list) with the list where kernels read it, as long as the work; not for one without elements.
-    template <class Body>
-    void run_list(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream, const Body &body) const {
-        const size_t tensors = size_t(count) * sizeof(dsopt_tensor);
-        Offsets offsets;
-        const size_t first_at = offsets.add(size_t(count + 1) * sizeof(int64_t)), x_at = offsets.add(tensors),
-                     y_at = y != nullptr ? offsets.add(tensors) : x_at;
-        std::vector<char> image(offsets.bytes());
-        auto *const first = reinterpret_cast<int64_t *>(image.data() + first_at);
-        for (int64_t i = 0; i < count; ++i) {
-            const bool counts = x[i].data != nullptr && (y == nullptr || y[i].data != nullptr);
-            first[i + 1] = first[i] + (counts ? leaves_of(x[i].numel) : 0);
-        }
-        ListArgument list{};
-        list.list.count = count;
-        list.list.leaves = first[count];
-        if (list.list.leaves == 0) return;
+    /// launch(launcher, batch) for the tensors that have data in both lists, as many at once as arguments hold.
+    template <class Launch>
+    void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,
+                    const Launch &launch) const {
+        if (count <= kFewTensors) return in_batches_of<kFewTensors>(x, y, count, stream, launch);
+        in_batches_of<kManyTensors>(x, y, count, stream, launch);
+    }
+    template <int N, class Launch>
+    void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,
+                       const Launch &launch) const {
         const Launcher launcher = launcher_of(stream);
-        if (count == 1) {
-            list.x = *x;
-            list.y = y != nullptr ? *y : *x;
-            list.first_leaf[1] = list.list.leaves;
-            return body(launcher, list);
+        ListBatch<N> batch;
+        batch.count = 0;
+        batch.first_leaf[0] = 0;
+        const auto flush = [&] {
+            if (batch.count != 0) launch(launcher, batch);
+            batch.count = 0;
+        };
+        for (int64_t i = 0; i < count; ++i) {
+            if (x[i].data == nullptr || y[i].data == nullptr || x[i].numel == 0) continue;
+            const int32_t at = batch.count++;
+            batch.first_leaf[at + 1] = batch.first_leaf[at] + leaves_of(x[i].numel);
+            batch.x[at] = x[i].data;
+            batch.y[at] = y[i].data;
+            batch.numel[at] = x[i].numel;
+            batch.x_type[at] = Dtype(x[i].dtype);
+            batch.y_type[at] = Dtype(y[i].dtype);
+            if (batch.count == N) flush();
         }
-        std::memcpy(image.data() + x_at, x, tensors);
-        if (y != nullptr) std::memcpy(image.data() + y_at, y, tensors);
-        const Scratch memory(shared_.scratch, image.size(), launcher.stream);
-        launcher.upload(memory.get(), image.data(), image.size());
-        list.list.x = reinterpret_cast<const dsopt_tensor *>(memory.get() + x_at);
-        list.list.y = reinterpret_cast<const dsopt_tensor *>(memory.get() + y_at);
-        list.list.first_leaf = reinterpret_cast<const int64_t *>(memory.get() + first_at);
-        body(launcher, list);
+        flush();
     }
 
     const Gpu &gpu_;

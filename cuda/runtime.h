@@ -206,17 +206,20 @@ public:
     explicit BlockPool(const Gpu &gpu) : gpu_(gpu) {}
     Block take(size_t bytes) {
         const std::lock_guard lock(mutex_);
-        for (size_t i = 0; i < blocks_.size(); ++i) {
-            if (blocks_[i].bytes < bytes || !is_done(cudaEventQuery(blocks_[i].used.get()), "cudaEventQuery")) continue;
-            Block block = std::move(blocks_[i]);
-            blocks_.erase(blocks_.begin() + long(i));
-            return block;
-        }
-        // What comes back must find a place: work may still use it.
-        blocks_.reserve(++made_);
-        kept_.reserve(made_);
-        bytes = std::bit_ceil(bytes);
-        return {(gpu_.*allocate)(bytes), bytes, gpu_.event(cudaEventDisableTiming)};
+        bool exists = false;
+        Block block = find_free(bytes, exists);
+        return block.memory ? std::move(block) : make(bytes);
+    }
+    /// Without memory while work uses all blocks that are large enough: the caller does without, so that a device that
+    /// lags behind makes no call allocate. Where there are none yet it makes two.
+    Block take_if_free(size_t bytes) {
+        const std::lock_guard lock(mutex_);
+        bool exists = false;
+        Block block = find_free(bytes, exists);
+        if (block.memory || exists) return block;
+        block = make(bytes);
+        blocks_.push_back(make(bytes));
+        return block;
     }
     void give_back(Block block, cudaStream_t stream) {
         const cudaError_t error = cudaEventRecord(block.used.get(), stream);
@@ -235,6 +238,26 @@ public:
     }
 
 private:
+    // With the lock held.
+    Block find_free(size_t bytes, bool &exists) {
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            if (blocks_[i].bytes < bytes) continue;
+            exists = true;
+            if (!is_done(cudaEventQuery(blocks_[i].used.get()), "cudaEventQuery")) continue;
+            Block block = std::move(blocks_[i]);
+            blocks_.erase(blocks_.begin() + long(i));
+            return block;
+        }
+        return {};
+    }
+    Block make(size_t bytes) {
+        // What comes back must find a place: work may still use it.
+        blocks_.reserve(++made_);
+        kept_.reserve(made_);
+        bytes = std::bit_ceil(bytes);
+        return {(gpu_.*allocate)(bytes), bytes, gpu_.event(cudaEventDisableTiming)};
+    }
+
     const Gpu &gpu_;
     std::mutex mutex_;
     std::vector<Block> blocks_;

@@ -48,13 +48,16 @@ public:
             if (plan.onebit->stage != Stage::full)
                 d_.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
         }
-        if (plan.how.timing && plan.how.cache != nullptr && !in_capture)
+        if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
-        if (marks_ != nullptr) marks_->clear();
+            marks_->reserve();
+        }
     }
 
     void mark(int phase) override {
-        if (marks_ != nullptr) marks_->add(phase, launcher_.stream);
+        if (marks_ == nullptr) return;
+        if (phase < 0) marks_->clear();
+        marks_->add(phase, launcher_.stream);
     }
     void inspect(bool agrees) override {
         d_.decided = d_.decided || agrees;

@@ -23,11 +23,15 @@ struct Extra {
 class Marks {
 public:
     explicit Marks(const Gpu &gpu) : gpu_(gpu) {}
+    /// Makes the events, so that add() allocates nothing.
+    void reserve() {
+        for (Mark &mark : marks_)
+            if (!mark.event) mark.event = gpu_.event(cudaEventDefault);
+    }
     void clear() { count_ = 0; }
     /// Time since the last mark belongs to this phase.
     void add(int phase, cudaStream_t stream) {
         Mark &mark = marks_[count_];
-        if (!mark.event) mark.event = gpu_.event(cudaEventDefault);
         check(cudaEventRecord(mark.event.get(), stream), "cudaEventRecord");
         mark.phase = phase;
         ++count_;
@@ -149,9 +153,8 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
     launcher.over(plan.count, "map", map_kernel, there.jobs, reinterpret_cast<int32_t *>(workspace + extra.map),
                   plan.count);
     if (shape.exchange != nullptr) {
-        std::vector<char> layout(LayoutImage::bytes(*shape.exchange));
-        LayoutImage::write(*shape.exchange, layout.data());
-        launcher.upload(workspace + extra.layout, layout.data(), layout.size());
+        launcher.upload(workspace + extra.layout, LayoutImage::bytes(*shape.exchange),
+                        [&](char *to) { LayoutImage::write(*shape.exchange, to); });
     }
     if (cache != nullptr) cache->workspace = plan.how.extra; // last: a call that failed before is made again
     return there;

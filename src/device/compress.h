@@ -44,6 +44,7 @@ struct CompressLayout {
     std::vector<Part> parts;
     std::vector<std::vector<Segment>> chunks; // one a rank
     std::vector<int32_t> first_part;          // of every chunk; its scale is the first in the row
+    std::vector<int32_t> slots;               // of every chunk: scales in the row
     // Running numbers of leaves, one more than there are parts, and segments of the own chunk.
     std::vector<int64_t> part_leaf{0}, segment_leaf{0};
     /// Two levels: the layout of the whole vector, with one chunk for each rank of each node. The other members then
@@ -56,7 +57,8 @@ struct CompressLayout {
         ranks(count),
         rank(own),
         chunks(size_t(count)),
-        first_part(size_t(count)) {}
+        first_part(size_t(count)),
+        slots(size_t(count)) {}
     /// The original's: every tensor is a vector of its own, padded to a multiple of ranks * lcm(ranks, 8) with elements
     /// that count like any other.
     static CompressLayout padded(int ranks, int rank, const std::vector<int64_t> &numels);

@@ -44,7 +44,8 @@ protected:
 
 class StepLoops {
 public:
-    /// Time since the last mark belongs to this phase, DSOPT_MS_...; -1: to none.
+    /// Time since the last mark belongs to this phase, DSOPT_MS_...; -1: the first mark of a step, which resets all
+    /// phases.
     virtual void mark(int phase) = 0;
     /// Pass 1, where the plan reads gradients, and the fold into the table of norms with this rank's reasons to skip.
     /// Without `agrees` a device may decide at once.

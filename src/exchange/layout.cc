@@ -62,6 +62,8 @@ void CompressLayout::count_leaves() {
     segment_leaf.assign(1, 0);
     for (const Segment &segment : own_segments())
         segment_leaf.push_back(segment_leaf.back() + leaves_of(segment.numel));
+    for (size_t d = 0; d < chunks.size(); ++d)
+        slots[d] = chunks[d].empty() ? 0 : chunks[d].back().part - chunks[d].front().part + 1;
 }
 
 ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer, float *server_buffer,
