@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks are threads of one process. In a collective every rank shows the others where its data is; all read, in rank
-// order, and nobody leaves before all have read. So every rank computes the same bits.
+// Ranks are threads of one process. In a collective every rank shows the others where its data is, and none leaves
+// before all are done. Values are added up in rank order, each by one rank for all. So all have the same bits, and no
+// collective allocates memory.
 #include "base/fork.h"
 #include "comm/bounded.h"
 #include "comm/provider.h"
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
@@ -19,6 +21,7 @@ struct Offer {
     int32_t dtype, op; // of reduce
     int64_t count;     // elements, or bytes for each rank
     const void *data;
+    void *result; // of reduce
     bool same_call(const Offer &other) const {
         return kind == other.kind && dtype == other.dtype && op == other.op && count == other.count;
     }
@@ -146,37 +149,41 @@ public:
         timeout_ms_(timeout_ms) {}
     ~Endpoint() { meeting_->leave(rank_); }
 
-    dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
-        const Offer own{Offer::reduce, dtype, op, count, send};
+    dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) const {
+        const Offer own{Offer::reduce, dtype, op, count, send, recv};
         switch (dtype) {
-        case DSOPT_DTYPE_F32: return reduce<float>(own, recv);
-        case DSOPT_DTYPE_F64: return reduce<double>(own, recv);
-        case DSOPT_DTYPE_I32: return reduce<int32_t>(own, recv);
+        case DSOPT_DTYPE_F32: return reduce<float>(own);
+        case DSOPT_DTYPE_F64: return reduce<double>(own);
+        case DSOPT_DTYPE_I32: return reduce<int32_t>(own);
         default: return DSOPT_ERR_DTYPE;
         }
     }
     bool has_all_to_all() const { return true; }
     dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *) const {
-        return collect_rows({Offer::to_all, 0, 0, bytes, send}, rank_ * bytes, recv);
+        return collect_rows({Offer::to_all, 0, 0, bytes, send, nullptr}, rank_ * bytes, recv);
     }
     dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *) const {
-        return collect_rows({Offer::gather, 0, 0, bytes, send}, 0, recv);
+        return collect_rows({Offer::gather, 0, 0, bytes, send, nullptr}, 0, recv);
     }
     void describe(char *text, size_t capacity) const { meeting_->describe(text, capacity); }
     void abort() const { meeting_->abort(); }
 
 private:
-    template <class T> dsopt_status reduce(const Offer &own, void *recv) {
-        const size_t bytes = size_t(own.count) * sizeof(T);
-        result_.resize(bytes);
-        const dsopt_status status = meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
-            T *const result = reinterpret_cast<T *>(result_.data());
-            std::copy_n(static_cast<const T *>(offers[0].data), own.count, result);
-            for (size_t rank = 1; rank < offers.size(); ++rank)
-                reduce_into(result, static_cast<const T *>(offers[rank].data), own.count, own.op);
+    /// This rank's slice of the result, block by block, to every rank. No other rank reads or writes that slice.
+    template <class T> dsopt_status reduce(const Offer &own) const {
+        return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
+            const auto ranks = int64_t(offers.size());
+            const int64_t end = own.count / ranks * (rank_ + 1) + own.count % ranks * (rank_ + 1) / ranks;
+            int64_t begin = own.count / ranks * rank_ + own.count % ranks * rank_ / ranks;
+            T block[1024];
+            for (int64_t n = 0; begin < end; begin += n) {
+                n = std::min<int64_t>(end - begin, std::size(block));
+                std::copy_n(static_cast<const T *>(offers[0].data) + begin, n, block);
+                for (size_t rank = 1; rank < offers.size(); ++rank)
+                    reduce_into(block, static_cast<const T *>(offers[rank].data) + begin, n, own.op);
+                for (const Offer &offer : offers) std::copy_n(block, n, static_cast<T *>(offer.result) + begin);
+            }
         });
-        if (status == DSOPT_OK) std::memcpy(recv, result_.data(), bytes);
-        return status;
     }
     /// A row from every rank, at `offset` of what it shows.
     dsopt_status collect_rows(const Offer &own, int64_t offset, void *recv) const {
@@ -192,7 +199,6 @@ private:
 
     const std::shared_ptr<Meeting> meeting_;
     const int rank_, timeout_ms_;
-    std::vector<char> result_; // of an all-reduce, until all have read the input that it replaces
 };
 
 } // namespace

@@ -4,7 +4,6 @@
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
 #include <algorithm>
-#include <vector>
 
 namespace dsopt::cpu {
 
@@ -13,14 +12,21 @@ namespace dsopt::cpu {
 /// bytes(i): how many an element of tensor i moves.
 template <class List> class Cut {
 public:
-    /// `ruler` has memory for count + 1. `repeats`: it holds what the same list left there.
-    Cut(const List &list, int64_t *ruler, int64_t chunk, const Parallel &parallel, bool repeats = false) :
+    /// `ruler` gets a mark for every `stride` tensors, and one for the end. `repeats`: it holds those of the same list.
+    Cut(const List &list, int64_t *ruler, int64_t stride, int64_t chunk, const Parallel &parallel,
+        bool repeats = false) :
         list_(list),
         ruler_(ruler),
+        stride_(stride),
+        marks_((list.count + stride - 1) / stride),
         chunk_(chunk),
         parallel_(parallel) {
-        ruler[0] = 0;
-        for (int64_t i = 0; !repeats && i < list.count; ++i) ruler[i + 1] = ruler[i] + list.numel(i) * list.bytes(i);
+        int64_t at = 0;
+        for (int64_t mark = 0; !repeats && mark < marks_; ++mark) {
+            ruler[mark] = at;
+            for (int64_t i = mark * stride; i < end_of(mark); ++i) at += list.numel(i) * list.bytes(i);
+        }
+        if (!repeats) ruler[marks_] = at;
         // A part below 256 KiB is done before another thread has woken up.
         parts_ = std::clamp<int64_t>(bytes() >> 18, 1, parallel.threads);
     }
@@ -44,31 +50,37 @@ public:
         });
     }
 
-    int64_t bytes() const { return ruler_[list_.count]; }
+    int64_t bytes() const { return ruler_[marks_]; }
     int64_t bytes_of_part() const { return bytes() / parts_; }
 
 private:
+    int64_t end_of(int64_t mark) const { return std::min((mark + 1) * stride_, list_.count); }
     Position position(int64_t part) const {
         if (part == parts_) return {list_.count, 0};
         const int64_t at = int64_t(__int128(bytes()) * part / parts_);
-        const int64_t tensor = std::upper_bound(ruler_, ruler_ + list_.count, at) - ruler_ - 1;
-        if (tensor < 0 || list_.numel(tensor) == 0) return {std::max<int64_t>(tensor, 0), 0};
-        return {tensor, (at - ruler_[tensor]) / list_.bytes(tensor) / chunk_ * chunk_};
+        const int64_t mark = std::upper_bound(ruler_, ruler_ + marks_, at) - ruler_ - 1;
+        if (mark < 0) return {0, 0};
+        int64_t tensor = mark * stride_, begin = ruler_[mark];
+        const auto size = [&] { return list_.numel(tensor) * list_.bytes(tensor); };
+        for (; tensor + 1 < end_of(mark) && begin + size() <= at; ++tensor) begin += size();
+        if (list_.numel(tensor) == 0) return {tensor, 0};
+        return {tensor, (at - begin) / list_.bytes(tensor) / chunk_ * chunk_};
     }
 
     const List list_;
     const int64_t *ruler_;
+    int64_t stride_, marks_;
     int64_t chunk_;
     const Parallel &parallel_;
     int64_t parts_;
 };
 
-/// A plain list. Passed over: entries without data.
+/// A plain list of any length. Allocates nothing, so that it cannot fail between two collectives. Skips entries without
+/// data.
 class ListCut {
 public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        long_ruler_(count < kShort ? 0 : size_t(count) + 1),
-        cut_({list, count}, count < kShort ? short_ruler_ : long_ruler_.data(), kLeaf, parallel) {}
+        cut_({list, count}, ruler_, std::max<int64_t>((count + kMarks - 1) / kMarks, 1), kLeaf, parallel) {}
     /// visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
         cut_.run([](auto, auto) { return 0; },
@@ -82,10 +94,8 @@ private:
         int64_t numel(int64_t i) const { return at[i].data != nullptr ? at[i].numel : 0; }
         int64_t bytes(int64_t i) const { return int64_t(dtype_size(at[i].dtype)); }
     };
-    // A list below this length needs no memory, so what works on it cannot fail for want of any.
-    static constexpr int64_t kShort = 32;
-    int64_t short_ruler_[kShort];
-    std::vector<int64_t> long_ruler_;
+    static constexpr int64_t kMarks = 64;
+    int64_t ruler_[kMarks + 1];
     Cut<List> cut_;
 };
 
@@ -94,7 +104,7 @@ class StepCut {
 public:
     StepCut(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
-        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), plan.how.chunk, plan.how.parallel,
+        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), 1, plan.how.chunk, plan.how.parallel,
              plan.how.repeats != Repeats::nothing),
         streaming_(cut_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}

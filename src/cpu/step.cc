@@ -15,13 +15,16 @@ public:
         caches_(caches),
         cut_(plan, caches, kernels.bf16_instruction) {
         if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
-        if (plan.how.timing) std::fill(std::begin(plan.outcome->ms), std::end(plan.outcome->ms), 0.0);
     }
 
     void mark(int phase) override {
         if (!plan_.how.timing) return;
         const auto now = Clock::now();
-        if (phase >= 0) plan_.outcome->ms[phase] += std::chrono::duration<double, std::milli>(now - last_mark_).count();
+        double *const ms = plan_.outcome->ms;
+        if (phase >= 0)
+            ms[phase] += std::chrono::duration<double, std::milli>(now - last_mark_).count();
+        else
+            std::fill_n(ms, DSOPT_MS_PHASES, 0.0);
         last_mark_ = now;
     }
 
