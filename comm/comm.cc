@@ -3,6 +3,7 @@
 #include "base/fork.h"
 #include "base/sizes.h"
 #include "comm/bounded.h"
+#include <iterator>
 
 namespace dsopt {
 
@@ -214,6 +215,29 @@ void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream,
         [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
 }
 
+void Comm::reserve(const Messages &messages, void *stream, Place place) {
+    const auto take = [&](Scratch &scratch, int64_t bytes) {
+        if (bytes != 0) (void)scratch.get(context_, device_, size_t(bytes), stream);
+    };
+    const auto spare_rows = [&](int64_t row) { // of gather()
+        if (table_.all_gather == nullptr) take(spare_, round_up(row, 4) * ranks());
+    };
+    const bool staged = !context_->device().is_host() && (place == Place::backend) != device_;
+    if (ranks() != 1 && staged) take(staging_, messages.all_reduce);
+    if (messages.all_to_all != 0 && (ranks() != 1 || table_.all_to_all != nullptr)) {
+        const int64_t rows = messages.all_to_all * ranks();
+        if (staged) take(staging_, round_up(rows, int64_t(kLine)) + rows);
+        if (table_.all_to_all == nullptr) {
+            take(gathered_, rows);
+            spare_rows(messages.all_to_all);
+        }
+    }
+    if (messages.all_gather != 0 && (ranks() != 1 || table_.all_gather != nullptr)) {
+        if (staged) take(staging_, round_up(messages.all_gather, int64_t(kLine)) + messages.all_gather * ranks());
+        spare_rows(messages.all_gather);
+    }
+}
+
 void Comm::check_stream(void *stream, Place place) const {
     const bool enqueues = provider_.enqueues && device_ && place == Place::backend;
     if (!enqueues) (void)context_->device().finished(stream); // refuses a stream that is being captured
@@ -245,5 +269,19 @@ dsopt_comm_info Comm::info() const {
     }
     return info;
 }
+
+namespace {
+/// From the k-th of the comms on.
+void lose_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
+    Comm *const others[] = {comms.data, comms.node, comms.model};
+    constexpr auto first = int32_t(std::size(others));
+    if (k == first + comms.expert_count) return body();
+    Comm *const comm = k < first ? others[k] : comms.experts[k - first];
+    if (comm == nullptr || comm->ranks() == 1) return lose_from(comms, k + 1, body);
+    comm->lose_if_it_fails([&] { lose_from(comms, k + 1, body); });
+}
+} // namespace
+
+void lose_if_it_fails(const CommSet &comms, FunctionRef<void()> body) { lose_from(comms, 0, body); }
 
 } // namespace dsopt

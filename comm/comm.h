@@ -22,6 +22,11 @@ struct Provider {
     int (*wait)(void *self, void *stream) = nullptr;
 };
 
+/// Bytes of the largest collectives to come: of an all-reduce, and of a row of the other two.
+struct Messages {
+    int64_t all_reduce = 0, all_to_all = 0, all_gather = 0;
+};
+
 /// The exchanges of a provider, for data anywhere: what is in other memory than the provider works in is staged here,
 /// and what the provider lacks is made from what it has. Both happen in this class alone.
 class Comm : NotCopied {
@@ -42,6 +47,8 @@ public:
     /// `recv` gets ranks() rows of `bytes`. With one rank a copy.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
 
+    /// Allocates the memory that such collectives work in, so that none of them fails for lack of it. Sends nothing.
+    void reserve(const Messages &messages, void *stream, Place place);
     /// Throws DSOPT_ERR_STATE, with nothing done, if `stream` is being captured and an exchange of such memory cannot
     /// be.
     void check_stream(void *stream, Place place) const;
@@ -127,6 +134,9 @@ struct CommSet {
     /// With it the data ranks are those of all nodes, and `data` has the ranks of each node that have the same number.
     Comm *node;
 };
+
+/// Calls body(). A failure makes all of the comms unusable that have other ranks: those may be at another collective.
+void lose_if_it_fails(const CommSet &comms, FunctionRef<void()> body);
 
 /// In place, over all ranks; in fp32, rounded once. The op may be DSOPT_OP_MEAN here.
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);

@@ -27,13 +27,24 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // says if it is lost, for an empty list too
     if (comm.ranks() == 1) return;
     comm.check_stream(stream, Place::backend); // before the first piece of work is on it
-    int64_t capacity = 0;                      // of the bucket
-    for (int64_t i = 0; i < count; ++i)
-        if (list[i].data != nullptr && !goes_alone(list[i])) capacity += list[i].numel;
+    int64_t capacity = 0, small = 0;           // of the bucket, and tensors that go there
+    int64_t alone = 0;                         // elements of the largest other one
+    for (int64_t i = 0; i < count; ++i) {
+        if (list[i].data == nullptr) continue;
+        if (goes_alone(list[i])) {
+            alone = std::max(alone, list[i].numel);
+        } else {
+            capacity += list[i].numel;
+            ++small;
+        }
+    }
     capacity = std::min(capacity, kBucket);
     float *const bucket = capacity != 0 ? comm.bucket(capacity, stream) : nullptr;
     int64_t used = 0;
     std::vector<dsopt_tensor> stretches, packed; // of tensors: what is in the bucket, and where
+    // Nothing is allocated once something has been sent.
+    for (auto *entries : {&stretches, &packed}) entries->reserve(size_t(small) + 1);
+    comm.reserve({.all_reduce = std::max(capacity, alone) * int64_t(sizeof(float))}, stream, Place::backend);
 
     const auto flush = [&] {
         if (used == 0) return;

@@ -977,7 +977,9 @@ typedef struct dsopt_step {
 
 /**
  * Update every parameter that has a gradient, once. Checks the lists, enqueues on `stream`, and returns before the
- * device is done. The first call allocates, later ones do not.
+ * device is done. The first call allocates, later ones of an unchanged optimizer do not, whatever gradients are absent.
+ * A call that returns DSOPT_ERR_NOMEM has sent nothing to other ranks and can be repeated; without CHECK_RANKS they
+ * wait for it.
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
  * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same. In standard mode the
@@ -995,7 +997,8 @@ typedef struct dsopt_step {
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. Parameters, moments and counters of
+ * CHECK_RANKS; _NOMEM; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. So they are after any other
+ * failure between two collectives, such as DSOPT_ERR_HOOK. Parameters, moments and counters of
  * all groups are unchanged, on every backend, with three exceptions: what 0/1 Adam moves by itself before a
  * synchronisation; the model comm fails between LAMB's two sweeps, when LAMB's moments and other groups have moved; or
  * a comm was made with ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose errors hold sums

@@ -47,9 +47,14 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     const Parallel parallel = context.parallel();
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error,
                                   static_cast<char *>(args.workspace) + slack);
+    Comm *const levels = layout.has_levels() ? node : nullptr;
+    reserve_exchange(&comm, levels, layout, args.stream);
     loops.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
-    exchange(context, &comm, layout.has_levels() ? node : nullptr, buffers, parallel, args.stream);
-    loops.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
+    // What fails between two collectives makes the comms unusable: ranks would pair different ones.
+    lose_if_it_fails({&comm, nullptr, nullptr, 0, levels}, [&] {
+        exchange(context, &comm, levels, buffers, parallel, args.stream);
+        loops.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
+    });
 }
 
 void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server) {

@@ -56,6 +56,22 @@ void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuff
     node->all_gather(buffers.slice_results, buffers.results, layout.row_bytes() * layout.ranks, stream, Place::backend);
 }
 
+void reserve_exchange(Comm *data, Comm *node, const CompressLayout &layout, void *stream) {
+    const int64_t row = layout.row_bytes();
+    if (data != nullptr && !layout.is_exact())
+        data->reserve({.all_to_all = row, .all_gather = row}, stream, Place::backend);
+    if (node == nullptr) return;
+    const int64_t slice = layout.slice * int64_t(sizeof(float));
+    node->reserve({.all_to_all = slice, .all_gather = layout.is_exact() ? slice : row * layout.ranks}, stream,
+                  Place::backend);
+}
+
+void reserve_sum(Comm *data, Comm *node, int64_t numel, void *stream) {
+    const int64_t slice = (node != nullptr ? numel / node->ranks() : numel) * int64_t(sizeof(float));
+    if (data != nullptr) data->reserve({.all_reduce = slice}, stream, Place::backend);
+    if (node != nullptr) node->reserve({.all_to_all = slice, .all_gather = slice}, stream, Place::backend);
+}
+
 void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
                     const Parallel &parallel, void *stream) {
     if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);

@@ -21,6 +21,10 @@ CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<in
 void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,
               void *stream);
 
+/// Memory of the comms for exchange(), and for sum_over_ranks() of so many values.
+void reserve_exchange(Comm *data, Comm *node, const CompressLayout &layout, void *stream);
+void reserve_sum(Comm *data, Comm *node, int64_t numel, void *stream);
+
 /// Sum in full precision over all ranks. Without `node` it is one all-reduce. With `node` only this rank's slice leaves
 /// the node; `numel` must be a multiple of its ranks, and `scratch` has as many floats. All ranks get the same bits,
 /// because each element is added up in one order, and the ranks of a node in theirs, in one pass.

@@ -6,6 +6,7 @@
 // every rank whether all have the same x, and so all come to the same end.
 #include "optimizer/plan.h"
 #include "rules/rounding.h"
+#include "step/agree.h"
 #include <algorithm>
 #include <iterator>
 
@@ -60,12 +61,16 @@ void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *s
 /// The first parameter whose key is not the same on all ranks, -1 if none.
 int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
     const size_t count = optimizer.params().size();
-    std::vector<uint64_t> both;
-    for (size_t i = 0; i < count; ++i) both.push_back(key(i));
-    for (size_t i = 0; i < count; ++i) both.push_back(~both[i]);
-    reduce_words(optimizer, both.data(), both.size() * sizeof(uint64_t), stream);
-    for (size_t i = 0; i < count; ++i) // halves are compared as integers, each by itself
-        if (both[i] != ~both[count + i]) return int64_t(i);
+    constexpr size_t most = kComparedBytes / sizeof(uint64_t) / 2;
+    uint64_t keys[most], inverse[most];
+    // A piece at a time, because other ranks wait in an all-reduce if this one fails to allocate memory for all.
+    for (size_t begin = 0; begin < count; begin += most) {
+        const size_t n = std::min(most, count - begin);
+        for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
+        for (uint64_t *words : {keys, inverse}) reduce_words(optimizer, words, n * sizeof(uint64_t), stream);
+        for (size_t k = 0; k < n; ++k) // halves are compared as integers, each by itself
+            if (keys[k] != ~inverse[k]) return int64_t(begin + k);
+    }
     return -1;
 }
 

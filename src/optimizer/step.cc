@@ -41,19 +41,22 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
         plan.how.cache = cache_.get();
     }
     if (context_->checks_pointers()) check_pointers(*this, plan);
-    if (request.met != nullptr && checks_ranks(*this)) {
-        *request.met = true;
-        check_ranks(*this, plan, false, request.remembers);
-    } else if (request.remembers && !lists_compared_ && onebit_ && onebit_->setup().compresses)
-        check_ranks(*this, plan, true, true); // other lists would be other messages
 
     const CommSet ranks = request.initial ? CommSet{} : comms();
     const bool averages = onebit_ && onebit_->setup().mean_numel != 0 && !request.initial;
     GradientMeans means(memory.lists, plan.count);
     if (averages) onebit_->plan_means(onebit.plan, table.jobs, memory.mean, means, stream);
     if (own_schedule) onebit_->forget_schedule(); // should it fail
+    const auto compare = [&] {
+        if (request.met != nullptr && checks_ranks(*this)) {
+            *request.met = true;
+            check_ranks(*this, plan, false, request.remembers);
+        } else if (request.remembers && !lists_compared_ && onebit_ && onebit_->setup().compresses)
+            check_ranks(*this, plan, true, true); // other lists would be other messages
+    };
     drive({.context = *context_,
            .plan = plan,
+           .compare = compare,
            .comms = ranks,
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,

@@ -14,6 +14,13 @@ template <class Look> void for_each_with_peers(const CommSet &comms, const Look 
         if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
 }
 
+/// True if the table of norms is agreed on where the backend has it.
+bool agrees_in_place(const StepRun &run) {
+    bool in_place = true;
+    for_each_with_peers(run.comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
+    return run.context.device().is_host() || in_place;
+}
+
 /// `table` is in memory that `place` names; run(move) does a move there.
 void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
             FunctionRef<void(const NormMove &)> run) {
@@ -51,12 +58,20 @@ bool has_peers(const CommSet &comms) {
     return peers;
 }
 
+void reserve_norms(const StepRun &run) {
+    const Place place = agrees_in_place(run) ? Place::backend : Place::host;
+    const int64_t bytes = run.plan.norms.size_with_message() * int64_t(sizeof(double));
+    const auto reserve = [&](Comm *comm) {
+        if (comm != nullptr) comm->reserve({.all_reduce = bytes}, run.plan.how.stream, place);
+    };
+    for (Comm *comm : {run.comms.data, run.comms.node, run.comms.model}) reserve(comm);
+    for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k]);
+}
+
 void agree_on_norms(const StepRun &run, StepLoops &loops) {
     const StepPlan &plan = run.plan;
     const Device &device = run.context.device();
-    bool in_place = true;
-    for_each_with_peers(run.comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
-    if (device.is_host() || in_place)
+    if (agrees_in_place(run))
         return add_up(plan, run.comms, plan.norms, Place::backend,
                       [&](const NormMove &move) { loops.move_norms(move); });
     NormTable host = plan.norms;

@@ -10,6 +10,11 @@ namespace dsopt {
 /// skip travel along, and go over the data ranks as well. On the device if all comms work there, else through
 /// StepRun::host_norms, and then the host waits.
 void agree_on_norms(const StepRun &run, StepLoops &loops);
+/// Memory of the comms for that.
+void reserve_norms(const StepRun &run);
+
+/// Bytes of the largest all-reduce with which ranks compare what they are about to do.
+constexpr int64_t kComparedBytes = 8192;
 
 /// Whether there are tensors that are sharded over model ranks, of those whose variance is frozen, which have loops of
 /// their own, or of the others. If so their sums become zeros: what takes no part counts with them.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/average.h"
 #include "exchange/exchange.h"
+#include <algorithm>
 
 namespace dsopt {
 
@@ -32,6 +33,12 @@ void GradientMeans::average(const Context &context, const CommSet &comms, float 
                        how.parallel, how.stream);
     const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
     if (run_count_ != 0) device.loops().axpby(share, runs_, 0, runs_, run_count_, how.parallel, how.stream);
+}
+
+int64_t GradientMeans::longest() const {
+    int64_t numel = 0;
+    for (int64_t i = 0; i < run_count_; ++i) numel = std::max(numel, runs_[i].numel);
+    return numel;
 }
 
 void GradientMeans::zero_originals(const Device &device, const Execution &how) const {

@@ -15,6 +15,8 @@ public:
     void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
     /// Copies, adds up and divides. `scratch`: for sum_over_ranks().
     void average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const;
+    /// Elements of the longest run, which is one all-reduce.
+    int64_t longest() const;
     /// The caller's gradients, of which the step saw copies.
     void zero_originals(const Device &device, const Execution &how) const;
 

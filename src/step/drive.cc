@@ -1,34 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/drive.h"
+#include "exchange/exchange.h"
 #include "step/agree.h"
 #include "step/onebit.h"
 
 namespace dsopt {
+namespace {
+
+/// Memory of the comms for every collective of a step.
+void reserve_messages(const StepRun &run) {
+    const StepPlan &plan = run.plan;
+    void *const stream = plan.how.stream;
+    const auto [data, model, experts, expert_count, node] = run.comms;
+    for (Comm *comm : {data, node})
+        if (comm != nullptr) comm->reserve({.all_reduce = kComparedBytes}, stream, Place::host);
+    reserve_norms(run);
+    if (model != nullptr && plan.shards.count != 0)
+        model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
+    if (run.means != nullptr) reserve_sum(data, node, run.means->longest(), stream);
+    if (plan.onebit != nullptr && plan.onebit->exchanges)
+        reserve_exchange(data, node, *plan.onebit->buffers->layout, stream);
+}
+
+void run_phases(const StepRun &run, StepLoops &loops) {
+    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, run.plan.how);
+    const bool agrees = has_peers(run.comms);
+    loops.mark(-1);
+    loops.inspect(agrees);
+    loops.mark(DSOPT_MS_OVERFLOW_CHECK);
+    if (agrees) agree_on_norms(run, loops);
+    loops.mark(DSOPT_MS_COMPUTE_NORM);
+    loops.decide();
+    loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
+    if (loops.onebit() != nullptr) update_onebit(run, loops);
+    // Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
+    const bool shards = begin_shards(run, false);
+    loops.update();
+    if (shards) agree_on_shards(run, false);
+    if (run.plan.has_lamb) loops.update_weights(shards);
+    if (loops.onebit() != nullptr) end_onebit(run, loops);
+    loops.finish();
+    loops.mark(DSOPT_MS_BASIC_STEP);
+}
+
+} // namespace
 
 void drive(const StepRun &run) {
     const Device &device = run.context.device();
-    const Execution &how = run.plan.how;
-    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, how);
     device.loops().run_step(run.plan, [&](StepLoops &loops) {
-        const bool agrees = has_peers(run.comms);
-        loops.mark(-1);
-        loops.inspect(agrees);
-        loops.mark(DSOPT_MS_OVERFLOW_CHECK);
-        if (agrees) agree_on_norms(run, loops);
-        loops.mark(DSOPT_MS_COMPUTE_NORM);
-        loops.decide();
-        loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-        if (loops.onebit() != nullptr) update_onebit(run, loops);
-        // Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
-        const bool shards = begin_shards(run, false);
-        loops.update();
-        if (shards) agree_on_shards(run, false);
-        if (run.plan.has_lamb) loops.update_weights(shards);
-        if (loops.onebit() != nullptr) end_onebit(run, loops);
-        loops.finish();
-        loops.mark(DSOPT_MS_BASIC_STEP);
+        reserve_messages(run);
+        run.compare();
+        lose_if_it_fails(run.comms, [&] { run_phases(run, loops); });
     });
-    if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS)) run.means->zero_originals(device, how);
+    if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS))
+        run.means->zero_originals(device, run.plan.how);
 }
 
 } // namespace dsopt

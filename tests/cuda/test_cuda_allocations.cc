@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // On the emulated device a warm step allocates nothing on the host either, though its lists move from call to call.
 #include "side.h"
-#include "support/alloc.h"
+#include "support/warm.h"
 
 using namespace cuda_test;
 
@@ -56,6 +56,37 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
         end_test();
     }
     test::NewWatch::passed_over = nullptr;
+}
+
+class CudaWarmCalls : public testing::TestWithParam<size_t> {
+protected:
+    void SetUp() override {
+        begin_test();
+        allow_many_blocks();
+        test::NewWatch::passed_over = fakert::works;
+    }
+    void TearDown() override {
+        test::NewWatch::passed_over = nullptr;
+        end_test();
+    }
+};
+INSTANTIATE_TEST_SUITE_P(Tensors, CudaWarmCalls, testing::Values(1, 31, 32, 10000),
+                         [](const auto &info) { return std::to_string(info.param); });
+
+TEST_P(CudaWarmCalls, AllocateNothingOnTheHostWithoutOtherRanks) {
+    test::expect_no_news_in_warm_calls(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(), GetParam() > 100 ? 2 : 5);
+}
+TEST_P(CudaWarmCalls, AllocateNothingOnTheHostInStepsThatAverageGradients) {
+    test::expect_no_news_in_averaging_steps(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(), GetParam() > 100 ? 3 : 8);
+}
+
+TEST(CudaFirstStep, HasSentNothingWhenAnAllocationFails) {
+    begin_test();
+    test::NewWatch::passed_over = fakert::works;
+    test::expect_first_step_repeatable(DSOPT_BACKEND_CUDA, memory_of(true), DSOPT_ALGORITHM_ONEBIT_ADAM,
+                                       DSOPT_OPTIMIZER_AVERAGES);
+    test::NewWatch::passed_over = nullptr;
+    end_test();
 }
 
 } // namespace
