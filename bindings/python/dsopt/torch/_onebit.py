@@ -12,7 +12,7 @@ from .._errors import StateError
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named
 from ._process_group import comm_of
-from ._tensors import unsupported
+from ._tensors import unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
@@ -26,8 +26,9 @@ NOTES = """
 
     exp_avg_mask        a tensor that the momentum is multiplied with after each exchange. A sign has no zero, so an
                         element whose gradient is always 0, such as a position that no sequence reaches, would be moved
-                        by noise; a 0 here keeps it. load_state_dict keeps the mask of this optimizer and ignores the
-                        checkpoint's. Where the two differ, error feedback starts again with zeros
+                        by noise; a 0 here keeps it. Broadcastable to each parameter, or with FP16_Optimizer also of one
+                        dimension for all parameters of the group. load_state_dict keeps the mask of this optimizer and
+                        ignores the checkpoint's. Where the two differ, error feedback starts again with zeros
     non_freeze          True: the group is never compressed, and its variance never freezes (OnebitAdam)
 
     The constructor's arguments:
@@ -122,10 +123,26 @@ class Onebit(Named):
     def _plan(self) -> None:
         super()._plan()
         self._masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        for group, mask in zip(self.param_groups, self._masks):
-            for param in group["params"] if mask is not None else ():
-                if "mask" in self.state.get(param, {}):
-                    self.state[param]["mask"].copy_(mask)
+        try:
+            for g, mask in enumerate(self._masks):
+                if mask is not None:
+                    self._fill_masks(g, mask)
+        except BaseException:
+            self._plans = None
+            raise
+
+    def _fill_masks(self, g: int, mask: torch.Tensor) -> None:
+        """Copy exp_avg_mask of a group to the state. With FP16_Optimizer, whose original has one flat master per group,
+        it may have one dimension for all parameters of the group, one after the other."""
+        params = [param for param in self.param_groups[g]["params"] if "mask" in self.state.get(param, {})]
+        sizes = [param.numel() for param in params]
+        flat = getattr(self._wrapper, "_masters", None) == abi.DSOPT_MASTERS_FLAT and mask.shape == (sum(sizes), )
+        for param, part in zip(params, mask.split(sizes) if flat else [mask] * len(params)):
+            try:
+                self.state[param]["mask"].copy_(part.reshape(param.shape) if flat else part)
+            except RuntimeError:
+                raise wrong("param_groups[%d]: exp_avg_mask has shape %s, and must be broadcastable to that of each "
+                            "parameter, %s" % (g, tuple(mask.shape), tuple(param.shape)), "SHAPE") from None
 
     def _fixed(self) -> List[Any]:
         return super()._fixed() + [(bool(group.get("non_freeze")), id(group.get("exp_avg_mask")),

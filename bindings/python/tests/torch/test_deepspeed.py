@@ -312,6 +312,31 @@ class Family(TestCase):
         del optimizer.param_groups[0]["exp_avg_mask"]
         self.assertEqual(moved(), [True, True, True, True])
 
+    def test_mask_of_a_flat_group(self):
+        """As with the original's FP16_Optimizer, which has one flat master per group."""
+        for wrapper, good in ((FP16_Optimizer, True), (FP16_UnfusedOptimizer, False)):
+            params = params_of((2, 3), (4,), dtype=torch.float16)
+            mask = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 1, 0, 0])
+            base = OnebitAdam([{"params": params, "exp_avg_mask": mask}], lr=0.1, freeze_step=2)
+            if not good:
+                with self.assertRaisesRegex(ValueError, r"exp_avg_mask has shape \(10,\).*\(2, 3\)"):
+                    wrapper(base)
+                continue
+            optimizer = wrapper(base)
+            for i in range(5):
+                before = torch.cat(optimizer.fp32_groups_flat)
+                give_grads(params, seed=i)
+                optimizer.step()
+            self.assertEqual((torch.cat(optimizer.fp32_groups_flat) != before).float().tolist(), mask.tolist())
+
+    def test_mask_of_another_shape_is_refused(self):
+        params = params_of((4,))
+        optimizer = OnebitAdam([{"params": params, "exp_avg_mask": torch.ones(3)}])
+        give_grads(params)
+        for _ in range(2):
+            with self.assertRaisesRegex(ValueError, r"param_groups\[0\]: exp_avg_mask has shape \(3,\)"):
+                optimizer.step()
+
     def test_nan_is_skipped(self):
         params = params_of((4,))
         optimizer, old = OnebitAdam(params), params[0].detach().clone()
