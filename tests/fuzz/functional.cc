@@ -1,0 +1,530 @@
+// SPDX-License-Identifier: Apache-2.0
+// dsopt_optimizer_apply against dsopt_optimizer_step: one optimizer keeps nothing, its twin keeps everything, and both take the
+// same steps. All memory has exactly the size that a call may touch, and empty tensors have none. Steps that both forms take
+// give the same bits, two equal calls of apply give the same bits, a refused call changes nothing of the caller's, and words
+// that no step leaves in the state come back with a status.
+#include "support/numbers.h"
+#include "world.h"
+#include <map>
+#include <optional>
+
+namespace fuzz {
+namespace {
+
+constexpr int kMostParams = 4, kMostRounds = 12;
+constexpr float kScalars[] = {test::kNaN,  0,      1,       0.5f, 1e-3f,  0.9f,  -1,
+                              -test::kInf, 1e-45f, 3.4e38f, 2,    0.999f, 1e-8f, test::kInf};
+constexpr int32_t kStepFlags[] = {
+    0, 0, DSOPT_STEP_ZERO_GRADS, DSOPT_STEP_NO_NAN, DSOPT_STEP_OUT_ONLY, DSOPT_STEP_DELTA};
+
+// ---------------------------------------------------------------------------------------------------------------- memory
+/// One list: each tensor in memory of exactly its size, none where it is empty.
+class Arrays {
+public:
+    explicit Arrays(const test::Memory &memory) : memory_(&memory) {}
+    void add(int32_t dtype, const Bytes &content) {
+        dtypes_.push_back(dtype);
+        blocks_.emplace_back(*memory_, content);
+    }
+    Arrays copy() const {
+        Arrays other(*memory_);
+        for (size_t i = 0; i < size(); ++i) other.add(dtypes_[i], blocks_[i].text());
+        return other;
+    }
+    void clear() {
+        dtypes_.clear();
+        blocks_.clear();
+    }
+    size_t size() const { return blocks_.size(); }
+    size_t bytes(size_t i) const { return blocks_[i].bytes(); }
+    Bytes text(size_t i) const { return blocks_[i].text(); }
+    Bytes text() const {
+        Bytes all;
+        for (const Block &block : blocks_) all += block.text();
+        return all;
+    }
+    void set(size_t i, const Bytes &content) const { blocks_[i].set(content); }
+    dsopt_tensor tensor(size_t i) const {
+        const size_t bytes = blocks_[i].bytes();
+        return {bytes != 0 ? blocks_[i].data() : nullptr, int64_t(bytes / size_of(dtypes_[i])), dtypes_[i], 0};
+    }
+    std::vector<dsopt_tensor> list() const {
+        std::vector<dsopt_tensor> all;
+        for (size_t i = 0; i < size(); ++i) all.push_back(tensor(i));
+        return all;
+    }
+
+private:
+    const test::Memory *memory_;
+    std::vector<int32_t> dtypes_;
+    std::vector<Block> blocks_;
+};
+
+/// What a step is told apart from its lists.
+struct Request {
+    int32_t flags = 0;
+    bool outs = false;
+    std::vector<bool> absent;
+    std::optional<std::vector<float>> rates, hypers, scale, norms;
+    std::optional<int32_t> skip;
+};
+
+/// Everything that one caller of a step owns.
+struct Owner {
+    Arrays params, grads, outs, state, scalars;
+    Block workspace, report;
+
+    Owner(const test::Memory &memory, size_t workspace_bytes, size_t shift) :
+        params(memory),
+        grads(memory),
+        outs(memory),
+        state(memory),
+        scalars(memory),
+        workspace(memory, workspace_bytes, shift),
+        report(memory, Bytes(DSOPT_REPORT_FLOATS * sizeof(float), 0)) {}
+    /// The same contents elsewhere, but for the workspace, in which nothing is kept.
+    Owner copy(const test::Memory &memory, char workspace_byte) const {
+        Owner other(memory, workspace.bytes(), 0);
+        other.params = params.copy();
+        other.grads = grads.copy();
+        other.outs = outs.copy();
+        other.state = state.copy();
+        other.workspace.set(Bytes(workspace.bytes(), workspace_byte));
+        other.report.set(report.text());
+        return other;
+    }
+    Bytes text() const { return params.text() + grads.text() + outs.text() + state.text(); }
+};
+
+/// A step of an owner's memory, and the lists that it names. Each has an entry more than is counted, so that a count that is
+/// one too large is refused for what is there.
+struct Call {
+    std::vector<dsopt_tensor> params, grads, outs, state;
+    dsopt_step step{};
+
+    Call(Owner &owner, const Request &request, bool functional) :
+        params(longer(owner.params)),
+        grads(longer(owner.grads)),
+        outs(longer(owner.outs)),
+        state(longer(owner.state)) {
+        for (size_t i = 0; i < request.absent.size(); ++i)
+            if (request.absent[i]) grads[i].data = nullptr;
+        step.size = sizeof step;
+        step.flags = request.flags;
+        step.count = int64_t(owner.params.size());
+        step.report = reinterpret_cast<float *>(owner.report.data());
+        owner.scalars.clear();
+        const auto floats = [&](const std::optional<std::vector<float>> &values) -> const float * {
+            if (!values) return nullptr;
+            owner.scalars.add(DSOPT_DTYPE_F32,
+                              Bytes(reinterpret_cast<const char *>(values->data()), values->size() * 4));
+            return static_cast<const float *>(owner.scalars.tensor(owner.scalars.size() - 1).data);
+        };
+        step.lr = floats(request.rates);
+        step.hyper = floats(request.hypers);
+        step.grad_scale = floats(request.scale);
+        step.grad_norms = floats(request.norms);
+        if (request.skip) {
+            owner.scalars.add(DSOPT_DTYPE_I32, Bytes(reinterpret_cast<const char *>(&*request.skip), 4));
+            step.skip = static_cast<const int32_t *>(owner.scalars.tensor(owner.scalars.size() - 1).data);
+        }
+        step.grads = grads.data();
+        if (request.outs) step.out = outs.data();
+        if (!functional) return; // parameters and state are where they are bound
+        step.params = params.data();
+        step.state = state.data();
+        step.state_count = int64_t(owner.state.size());
+        step.workspace = owner.workspace.bytes() != 0 ? owner.workspace.data() : nullptr;
+        step.workspace_bytes = owner.workspace.bytes();
+    }
+    Call(const Call &) = delete;
+
+private:
+    static std::vector<dsopt_tensor> longer(const Arrays &arrays) {
+        std::vector<dsopt_tensor> list = arrays.list();
+        list.push_back({});
+        return list;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------- a case
+struct Case {
+    int32_t algorithm = 0, compat = 0, flags = 0, nonfinite = 0, masters = 0;
+    int ranks = 1, rank = 0;
+    bool scaler = false;
+    double max_norm = 0, max_value = 0;
+    size_t second_group = 0; // where it begins
+    std::vector<dsopt_group> groups;
+    std::vector<int64_t> sizes;
+    std::vector<int32_t> dtypes, param_flags;
+    bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
+    size_t params() const { return sizes.size(); }
+};
+
+/// Only what exists: what is refused is the business of `calls`.
+Case case_of(Choices &choose) {
+    Case c;
+    c.algorithm = choose.of(kAlgorithms);
+    const bool onebit = c.is_onebit(), has_compat = onebit || c.algorithm <= DSOPT_ALGORITHM_ADAM_LEGACY;
+    if (has_compat && choose.rarely(4)) c.compat = DSOPT_COMPAT_DEEPSPEED;
+    if (choose.rarely(3)) c.ranks = onebit ? 2 + choose.below(2) : 2;
+    c.rank = choose.below(c.ranks);
+    if (choose.rarely(3)) c.flags |= DSOPT_OPTIMIZER_NO_MASTER;
+    if (!onebit && choose.rarely(3)) c.flags |= DSOPT_OPTIMIZER_REPORT_NORMS;
+    if (c.flags & DSOPT_OPTIMIZER_NO_MASTER && c.compat == DSOPT_COMPAT_NONE && choose.rarely(3))
+        c.flags |= DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+    if (choose.rarely(4)) c.flags |= DSOPT_OPTIMIZER_ACCUMULATE;
+    if (choose.rarely(4)) c.flags |= DSOPT_OPTIMIZER_TIMING;
+    if (onebit && choose.flip()) c.flags |= DSOPT_OPTIMIZER_AVERAGES;
+    if (c.ranks > 1 && choose.rarely(3)) c.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
+    if (c.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM && c.compat == DSOPT_COMPAT_NONE && choose.rarely(3))
+        c.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
+    c.nonfinite = choose.below(3);
+    if (!(c.flags & DSOPT_OPTIMIZER_NO_MASTER)) c.masters = choose.below(2);
+    c.scaler = choose.rarely(3);
+    if (choose.flip()) c.max_norm = 1;
+    if (choose.rarely(4)) c.max_value = 0.5;
+    const int params = choose.below(kMostParams + 1);
+    for (int i = 0; i < params; ++i) {
+        c.sizes.push_back(choose.of(kSizes));
+        int32_t dtype = choose.of(kDtypes), flags = 0;
+        if (c.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) dtype = DSOPT_DTYPE_BF16;
+        if (onebit && c.flags & DSOPT_OPTIMIZER_NO_MASTER) dtype = DSOPT_DTYPE_F32;
+        if (choose.rarely(8)) flags = DSOPT_PARAM_REPLICATED;
+        if (onebit && !(c.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && choose.rarely(6)) flags = DSOPT_PARAM_MASKED;
+        c.dtypes.push_back(dtype);
+        c.param_flags.push_back(flags);
+    }
+    c.groups.resize(1 + size_t(choose.below(2)));
+    c.second_group = c.groups.size() == 2 ? size_t(choose.below(params + 1)) : c.params();
+    for (dsopt_group &group : c.groups) {
+        must("group_init", dsopt_group_init(&group, sizeof group, c.algorithm));
+        if (c.algorithm != DSOPT_ALGORITHM_SGD) group.weight_decay = 0.01;
+        if (choose.flip()) group.lr = 0.05;
+        if (onebit) group.freeze_step = 2;
+        if (c.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
+            group.var_interval_steps = 1;
+            group.local_interval_steps = 2;
+            group.max_local_interval = 4;
+        }
+        if (c.algorithm == DSOPT_ALGORITHM_SGD && choose.flip()) group.momentum = 0.9;
+        if (c.algorithm == DSOPT_ALGORITHM_ADAGRAD && choose.flip()) group.initial_accumulator_value = 0.1;
+        if (!onebit && choose.rarely(4)) group.max_norm = 0.5;
+    }
+    return c;
+}
+
+/// An optimizer of the case. Without weights its parameters have no memory.
+struct Side {
+    test::Comm comm;
+    test::Scaler scaler;
+    test::Optimizer optimizer;
+    dsopt_status status = DSOPT_OK;
+
+    Side(const Case &c, const test::Context &context, Echo &echo, const Arrays *weights) {
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.compat = c.compat;
+        desc.flags = c.flags;
+        desc.nonfinite = c.nonfinite;
+        desc.masters = c.masters;
+        desc.max_norm = c.max_norm;
+        desc.max_value = c.max_value;
+        if (c.ranks > 1) comm = echo_comm(context, echo);
+        desc.data = comm.get();
+        if (c.scaler) scaler = test::make_scaler(context, 4, 2);
+        desc.scaler = scaler.get();
+        dsopt_optimizer *made = nullptr;
+        status = counted("optimizer_create", dsopt_optimizer_create(context.get(), &desc, &made));
+        optimizer.reset(made);
+        std::vector<dsopt_param> params(c.params());
+        std::vector<std::string> names(c.params());
+        for (size_t i = 0; i < c.params(); ++i) {
+            names[i] = "p" + std::to_string(i);
+            params[i].name = names[i].c_str();
+            params[i].flags = c.param_flags[i];
+            params[i].tensor = {nullptr, c.sizes[i], c.dtypes[i], 0};
+            if (weights != nullptr) params[i].tensor.data = weights->tensor(i).data;
+        }
+        for (size_t g = 0; g < c.groups.size() && status == DSOPT_OK; ++g) {
+            const size_t begin = g == 0 ? 0 : c.second_group, end = g == 0 ? c.second_group : c.params();
+            status = counted("add_group", dsopt_optimizer_add_group(optimizer.get(), &c.groups[g],
+                                                                    params.data() + begin, int64_t(end - begin)));
+        }
+    }
+};
+
+/// Made once for each backend: finding out what a processor can do takes longer than a step.
+const test::Context &context_on(int32_t backend) {
+    static auto *const all = new std::map<int32_t, test::Context>; // the emulated device may end before this would
+    test::Context &one = (*all)[backend];
+    if (one == nullptr) one = test::make_context(test::context_desc(1, backend));
+    return one;
+}
+
+// ------------------------------------------------------------------------------------------------------------- a training
+class Functional : public World {
+public:
+    explicit Functional(const Choices &choices) : World(choices), case_(case_of(choose)) {
+        echo_ = {case_.rank, case_.ranks};
+    }
+    void run() {
+        const test::Context &context = context_on(backend);
+        const Side functional(case_, context, echo_, nullptr);
+        if (functional.status != DSOPT_OK) return;
+        Arrays weights(memory);
+        for (size_t i = 0; i < case_.params(); ++i)
+            weights.add(case_.dtypes[i], numbers(case_.sizes[i], case_.dtypes[i]));
+        const Side remembering(case_, context, echo_, &weights);
+        if (remembering.status != DSOPT_OK)
+            finding("the same optimizer again: %s", dsopt_status_name(remembering.status));
+        opt_ = functional.optimizer.get();
+        twin_ = remembering.optimizer.get();
+        scaler_ = functional.scaler.get();
+        weights_ = &weights;
+        size_t bytes = 0;
+        must("workspace", dsopt_optimizer_workspace(opt_, &bytes));
+        Owner owner(memory, bytes, size_t(choose.below(64)));
+        prepare(owner);
+        for (int round = 0; choose.are_left() && round < kMostRounds; ++round) {
+            const Request request = next_request(owner);
+            switch (choose.below(8)) {
+            case 4:
+            case 5: break_call(owner, request); break;
+            case 6:
+            case 7: break_state(owner, request); break;
+            default: take(owner, request);
+            }
+        }
+    }
+
+private:
+    Bytes numbers(int64_t numel, int32_t dtype, bool wild = false) {
+        test::Random random(choose.byte());
+        Bytes bytes(size_t(numel) * size_of(dtype), 0);
+        for (int64_t i = 0; i < numel; ++i) {
+            float value = float(random.uniform(-2, 2));
+            if (wild && random.below(61) == 0) value = test::float_of(kWords[random.below(int(std::size(kWords)))]);
+            test::store(&bytes[size_t(i) * size_of(dtype)], dtype, value);
+        }
+        return bytes;
+    }
+    dsopt_status init_state(const std::vector<dsopt_tensor> &params, const std::vector<dsopt_tensor> &state,
+                            int64_t count) {
+        return counted("init_state", dsopt_optimizer_init_state(opt_, params.data(), state.data(), count, nullptr));
+    }
+    dsopt_status apply(const dsopt_step &step) { return counted("apply", dsopt_optimizer_apply(opt_, &step)); }
+
+    /// Memory for everything, and the starting values of both forms.
+    void prepare(Owner &owner) {
+        owner.workspace.set(Bytes(owner.workspace.bytes(), 0x5a));
+        owner.params = weights_->copy();
+        for (const int64_t numel : case_.sizes) owner.outs.add(DSOPT_DTYPE_F32, Bytes(size_t(numel) * 4, 0));
+        int64_t count = 0;
+        must("state_count", dsopt_optimizer_state_count(opt_, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            must("state", dsopt_optimizer_state(opt_, i, &info));
+            names_.push_back(info.name);
+            owner.state.add(info.tensor.dtype, Bytes(bytes_of(info.tensor), '\xab'));
+        }
+        const std::vector<dsopt_tensor> params = owner.params.list(), state = owner.state.list();
+        if (init_state(params, state, count) != DSOPT_OK) finding("init_state of a good list was refused");
+        for (size_t i = 0; i < names_.size(); ++i) { // the first look makes the twin's state
+            if (owner.state.bytes(i) == 0 || names_[i] == "loss_scale" || names_[i] == "scaler") continue;
+            Bytes host(owner.state.bytes(i), 0);
+            must("export", dsopt_optimizer_export(twin_, int64_t(i), host.data(), host.size()));
+            break;
+        }
+        compare(owner, "init_state");
+    }
+    /// State and parameters of both forms.
+    void compare(const Owner &owner, const char *when) {
+        for (size_t i = 0; i < names_.size(); ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            must("state", dsopt_optimizer_state(twin_, int64_t(i), &info));
+            if (info.tensor.data == nullptr || owner.state.bytes(i) == 0) continue;
+            Bytes kept(owner.state.bytes(i), 0);
+            memory.read(kept.data(), info.tensor.data, kept.size());
+            differ(when, (names_[i] + " of parameter " + std::to_string(info.param)).c_str(), owner.state.text(i),
+                   kept);
+        }
+        for (size_t i = 0; i < case_.params(); ++i)
+            differ(when, ("parameter " + std::to_string(i)).c_str(), owner.params.text(i), weights_->text(i));
+    }
+    void differ(const char *when, const char *what, const Bytes &one, const Bytes &other) const {
+        if (one == other) return;
+        size_t at = 0;
+        while (at < one.size() && at < other.size() && one[at] == other[at]) ++at;
+        finding(
+            "after %s: %s differs at byte %zu of %zu (algorithm %d, compat %d, flags %x, rank %d of %d, backend %d)",
+            when, what, at, one.size(), int(case_.algorithm), int(case_.compat), unsigned(case_.flags), case_.rank,
+            case_.ranks, int(backend));
+    }
+
+    /// The gradients of a step, which are drawn into the owner's memory, and what else it is told.
+    Request next_request(Owner &owner) {
+        Request request;
+        owner.grads = Arrays(memory);
+        for (const int64_t numel : case_.sizes) {
+            const int32_t dtype = choose.of(kDtypes);
+            request.absent.push_back(choose.rarely(8));
+            owner.grads.add(dtype, numbers(numel, dtype, choose.rarely(8)));
+        }
+        request.flags = choose.of(kStepFlags);
+        request.outs = (request.flags & (DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA)) != 0 || choose.rarely(4);
+        const size_t groups = case_.groups.size();
+        switch (choose.below(4)) {
+        case 1:
+            request.hypers.emplace(groups * DSOPT_HYPER_FLOATS, test::kNaN); // as the host has them
+            (*request.hypers)[choose.byte() % request.hypers->size()] = choose.of(kScalars);
+            break;
+        case 2:
+            request.rates.emplace(groups, 0.01f);
+            (*request.rates)[0] = choose.of(kScalars);
+            break;
+        }
+        switch (choose.below(8)) {
+        case 1: request.scale = {choose.of(kScalars)}; break;
+        case 2: request.skip = choose.below(2); break;
+        case 3:
+            request.norms.emplace(groups, 1.0f);
+            (*request.norms)[0] = choose.of(kScalars);
+            break;
+        }
+        return request;
+    }
+
+    /// The same step in both forms, and once more in the functional one with another workspace.
+    void take(Owner &owner, const Request &request) {
+        Owner twin = owner.copy(memory, 0), again = owner.copy(memory, 0x33);
+        const Bytes weights = owner.params.text();
+        const Call call(owner, request, true), kept(twin, request, false), repeated(again, request, true);
+        const dsopt_status status = apply(call.step), other = counted("step", dsopt_optimizer_step(twin_, &kept.step)),
+                           second = apply(repeated.step);
+        if (status != other || status != second)
+            finding("apply %s, step %s, apply again %s", dsopt_status_name(status), dsopt_status_name(other),
+                    dsopt_status_name(second));
+        if (request.flags & (DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA))
+            differ("OUT_ONLY or DELTA", "a parameter", owner.params.text(), weights);
+        differ("two equal calls of apply", "memory of the caller", owner.text(), again.text());
+        differ("two equal calls of apply", "the report", owner.report.text(), again.report.text());
+        differ("a step in both forms", "the report", owner.report.text(), twin.report.text());
+        differ("a step in both forms", "a gradient", owner.grads.text(), twin.grads.text());
+        differ("a step in both forms", "an output", owner.outs.text(), twin.outs.text());
+        compare(owner, "a step in both forms");
+    }
+
+    /// A call with a mistake or two, of which those that are refused have changed nothing.
+    void break_call(const Owner &owner, const Request &request) {
+        Owner other = owner.copy(memory, 0);
+        Call call(other, request, true);
+        for (int i = 1 + choose.below(2); i > 0; --i) break_one_of(call, other);
+        refuse_or_obey("apply", other, [&] { return apply(call.step); });
+        if (!choose.flip()) return;
+        Owner fresh = owner.copy(memory, 0);
+        Call lists(fresh, request, true);
+        const bool params = choose.flip();
+        int64_t count = lists.step.state_count;
+        if (choose.rarely(4))
+            --count;
+        else
+            spoil(any(params ? lists.params : lists.state));
+        refuse_or_obey("init_state", fresh, [&] { return init_state(lists.params, lists.state, count); });
+    }
+    void refuse_or_obey(const char *name, const Owner &owner, const std::function<dsopt_status()> &call) {
+        const Bytes before = owner.text();
+        const dsopt_status status = call();
+        if (status != DSOPT_OK) differ(name, dsopt_status_name(status), owner.text(), before);
+    }
+    dsopt_tensor &any(std::vector<dsopt_tensor> &list) { return list[index_of(list)]; }
+    void break_one_of(Call &call, const Owner &owner) {
+        dsopt_step &step = call.step;
+        switch (choose.below(12)) {
+        case 0: step.count += choose.flip() ? 1 : -1; break;
+        case 1: step.state_count += choose.flip() ? 1 : -1; break;
+        case 2: step.workspace_bytes -= std::min<size_t>(step.workspace_bytes, 256); break;
+        case 3: step.workspace = nullptr; break;
+        case 4: step.reserved = 1; break;
+        case 5: step.flags = choose.below(64); break;
+        case 6: step.lr = step.hyper = reinterpret_cast<const float *>(owner.report.data()); break;
+        case 7: step.grad_scale = reinterpret_cast<const float *>(owner.report.data() + 2); break;
+        case 8: step.state = nullptr; break;
+        case 9: step.params = nullptr; break;
+        default:
+            spoil(any(choose.flip()   ? call.state
+                      : choose.flip() ? call.params
+                      : choose.flip() ? call.grads
+                                      : call.outs));
+        }
+    }
+
+    /// Words that no step leaves, among the state: three steps by two equal owners, and what decodes them.
+    void break_state(const Owner &owner, const Request &request) {
+        if (names_.empty()) return;
+        Owner other = owner.copy(memory, 0);
+        for (int i = 1 + choose.below(4); i > 0; --i) {
+            size_t entry = choose.byte() % names_.size();
+            if (choose.flip()) // counters are few, and decide the most
+                for (size_t k = names_.size(); k-- > 0;)
+                    if (other.state.tensor(k).dtype == DSOPT_DTYPE_I32 && choose.flip()) {
+                        entry = k;
+                        break;
+                    }
+            fill_words(other.state.tensor(entry));
+        }
+        Owner again = other.copy(memory, 0x33);
+        const Call call(other, request, true), repeated(again, request, true);
+        for (int i = 0; i < 3; ++i) {
+            const dsopt_status status = apply(call.step), second = apply(repeated.step);
+            if (status != second)
+                finding("hostile words: apply %s, again %s", dsopt_status_name(status), dsopt_status_name(second));
+            differ("two equal calls on hostile words", "memory of the caller", other.text(), again.text());
+            differ("two equal calls on hostile words", "the report", other.report.text(), again.report.text());
+            if (status != DSOPT_OK) break;
+        }
+        for (size_t i = 0; i < names_.size(); ++i) decode(other, i);
+    }
+    void decode(const Owner &owner, size_t entry) {
+        if (names_[entry] != "schedule" && names_[entry] != "scaler") return;
+        Bytes bytes = owner.state.text(entry);
+        std::vector<int32_t> host(bytes.size() / sizeof(int32_t));
+        std::memcpy(host.data(), bytes.data(), bytes.size());
+        const dsopt_tensor tensor = owner.state.tensor(entry);
+        if (names_[entry] == "schedule") {
+            DSOPT_NEW(dsopt_schedule_info, info);
+            const Block result(memory, Bytes(sizeof(int32_t), 0));
+            const dsopt_status decoded = counted("schedule_decode", dsopt_schedule_decode(opt_, host.data(), &info)),
+                               asked = counted("reduction",
+                                               dsopt_optimizer_reduction(
+                                                   opt_, &tensor, reinterpret_cast<int32_t *>(result.data()), nullptr));
+            int32_t reduction = 0;
+            memory.read(&reduction, result.data(), sizeof reduction);
+            if (decoded == DSOPT_OK && asked == DSOPT_OK && info.reduction != reduction)
+                finding("schedule_decode says reduction %d, reduction says %d", int(info.reduction), int(reduction));
+        } else {
+            DSOPT_NEW(dsopt_scaler_info, info);
+            (void)counted("scaler_decode", dsopt_scaler_decode(host.data(), &info));
+            const dsopt_tensor both[] = {owner.state.tensor(entry - 1), tensor}; // loss_scale comes before
+            const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
+            (void)counted("scaler_transition",
+                          dsopt_scaler_transition(scaler_, both, 2, choose.flip() ? overflow : nullptr, nullptr));
+        }
+    }
+
+    const Case case_;
+    Echo echo_;
+    const dsopt_optimizer *opt_ = nullptr;
+    dsopt_optimizer *twin_ = nullptr;
+    const dsopt_scaler *scaler_ = nullptr;
+    const Arrays *weights_ = nullptr; // of the twin
+    std::vector<std::string> names_;  // of state tensors
+};
+
+} // namespace
+} // namespace fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    fuzz::count_runs();
+    fuzz::Functional(fuzz::Choices(data, size)).run();
+    return 0;
+}
