@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What protects the code of dsopt at run time, as the ELF files have it.
 
-usage: hardening.py fortified|plain libdsopt.so libdsopt.a PROGRAM
+usage: hardening.py fortified|plain libdsopt.so libdsopt.a PROGRAM KERNELS.a...
 
 Every function is bound when a file is loaded, and what was relocated is then read-only; no stack can be executed; a
-program is placed anywhere; functions with arrays check a canary; in optimized builds (`fortified`) copies and formatted
-text into objects of known size are checked. Prints `name: reason` for each check that fails, then `N passed, N failed`.
+program is placed anywhere; functions with arrays check a canary, except the kernels, which would pay for it; in
+optimized builds (`fortified`) copies and formatted text into objects of known size are checked. Prints `name: reason`
+for each check that fails, then `N passed, N failed`.
 """
 import re
 import subprocess
@@ -30,7 +31,7 @@ def imports(*nm):
     return set(re.findall(r"\bU (\w+)", output(*nm)))
 
 
-def checks(fortified, shared, static, program):
+def checks(fortified, shared, static, program, *kernels):
     for path in (shared, program):
         for name, holds in checks_of_file(path):
             yield path + " " + name, holds
@@ -39,11 +40,14 @@ def checks(fortified, shared, static, program):
         checked = sorted(name for name in names if name.endswith("_chk"))
         # A build that is not optimized cannot have them, and it is as wrong if they come from elsewhere unasked.
         yield f"{path}: checked functions are {checked}", ("__vsnprintf_chk" in checked) == fortified
+    yield "there are kernels", bool(kernels)
+    for path in kernels:
+        yield path + " has no canaries", "__stack_chk_fail" not in imports("nm", path)
 
 
 def main():
     passed = failed = 0
-    for name, holds in checks(sys.argv[1] == "fortified", *sys.argv[2:5]):
+    for name, holds in checks(sys.argv[1] == "fortified", *sys.argv[2:]):
         passed += holds
         failed += not holds
         if not holds:
