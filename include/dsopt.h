@@ -1034,13 +1034,15 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * cannot be captured in a graph. Nor can it be captured where a state tensor starts as a value other than 0.
  * @param[in,out] params  one entry per parameter, only read unless that step is taken. NULL is legal if there are no
  *                        masters.
+ * @param[in]     count   number of parameters; 0 with params NULL.
  * @param[out]    state   every entry, in list order, with memory unless it is empty.
- * @param[in]     count   number of state entries.
+ * @param[in]     state_count  number of state entries.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory, each naming the tensor; _STATE: no
  * groups, or this call cannot be captured. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
-                                                              const dsopt_tensor *state, int64_t count, void *stream);
+                                                              int64_t count, const dsopt_tensor *state,
+                                                              int64_t state_count, void *stream);
 
 /**
  * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The next step with DSOPT_STEP_ACCUMULATED uses

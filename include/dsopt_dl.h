@@ -63,7 +63,8 @@ typedef struct dsopt_dl {
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_apply)(const dsopt_optimizer *opt, const dsopt_step *step);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_workspace)(const dsopt_optimizer *opt, size_t *bytes);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_init_state)(const dsopt_optimizer *opt, const dsopt_tensor *params,
-                                                           const dsopt_tensor *state, int64_t count, void *stream);
+                                                           int64_t count, const dsopt_tensor *state,
+                                                           int64_t state_count, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_accumulate)(dsopt_optimizer *opt, const dsopt_tensor *grads,
                                                            int64_t count, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_next_reduction)(dsopt_optimizer *opt, int64_t call, int32_t *reduction);

@@ -441,10 +441,10 @@ dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step 
     return with(
         opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
 }
-dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params,
-                                        const dsopt_tensor *state, int64_t count, void *stream) {
+dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params, int64_t count,
+                                        const dsopt_tensor *state, int64_t state_count, void *stream) {
     return with(opt, on_stream(stream, [&](const Optimizer &optimizer) {
-                    optimizer.init_state(params, state, count, stream);
+                    optimizer.init_state(params, count, state, state_count, stream);
                 }));
 }
 dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,

@@ -136,8 +136,9 @@ public:
             if (one.anchor != nullptr) std::memcpy(one.anchor, job.weight, bytes);
         }
         if (!onebit_.exchanges || buffers_.layout->is_exact()) return; // nothing is owed
-        std::memset(buffers_.worker, 0, size_t(buffers_.layout->worker_floats()) * sizeof(float));
-        std::memset(buffers_.server, 0, size_t(buffers_.layout->server_floats()) * sizeof(float));
+        // Either is NULL where there are no elements, which memset() may not be given.
+        std::fill_n(buffers_.worker, buffers_.layout->worker_floats(), 0.0f);
+        std::fill_n(buffers_.server, buffers_.layout->server_floats(), 0.0f);
     }
 
 private:

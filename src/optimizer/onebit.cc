@@ -151,6 +151,9 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
     const ScheduleState now = read_schedule(schedule, own, stream);
     auto *const active = state.data<int32_t>(list, StateKind::active);
+    // Without elements a caller's tensor has no memory and the engine's has an address: both are the same to a step.
+    const StateEntry *const bits = state.find(StateKind::exp_avg_bits);
+    const bool has_bits = bits != nullptr && bits->numel != 0;
     if (setup_.compresses)
         planned.buffers =
             ExchangeBuffers(setup_.layout, floats(StateKind::worker_error), floats(StateKind::server_error), workspace);
@@ -171,7 +174,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .factors = factors,
                     .active = active,
                     .padding = floats(StateKind::exp_avg_pad),
-                    .momentum = state.data<char>(list, StateKind::exp_avg_bits)};
+                    .momentum = has_bits ? state.data<char>(list, StateKind::exp_avg_bits) : nullptr};
     for (size_t i = 0; i < params.size(); ++i) {
         const auto of_param = [&](StateKind kind) { return state.data<float>(list, kind, int64_t(i)); };
         jobs[i] = {.anchor = of_param(StateKind::anchor),

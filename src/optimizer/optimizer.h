@@ -116,7 +116,8 @@ public:
     /// = where the parameters are bound. `masters_follow`: the caller fills them at once.
     void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
     /// Starting values into the caller's list, the original's step on zero gradients included.
-    void init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const;
+    void init_state(const dsopt_tensor *params, int64_t count, const dsopt_tensor *state, int64_t state_count,
+                    void *stream) const;
     /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS.
     void decode_momentum();
     /// To be called where state tensors may have been written to, other than by steps.

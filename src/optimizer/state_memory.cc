@@ -112,9 +112,11 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     last_step_.forget();
 }
 
-void Optimizer::init_state(const dsopt_tensor *params, const dsopt_tensor *state, int64_t count, void *stream) const {
+void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsopt_tensor *state, int64_t state_count,
+                           void *stream) const {
     check_groups(*this);
-    check_state_list(*this, state, count, true);
+    if (params != nullptr || count != 0) check_length(params, count, params_.size(), "the list of parameters");
+    check_state_list(*this, state, state_count, true);
     for (size_t i = 0; params != nullptr && i < params_.size(); ++i) check_param(params[i], params_[i]);
     const bool initial_step = wrapper_ != Wrapper::none;
     for (size_t i = 0; i < params_.size(); ++i) // wrappers move parameters that are their own masters

@@ -96,7 +96,7 @@ static void spoilt_scales(dsopt_context *ctx) {
         must(dsopt_scaler_create(ctx, NULL, &scaler));
         dsopt_optimizer *opt = make(ctx, scaler, DSOPT_COMPAT_NONE, DSOPT_ALGORITHM_ADAMW, &registered);
         struct State state = new_state(opt);
-        must(dsopt_optimizer_init_state(opt, &param, state.list, state.count, NULL));
+        must(dsopt_optimizer_init_state(opt, &param, 1, state.list, state.count, NULL));
         if (*(float *)state.list[state.loss_scale].data != 65536) defect(1, "init_state gives no loss scale");
         *(float *)state.list[state.loss_scale].data = scales[i];
         if (scales[i] == 0) memset(state.list[state.scaler].data, 0, 48);
@@ -135,7 +135,7 @@ static void first_step(dsopt_context *ctx) {
     dsopt_optimizer *a = make(ctx, NULL, DSOPT_COMPAT_DEEPSPEED, DSOPT_ALGORITHM_ADAMW, &pure),
                     *b = make(ctx, NULL, DSOPT_COMPAT_DEEPSPEED, DSOPT_ALGORITHM_ADAMW, &bound);
     struct State state = new_state(a);
-    must(dsopt_optimizer_init_state(a, &param, state.list, state.count, NULL));
+    must(dsopt_optimizer_init_state(a, &param, 1, state.list, state.count, NULL));
     for (int i = 0; i < 3; ++i) {
         DSOPT_NEW(dsopt_step, step);
         step.grads = &grad;
@@ -160,7 +160,7 @@ static void reductions(dsopt_context *ctx) {
         const dsopt_param registered = {.tensor = {NULL, N, DSOPT_DTYPE_F32, 0}, .name = "w"};
         dsopt_optimizer *opt = make(ctx, NULL, compat, DSOPT_ALGORITHM_ONEBIT_ADAM, &registered);
         struct State state = new_state(opt);
-        must(dsopt_optimizer_init_state(opt, &param, state.list, state.count, NULL));
+        must(dsopt_optimizer_init_state(opt, &param, 1, state.list, state.count, NULL));
         for (int call = 1; call <= 5; ++call) {
             int32_t told = 0;
             DSOPT_NEW(dsopt_schedule_info, info);

@@ -29,7 +29,8 @@ public:
         }
     }
     dsopt_status init(cudaStream_t stream = nullptr) {
-        return dsopt_optimizer_init_state(optimizer, weights.data(), list.data(), int64_t(list.size()), stream);
+        return dsopt_optimizer_init_state(optimizer, weights.data(), int64_t(weights.size()), list.data(),
+                                          int64_t(list.size()), stream);
     }
     dsopt_step pure_arguments() {
         dsopt_step step = arguments();
@@ -392,7 +393,8 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
         Side::good(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
         const Bytes memory(device, bytes, 0), workspace(device, workspace_bytes, 0);
         for (size_t i = 0; i < state.size(); ++i) state[i].data = memory.data() + offsets[i];
-        Side::good(dsopt_optimizer_init_state(optimizer, param_list.data(), state.data(), states, nullptr));
+        Side::good(dsopt_optimizer_init_state(optimizer, param_list.data(), int64_t(param_list.size()), state.data(),
+                                              states, nullptr));
         DSOPT_NEW(dsopt_step, step);
         step.params = param_list.data();
         step.grads = grad_list.data();

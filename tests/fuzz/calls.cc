@@ -279,8 +279,9 @@ private:
         lists.params = list_like(*o, true);
         lists.state = state_list(*o, false);
         if (lists.state.empty()) return;
-        if (counted("init_state", dsopt_optimizer_init_state(o->handle.get(), lists.params.data(), lists.state.data(),
-                                                             count_of(lists.state), nullptr)) != DSOPT_OK)
+        if (counted("init_state",
+                    dsopt_optimizer_init_state(o->handle.get(), lists.params.data(), count_of(lists.params),
+                                               lists.state.data(), count_of(lists.state), nullptr)) != DSOPT_OK)
             return;
         size_t bytes = 0;
         if (counted("workspace", dsopt_optimizer_workspace(o->handle.get(), &bytes)) != DSOPT_OK) return;

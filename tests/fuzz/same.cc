@@ -298,9 +298,10 @@ private:
         size_t bytes = 0;
         must("workspace", dsopt_optimizer_workspace(optimizer_.get(), &bytes));
         workspace_.emplace(memory_, bytes);
+        const std::vector<dsopt_tensor> weights = weight_list();
         return counted("init_state",
-                       dsopt_optimizer_init_state(optimizer_.get(), weight_list().data(), state_list_.data(),
-                                                  int64_t(state_list_.size()), nullptr));
+                       dsopt_optimizer_init_state(optimizer_.get(), weights.data(), int64_t(weights.size()),
+                                                  state_list_.data(), int64_t(state_list_.size()), nullptr));
     }
 
     void take(const StepCase &s) {

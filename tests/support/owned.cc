@@ -44,7 +44,8 @@ void Owned::list() {
 
 dsopt_status Owned::init() {
     list();
-    return dsopt_optimizer_init_state(opt_, params.data(), state.data(), int64_t(state.size()), nullptr);
+    return dsopt_optimizer_init_state(opt_, params.data(), int64_t(params.size()), state.data(), int64_t(state.size()),
+                                      nullptr);
 }
 dsopt_step Owned::arguments() const {
     DSOPT_NEW(dsopt_step, step);

@@ -117,7 +117,7 @@ inline void expect_no_news_in_warm_calls(int32_t backend, const Memory &memory, 
         at += size_t(tensor.numel) * 4;
     }
     const std::vector<dsopt_tensor> &weights = lists.weights();
-    must(dsopt_optimizer_init_state(pure.get(), weights.data(), state.data(), entries, nullptr));
+    must(dsopt_optimizer_init_state(pure.get(), weights.data(), lists.count(), state.data(), entries, nullptr));
     for (int call = 0; call < calls; ++call) {
         const auto expect_none = [&](const char *what, const auto &body) {
             const int64_t news = news_of(body);

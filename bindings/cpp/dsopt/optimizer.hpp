@@ -136,8 +136,8 @@ public:
     }
     /// Starting values of every state tensor. `params` may be empty if there are no masters.
     void init_state(span<const tensor> params, span<const tensor> state, void *stream = nullptr) const {
-        detail::check(dsopt_optimizer_init_state(get(), detail::exactly("params", params, param_count()), state.data(),
-                                                 detail::count(state), stream));
+        detail::check(dsopt_optimizer_init_state(get(), detail::exactly("params", params, param_count()),
+                                                 detail::count(params), state.data(), detail::count(state), stream));
     }
     /// Of call 1, 2, ..., or of the next one.
     reduction next_reduction(std::int64_t call = 0) {

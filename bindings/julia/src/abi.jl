@@ -576,9 +576,9 @@ function dsopt_optimizer_workspace(opt, bytes)
     return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
 end
 
-function dsopt_optimizer_init_state(opt, params, state, count, stream)
-    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt,
-                 params, state, count, stream)
+function dsopt_optimizer_init_state(opt, params, count, state, state_count, stream)
+    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
+                 opt, params, count, state, state_count, stream)
 end
 
 function dsopt_optimizer_accumulate(opt, grads, count, stream)

@@ -531,7 +531,11 @@ class Optimizer(Handle):
         given = self._bound.list("params", write=True)
         arrays = given.fill(in_order("params", params, self.names), stream)
         with gated(self):
-            abi.check(abi.lib.dsopt_optimizer_init_state(self.handle, given.struct, structs, len(structs), stream))
+            abi.check(
+                abi.lib.dsopt_optimizer_init_state(
+                    self.handle, given.struct, len(self._names), structs, len(structs), stream
+                )
+            )
         return state
 
     def apply(

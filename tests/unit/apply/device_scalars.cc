@@ -117,8 +117,8 @@ public:
             names_.push_back(std::string(info.name) + " " + std::to_string(info.param));
         }
         const std::vector<dsopt_tensor> params = list_of(trainer_->weights());
-        must(
-            dsopt_optimizer_init_state(trainer_->opt(), params.data(), state_.data(), int64_t(state_.size()), nullptr));
+        must(dsopt_optimizer_init_state(trainer_->opt(), params.data(), int64_t(params.size()), state_.data(),
+                                        int64_t(state_.size()), nullptr));
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(trainer_->opt(), &bytes));
         workspace_.resize(bytes);

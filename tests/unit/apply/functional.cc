@@ -147,7 +147,7 @@ TEST(InitState, TakesNoParametersWhereNothingStartsFromThem) {
         Owned with(opt.get(), weights_of(form)), without(opt.get(), weights_of(form));
         must(with.init());
         const std::vector<dsopt_tensor> state = without.state;
-        ASSERT_OK(dsopt_optimizer_init_state(opt.get(), nullptr, state.data(), int64_t(state.size()), nullptr));
+        ASSERT_OK(dsopt_optimizer_init_state(opt.get(), nullptr, 0, state.data(), int64_t(state.size()), nullptr));
         EXPECT_TRUE(same(with.snapshot(), without.snapshot()));
     }
 }
@@ -172,7 +172,8 @@ TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
             };
             strip(state);
             strip(params);
-            must(dsopt_optimizer_init_state(opt.get(), params.data(), state.data(), int64_t(state.size()), nullptr));
+            must(dsopt_optimizer_init_state(opt.get(), params.data(), int64_t(params.size()), state.data(),
+                                            int64_t(state.size()), nullptr));
             EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
             const std::vector<Array> gradients = gradients_of(form, 0, 1);
             must(with.apply(gradients));
@@ -196,7 +197,7 @@ TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
         const std::vector<dsopt_tensor> params = list_of(owned.model.params), state = owned.state;
         const auto count = int64_t(state.size());
         const auto call = [&](const dsopt_tensor *p, const dsopt_tensor *s, int64_t n) {
-            return dsopt_optimizer_init_state(opt.get(), p, s, n, nullptr);
+            return dsopt_optimizer_init_state(opt.get(), p, p != nullptr ? int64_t(params.size()) : 0, s, n, nullptr);
         };
         EXPECT_TRUE(refused(call(params.data(), nullptr, count), DSOPT_ERR_ARGUMENT, "state"));
         EXPECT_TRUE(refused(call(params.data(), state.data(), count - 1), DSOPT_ERR_SHAPE, "entries"));
@@ -229,7 +230,7 @@ TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
     }
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     const Trainer empty(ctx, desc);
-    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, nullptr, 0, nullptr), DSOPT_ERR_STATE));
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, 0, nullptr, 0, nullptr), DSOPT_ERR_STATE));
 }
 
 // --------------------------------------------------------------------------------------------------------- reduction

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DSOPT_OPTIMIZER_MOMENTUM_BITS: the bits of 1-bit Adam without it, and exp_avg whenever somebody asks.
 #include "support/onebit.h"
+#include "support/owned.h"
 
 using namespace test;
 
@@ -187,6 +188,24 @@ TEST(MomentumBits, AreRefusedWhereNothingWouldUseThem) {
     EXPECT_EQ(made(DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
     EXPECT_EQ(made(DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
     EXPECT_EQ(made(DSOPT_ALGORITHM_ADAMW, DSOPT_COMPAT_NONE, 0), DSOPT_ERR_UNSUPPORTED);
+}
+
+TEST(MomentumBits, WithoutElementsStepAndApplyGiveTheSameWords) {
+    with_ranks(2, [](int, const Context &ctx, const Comm &comm) {
+        const std::vector<Array> weights{Array(DSOPT_DTYPE_F32, 0, 1.0f), Array(DSOPT_DTYPE_F32, 0, 1.0f)};
+        Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights, kBits);
+        const Trainer pure = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights, kBits);
+        Owned owned(pure.opt(), weights, 0);
+        for (dsopt_tensor &tensor : owned.state)
+            if (tensor.numel == 0) tensor.data = nullptr;
+        must(owned.init());
+        for (int call = 1; call <= 4; ++call) { // the second one freezes
+            ASSERT_OK(trainer.step(weights));
+            dsopt_step step = owned.arguments();
+            ASSERT_OK(dsopt_optimizer_apply(pure.opt(), &step));
+            EXPECT_EQ(exported<int32_t>(trainer.opt(), -1, "schedule"), owned.values<int32_t>("schedule")) << call;
+        }
+    });
 }
 
 } // namespace

@@ -72,7 +72,7 @@ TEST(RefusedNull, EveryFunctionSaysWhichHandle) {
     DSOPT_NEW(dsopt_schedule_info, schedule);
     const std::pair<dsopt_status, const char *> rows[] = {
         {dsopt_optimizer_add_params(nullptr, nullptr, 0), "the optimizer is NULL"},
-        {dsopt_optimizer_init_state(nullptr, nullptr, list, 2, nullptr), "the optimizer is NULL"},
+        {dsopt_optimizer_init_state(nullptr, nullptr, 0, list, 2, nullptr), "the optimizer is NULL"},
         {dsopt_optimizer_reduction(nullptr, list, &reduction, nullptr), "the optimizer is NULL"},
         {dsopt_schedule_decode(nullptr, words, &schedule), "the optimizer is NULL"}};
     for (const auto &[status, text] : rows) EXPECT_EQ(status, DSOPT_ERR_ARGUMENT) << text;
@@ -182,8 +182,9 @@ TEST(RefusedInitState, NamesEveryWrongTensorAndWritesNothing) {
     std::vector<dsopt_tensor> params = list_of(weights);
     const std::string before = lists.bytes();
     const auto call = [&](const std::vector<dsopt_tensor> *of, const std::vector<dsopt_tensor> &state) {
-        return dsopt_optimizer_init_state(trainer.opt(), of != nullptr ? of->data() : nullptr, state.data(),
-                                          int64_t(state.size()), nullptr);
+        return dsopt_optimizer_init_state(trainer.opt(), of != nullptr ? of->data() : nullptr,
+                                          of != nullptr ? int64_t(of->size()) : 0, state.data(), int64_t(state.size()),
+                                          nullptr);
     };
     for (size_t i = 0; i < lists.state.size(); ++i)
         for (const Spoilt &spoilt : kSpoilt) {
@@ -206,14 +207,20 @@ TEST(RefusedInitState, NamesEveryWrongTensorAndWritesNothing) {
     EXPECT_TRUE(refused(call(&params, shorter), DSOPT_ERR_SHAPE, "entries"));
     EXPECT_TRUE(refused(call(&params, {}), DSOPT_ERR_SHAPE, "the state list has 0 entries"));
     const int64_t count = int64_t(lists.state.size());
-    EXPECT_TRUE(refused(dsopt_optimizer_init_state(trainer.opt(), params.data(), nullptr, count, nullptr),
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(trainer.opt(), params.data(), 2, nullptr, count, nullptr),
                         DSOPT_ERR_ARGUMENT, "the state list is NULL"));
     EXPECT_TRUE(refused(call(nullptr, lists.state), DSOPT_ERR_ARGUMENT, "'p0'"));
+    // One tensor of exact size for two parameters: the second one is not read.
+    const std::vector<dsopt_tensor> one(params.begin(), params.begin() + 1);
+    EXPECT_TRUE(refused(call(&one, lists.state), DSOPT_ERR_SHAPE, "the list of parameters has 1 entries, not 2"));
+    EXPECT_TRUE(refused(
+        dsopt_optimizer_init_state(trainer.opt(), nullptr, 2, lists.state.data(), int64_t(lists.state.size()), nullptr),
+        DSOPT_ERR_ARGUMENT, "the list of parameters is NULL"));
     EXPECT_EQ(lists.bytes(), before);
     EXPECT_OK(call(&params, lists.state));
     EXPECT_NE(lists.bytes(), before);
     const Trainer empty(ctx, optimizer_desc());
-    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, lists.state.data(), 0, nullptr),
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, 0, lists.state.data(), 0, nullptr),
                         DSOPT_ERR_STATE, "no groups"));
 }
 

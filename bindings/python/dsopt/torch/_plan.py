@@ -161,8 +161,8 @@ class Plan:
             put(self.param_words, 0, list(map(_data_ptr, dense)))
             values = [tensor.clone() for tensor in given]
             abi.check(
-                abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, self.state_list, count.value,
-                                                   self._stream()))
+                abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, len(self.params), self.state_list,
+                                                   count.value, self._stream()))
             for tensor, value in zip(given, values):
                 tensor.copy_(value)
             for param, copy in zip(self.params, dense):

@@ -735,8 +735,9 @@ extern "C" {
     pub fn dsopt_optimizer_init_state(
         opt: *const dsopt_optimizer,
         params: *const dsopt_tensor,
-        state: *const dsopt_tensor,
         count: i64,
+        state: *const dsopt_tensor,
+        state_count: i64,
         stream: *mut c_void,
     ) -> dsopt_status;
     pub fn dsopt_optimizer_accumulate(
@@ -956,8 +957,9 @@ crate::dl::functions! {
     fn dsopt_optimizer_init_state(
         opt: *const dsopt_optimizer,
         params: *const dsopt_tensor,
-        state: *const dsopt_tensor,
         count: i64,
+        state: *const dsopt_tensor,
+        state_count: i64,
         stream: *mut c_void,
     ) -> dsopt_status;
     fn dsopt_optimizer_accumulate(

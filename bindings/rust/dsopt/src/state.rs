@@ -250,14 +250,12 @@ fn init_state(
     params: &mut [TensorMut<'_>],
     state: &mut [TensorMut<'_>],
 ) -> Result<()> {
-    let (_, registered) = crate::optimizer::counts(opt)?;
-    if params.len() != registered {
-        let text = format!("the list of parameters has {} tensors, registered are {registered}", params.len());
-        return Err(Error::new(sys::DSOPT_ERR_SHAPE, text));
-    }
-    let params = if params.is_empty() { ptr::null_mut() } else { list_mut(params) };
-    // SAFETY: both lists are borrowed mutably, and as long as the library takes them for.
-    check(unsafe { sys::dsopt_optimizer_init_state(opt, params, list_mut(state), count(state.len()), ptr::null_mut()) })
+    let (param_list, param_count) = (list_mut(params), count(params.len()));
+    let (state_list, state_count) = (list_mut(state), count(state.len()));
+    // SAFETY: both lists are borrowed mutably, and as long as their counts say.
+    check(unsafe {
+        sys::dsopt_optimizer_init_state(opt, param_list, param_count, state_list, state_count, ptr::null_mut())
+    })
 }
 
 fn dtype_of(raw: &sys::dsopt_state_info) -> Result<Dtype> {
