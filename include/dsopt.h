@@ -471,7 +471,7 @@ typedef struct dsopt_param {
 
 /**
  * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
- * 1e-8, no decay, trust ratio 0.01 to 10. SGD: lr 1e-3, no momentum. Adagrad: lr 1e-2, eps 1e-10, starting at 0. Lion:
+ * 1e-8, trust ratio 0.01 to 10. Weight decay is 0.01 in ADAMW and 0 elsewhere. SGD: lr 1e-3, no momentum. Adagrad: lr 1e-2, eps 1e-10, starting at 0. Lion:
  * lr 1e-4, betas 0.9 and 0.99. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta 0.9,
  * trust_threshold 0.1, change 0.5 to 4.
  * @param[out] group      every byte is written.

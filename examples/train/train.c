@@ -127,7 +127,7 @@ int main(int argc, char **argv) {
     check(dsopt_optimizer_create(ctx, &desc, &opt));
     check(dsopt_group_init(&matrices, sizeof matrices, DSOPT_ALGORITHM_ADAMW));
     biases = matrices;
-    matrices.weight_decay = 0.01;
+    biases.weight_decay = 0; // of matrices it is 0.01
     for (int t = 0; t < TENSORS; ++t) {
         const dsopt_param param = {{m.param_of[t], m.sizes[t], DSOPT_DTYPE_F32, 0}, .name = shapes[t].name};
         grads[t] = (dsopt_tensor){m.grad_of[t], m.sizes[t], DSOPT_DTYPE_F32, 0};

@@ -72,6 +72,11 @@ inline void adam_defaults(dsopt_group &group) {
     group.beta2 = 0.999;
     group.eps = 1e-8;
 }
+/// Without decay AdamW would be Adam. torch.optim has this value.
+inline void adamw_defaults(dsopt_group &group) {
+    adam_defaults(group);
+    group.weight_decay = 0.01;
+}
 inline void check_adam(const dsopt_group &group, bool compat) {
     if (!(group.flags & DSOPT_GROUP_EPS_UNCORRECTED)) return;
     if (group.flags & DSOPT_GROUP_NO_BIAS_CORRECTION)
@@ -81,19 +86,21 @@ inline void check_adam(const dsopt_group &group, bool compat) {
 template <Rule Standard, Rule Compat> Rule by_mode(const dsopt_group &, bool compat) {
     return compat ? Compat : Standard;
 }
-constexpr RuleInfo adam_record(int32_t algorithm, const char *name, Rule (*formula)(const dsopt_group &, bool)) {
+constexpr RuleInfo adam_record(int32_t algorithm, const char *name, void (*defaults)(dsopt_group &),
+                               Rule (*formula)(const dsopt_group &, bool)) {
     return {.algorithm = algorithm,
             .name = name,
             .fields = kAdamFields,
             .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
             .compat = true,
-            .defaults = adam_defaults,
+            .defaults = defaults,
             .check = check_adam,
             .formula = formula};
 }
-inline constexpr RuleInfo kAdam = adam_record(DSOPT_ALGORITHM_ADAM, "adam", by_mode<Rule::adam, Rule::adam_compat>);
+inline constexpr RuleInfo kAdam =
+    adam_record(DSOPT_ALGORITHM_ADAM, "adam", adam_defaults, by_mode<Rule::adam, Rule::adam_compat>);
 inline constexpr RuleInfo kAdamW =
-    adam_record(DSOPT_ALGORITHM_ADAMW, "adamw", by_mode<Rule::adamw, Rule::adamw_compat>);
+    adam_record(DSOPT_ALGORITHM_ADAMW, "adamw", adamw_defaults, by_mode<Rule::adamw, Rule::adamw_compat>);
 inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .name = "adam_legacy",
                                       .fields = kAdamFields,

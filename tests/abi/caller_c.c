@@ -21,7 +21,7 @@ int main(void) {
     check(dsopt_context_create(NULL, &ctx)); // CPU
     check(dsopt_optimizer_create(ctx, NULL, &opt));
     check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
-    group.lr = 0.02;
+    group.lr = 0.02, group.weight_decay = 0;
     check(dsopt_optimizer_add_group(opt, &group, params, 2));
     for (int i = 0; i < 4000; ++i) {
         float x0 = (float)(i % 7) / 7, x1 = (float)(i % 5) / 5;

@@ -28,7 +28,7 @@ int main(int argc, char **argv) {
     check(dl.dsopt_context_create(NULL, &ctx)); // CPU
     check(dl.dsopt_optimizer_create(ctx, NULL, &opt));
     check(dl.dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
-    group.lr = 0.02;
+    group.lr = 0.02, group.weight_decay = 0;
     check(dl.dsopt_optimizer_add_group(opt, &group, params, 2));
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads;

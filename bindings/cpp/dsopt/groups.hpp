@@ -59,7 +59,7 @@ struct adam {
 };
 
 struct adamw {
-    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01, max_norm = 0;
     bool bias_correction = true;
     /// eps beside the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;

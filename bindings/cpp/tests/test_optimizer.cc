@@ -248,6 +248,7 @@ TEST(CppOptimizer, AddsParametersInTheirOwnOrder) {
     dsopt::optimizer opt(ctx);
     dsopt::adamw decayed = rule(), plain;
     plain.lr = 0;
+    plain.weight_decay = 0;
     decayed.lr = 0;
     opt.add_group(decayed);
     opt.add_group(plain);

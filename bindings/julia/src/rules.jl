@@ -39,7 +39,7 @@ end
 const ADAPTIVE = "eta = 1e-3, beta = (0.9, 0.999), lambda = 0, epsilon = 1e-8, max_norm = 0, ..."
 for (name, algorithm, defaults, formula) in (
     (:Adam, :ADAM, ADAPTIVE, "p -= eta m̂ / (sqrt(v̂) + epsilon), the decay `lambda` being added to the gradient"),
-    (:AdamW, :ADAMW, ADAPTIVE, "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
+    (:AdamW, :ADAMW, replace(ADAPTIVE, "lambda = 0" => "lambda = 0.01"), "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
     (:Lamb, :LAMB, ADAPTIVE, "Adam with a trust ratio per array, between `min_trust` and `max_trust`"),
     (:SGD, :SGD, "eta = 1e-3, momentum = 0, dampening = 0, nesterov = false, lambda = 0, max_norm = 0",
      "As torch.optim.SGD: g += lambda p; b = momentum b + (1 - dampening) g, at first g; p -= eta b. With `nesterov`

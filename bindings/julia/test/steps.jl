@@ -49,7 +49,7 @@ end
 # A small regression beside the reference: both must find the same line.
 @testset "training" begin
     model = Dict("w" => zeros(Float32, 2), "b" => zeros(Float32, 1))
-    state = Dsopt.setup(AdamW(0.02), model)
+    state = Dsopt.setup(AdamW(0.02; lambda = 0), model)
     reference, p = ReferenceAdamW(3; eta = 0.02), zeros(3)
     for i in 0:1999
         x = [i % 7 / 7, i % 5 / 5, 1]
@@ -141,7 +141,7 @@ end
 
 @testset "structs, empty arrays, integers, lazy gradients" begin
     model = [Dense(values(1, 3, 2), values(2, 3), tanh, 2), (rows = [1, 2], none = zeros(Float32, 0, 4))]
-    state = Dsopt.setup(AdamW(0.1), model)
+    state = Dsopt.setup(AdamW(0.1; lambda = 0), model)
     @test state.names == ["1.weight", "1.bias", "2.none"]
     before = copy(model[1].weight)
     Dsopt.update!(state, model, [(weight = ones(Float32, 2, 3)', bias = view(ones(Float32, 9), 1:2:5)), nothing])
@@ -152,7 +152,7 @@ end
 
 @testset "groups and changes of hyper-parameters" begin
     model = (w = ones(Float32, 2, 2), b = ones(Float32, 2))
-    groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25)]
+    groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25, lambda = 0)]
     state = Dsopt.setup(AdamW(eta = 0.5, lambda = 0.5), model; groups = groups)
     zero = (w = zeros(Float32, 2, 2), b = zeros(Float32, 2))
     Dsopt.update!(state, model, zero)
@@ -169,7 +169,7 @@ end
 @testset "Float16 with a loss scale" begin
     scaler = Scaler(init = 2^20, window = 50)
     model = (w = zeros(Float16, 3),)
-    state = Dsopt.setup(AdamW(0.02), model; scaler = scaler, max_norm = 1)
+    state = Dsopt.setup(AdamW(0.02; lambda = 0), model; scaler = scaler, max_norm = 1)
     for i in 0:1999
         x = Float32[i % 7 / 7, i % 5 / 5, 1]
         error = sum(Float32.(model.w) .* x) - (2x[1] - 3x[2] + 1)

@@ -124,6 +124,7 @@ unsafe fn train() {
     check(dsopt_optimizer_create(ctx, null(), &mut opt));
     check(dsopt_group_init(&mut group, std::mem::size_of::<Group>(), ADAMW));
     group.lr = 0.02;
+    group.weight_decay = 0.0;
     check(dsopt_optimizer_add_group(opt, &group, params.as_ptr(), 2));
     let mut step: Step = std::mem::zeroed();
     step.size = std::mem::size_of::<Step>();

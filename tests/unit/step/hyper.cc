@@ -36,7 +36,7 @@ TEST(GroupInit, GivesTheDocumentedDefaults) {
         EXPECT_EQ(group.beta1, 0.9);
         EXPECT_EQ(group.beta2, 0.999);
         EXPECT_EQ(group.eps, 1e-8);
-        EXPECT_EQ(group.weight_decay, 0);
+        EXPECT_EQ(group.weight_decay, algorithm == DSOPT_ALGORITHM_ADAMW ? 0.01 : 0);
         EXPECT_EQ(group.max_norm, 0);
         EXPECT_EQ(group.min_trust, algorithm == DSOPT_ALGORITHM_LAMB ? 0.01 : 0);
         EXPECT_EQ(group.max_trust, algorithm == DSOPT_ALGORITHM_LAMB ? 10 : 0);

@@ -6,7 +6,7 @@ use std::io::Cursor;
 fn optimizer(ctx: &Context) -> dsopt::Result<Optimizer> {
     let mut opt = Optimizer::builder(ctx).max_norm(10.0).build()?;
     let params = [Param::shaped("w", Dtype::F32, &[1, 2]), Param::new("b", Dtype::F32, 1)];
-    opt.add_group(&AdamW { lr: 0.02, ..Default::default() }, &params)?;
+    opt.add_group(&AdamW { lr: 0.02, weight_decay: 0.0, ..Default::default() }, &params)?;
     Ok(opt)
 }
 

@@ -45,11 +45,11 @@ macro_rules! text_of {
 }
 
 /// Fields with their defaults, which are those of `dsopt_group_init`: in parentheses those of [`text_of`], then those
-/// with a text of their own. Flags are set or left out with a `bool`.
+/// with a text of their own. Without `decays` weight decay starts as 0. Flags are set or left out with a `bool`.
 macro_rules! groups {
     ($(
         $(#[$text:meta])*
-        $name:ident = $algorithm:ident($($shared:ident = $shared_default:expr),*) {
+        $name:ident = $algorithm:ident($($shared:ident = $shared_default:expr),*) $(decays $decay:literal)? {
             $($(#[$field_text:meta])* $field:ident: $kind:ty = $default:expr,)*
         }
         set { $($(#[$set_text:meta])* $set:ident = $set_flag:ident,)* }
@@ -73,7 +73,7 @@ macro_rules! groups {
                 fn default() -> $name {
                     $name {
                         $($shared: $shared_default,)*
-                        weight_decay: 0.0,
+                        weight_decay: 0.0 $(+ $decay)?,
                         max_norm: 0.0,
                         $($field: $default,)*
                         $($set: false,)*
@@ -119,12 +119,12 @@ macro_rules! groups {
 }
 
 groups! {
-    /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+    /// Adam with decoupled weight decay (Loshchilov and Hutter 2019), which is 0.01 by default.
     ///
     /// ```
     /// let group = dsopt::AdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
     /// ```
-    AdamW = DSOPT_ALGORITHM_ADAMW(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
+    AdamW = DSOPT_ALGORITHM_ADAMW(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) decays 0.01 {}
     set {
         /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
