@@ -758,7 +758,15 @@ typedef struct dsopt_state_info {
     const char *name;
     /** Index of the parameter; -1: of the whole optimizer. */
     int64_t param;
-    /** dtype, numel, and where it is now: NULL while it is neither allocated nor bound. */
+    /**
+     * dtype, numel, and where it is now: NULL while it is neither allocated nor bound. The engine frees none of its
+     * memory before the optimizer is gone, so until then the pointer can be read. It stays this tensor
+     *  - of a parameter, and of the scaler: until dsopt_optimizer_bind names other memory;
+     *  - of the whole optimizer, such as "step" or the errors: until `generation` is another one. These grow with the
+     *    list: mostly in place, with room for half as much again, else into other memory. Those that start again when
+     *    parameters are added ("worker_error", "server_error", "exp_avg_bits", "exp_avg_pad") are another tensor each
+     *    time.
+     */
     dsopt_tensor tensor;
     /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else one dimension. Owned
      * by the optimizer, valid until parameters are added or the optimizer is gone. Since: 0.2 */
@@ -766,6 +774,9 @@ typedef struct dsopt_state_info {
     int32_t ndim;
     /** enum dsopt_state_flags. */
     int32_t flags;
+    /** Another number whenever `tensor.data` is other memory than before: allocated, bound, or outgrown. With the same
+     * number an earlier pointer still is this tensor, which may have more elements by now. 0: no memory. Since: 0.2 */
+    int64_t generation;
 } dsopt_state_info;
 
 /** Length of the list. @return DSOPT_OK. Thread-safety: any number of readers. */

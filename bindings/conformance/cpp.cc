@@ -78,9 +78,9 @@ void adamw(Digest &digest) {
     for (const std::vector<float> &weights : model.weights) digest.add(weights);
     for (const char *const name : {"exp_avg", "exp_avg_sq"}) {
         for (std::int64_t i = 0; i < opt.state_count(); ++i) {
-            const dsopt::state_info info = opt.state(i);
-            if (std::strcmp(info.name, name) != 0) continue;
-            std::vector<float> values(static_cast<std::size_t>(info.tensor.numel));
+            const dsopt::state_entry entry = opt.state(i);
+            if (std::strcmp(entry.name(), name) != 0) continue;
+            std::vector<float> values(static_cast<std::size_t>(entry.numel()));
             opt.export_state(i, values);
             digest.add(values);
         }

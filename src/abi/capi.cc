@@ -394,6 +394,7 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.param = entry.param;
         known.tensor = entry.tensor();
         known.flags = entry.flags;
+        known.generation = entry.generation;
         const bool own = entry.param < 0;
         known.ndim = own ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
         known.dims = own ? &entry.numel : optimizer.params()[size_t(entry.param)].dims.data();

@@ -11,7 +11,7 @@ template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
 template <> struct FirstSize<dsopt_optimizer_desc> { static constexpr size_t value = 96; };
-template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 64; };
+template <> struct FirstSize<dsopt_state_info> { static constexpr size_t value = 72; };
 template <> struct FirstSize<dsopt_step> { static constexpr size_t value = 152; };
 template <> struct FirstSize<dsopt_schedule_info> { static constexpr size_t value = 40; };
 template <> struct FirstSize<dsopt_report> { static constexpr size_t value = 216; };

@@ -147,6 +147,7 @@ void Optimizer::add_own_state(const OneBit *onebit) {
     const auto count = int64_t(params_.size());
     const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
         state_.add(kind, StateTable::kOptimizer, numel, data);
+        if (data != nullptr) state_[state_.size() - 1].generation = 1;
     };
     if (onebit != nullptr) onebit->add_state(int64_t(groups_.size()), count, state_);
     if (with_.scaler) {
@@ -201,25 +202,37 @@ void Optimizer::check_not_frozen(size_t first_new, const Kept &kept) const {
                         params_[i].name.c_str());
 }
 
-/// Into the tensors of the lists as they are now, in new memory. Each is still there: groups only come, and no option
-/// changes which tensors an algorithm has.
+/// Into the tensors of the lists as they are now, in place where there is room. Each is still there: groups only come,
+/// and no option changes which tensors an algorithm has.
 void Optimizer::carry_contents() {
     if (kept_.empty()) return;
     const Device &device = context_->device();
+    const auto fits = [&](StateKind kind) { return state_.find(kind)->bytes() <= own_blocks_[kind].capacity; };
     size_t bytes = 0;
-    for (const auto &[kind, contents] : kept_) bytes += round_up(state_.find(kind)->bytes());
-    Memory memory(context_, std::max(bytes, kLine), nullptr);
+    for (const auto &[kind, contents] : kept_)
+        if (!fits(kind)) bytes += round_up(own_blocks_[kind].grown(state_.find(kind)->bytes()));
+    if (bytes != 0) {
+        memory_.reserve(memory_.size() + 1);
+        memory_.emplace_back(context_, bytes, nullptr);
+        char *at = static_cast<char *>(memory_.back().data());
+        for (const auto &[kind, contents] : kept_) {
+            if (fits(kind)) continue;
+            OwnBlock &block = own_blocks_[kind];
+            block = {at, block.grown(state_.find(kind)->bytes()), 0};
+            at += round_up(block.capacity);
+        }
+    }
     device.wait_for_default_stream(); // refuses one that cannot be used now
-    device.clear(memory.data(), bytes, nullptr);
-    char *at = static_cast<char *>(memory.data());
     for (const auto &[kind, contents] : kept_) {
         StateEntry &entry = state_[size_t(state_.slot(kind))];
-        device.enqueue_copy(at, contents.data(), contents.size(), nullptr);
-        entry.data = at;
-        at += round_up(entry.bytes());
+        OwnBlock &block = own_blocks_[kind];
+        device.clear(block.data, entry.bytes(), nullptr);
+        device.enqueue_copy(block.data, contents.data(), contents.size(), nullptr);
+        if (block.generation == 0) block.generation = ++generations_;
+        entry.data = block.data;
+        entry.generation = block.generation;
     }
     device.wait_for_default_stream();
-    carried_ = std::move(memory);
     kept_.clear();
     memory_map_.reset();
 }
@@ -257,6 +270,11 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     settled_.store(false, std::memory_order_release);
     names_.merge(added.names);
     memory_map_->merge(added.memory);
+    for (const StateEntry &entry : own) { // what starts again, and what was bound, is elsewhere from now on
+        const auto block = own_blocks_.find(entry.kind);
+        const bool stays = record_of(entry.kind).growth != Growth::anew && entry.data != nullptr;
+        if (block != own_blocks_.end() && (entry.data != block->second.data || !stays)) block->second.generation = 0;
+    }
     const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
     if (std::any_of(own.begin(), own.end(), has_memory)) memory_map_.reset(); // that is not the optimizer's any more
     workspace_ = Memory();

@@ -8,6 +8,7 @@
 #include "optimizer/onebit.h"
 #include "optimizer/scaler.h"
 #include "step/drive.h"
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -146,6 +147,15 @@ private:
     void add_own_state(const OneBit *onebit);
     /// Contents of tensors of the whole optimizer, while groups or parameters come.
     using Kept = std::map<StateKind, std::vector<char>>;
+    /// The engine's memory for a tensor of the whole optimizer, with room for parameters to come.
+    struct OwnBlock {
+        void *data = nullptr;
+        size_t capacity = 0;
+        int64_t generation = 0; // of the tensor while it is here; 0: it is elsewhere
+        /// Bytes of another block, for a tensor that has outgrown this one: geometric, so that all of them together
+        /// take memory in proportion to the last one.
+        size_t grown(size_t bytes) const { return std::max(bytes, capacity + capacity / 2); }
+    };
     Kept keep_contents(const std::vector<StateEntry> &own) const;
     void check_not_frozen(size_t first_new, const Kept &kept) const;
     void carry_contents();
@@ -175,9 +185,10 @@ private:
     Wrapper wrapper_ = Wrapper::none;
     int32_t trust_slots_ = 0;
     StateTable state_;
-    std::vector<Memory> memory_;          // what the engine owns of the state
-    Kept kept_;                           // until settle()
-    Memory carried_;                      // where it went
+    std::vector<Memory> memory_; // what the engine owns of the state; none is freed, callers have pointers
+    Kept kept_;                  // until settle()
+    std::map<StateKind, OwnBlock> own_blocks_;
+    int64_t generations_ = 0;             // given to memory of state tensors so far
     std::optional<MemoryMap> memory_map_; // of parameters and state; nullopt: to be made anew
     Memory workspace_;
     std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is

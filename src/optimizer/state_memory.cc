@@ -73,6 +73,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state_[i].flags & DSOPT_STATE_FROM_PARAM);
         return flat ? params_[size_t(state_[i].param)].group : apart;
     };
+    constexpr size_t in_block = SIZE_MAX; // in place of an offset: the tensor's block has room
     std::vector<size_t> missing, offsets;
     for (size_t i = 0; i < state_.size(); ++i)
         if (state_[i].data == nullptr) missing.push_back(i);
@@ -83,18 +84,28 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         return;
     }
     size_t bytes = 0;
+    const auto room_for = [&](const StateEntry &entry) {
+        return entry.param < 0 ? own_blocks_[entry.kind].grown(entry.bytes()) : entry.bytes();
+    };
     for (size_t k = 0; k < missing.size(); ++k) {
+        const StateEntry &entry = state_[missing[k]];
+        if (entry.param < 0 && own_blocks_[entry.kind].capacity >= entry.bytes() &&
+            own_blocks_[entry.kind].data != nullptr) {
+            offsets.push_back(in_block);
+            continue;
+        }
         const int32_t group = flat_group(missing[k]);
         if (k == 0 || group == apart || group != flat_group(missing[k - 1])) bytes = round_up(bytes);
         offsets.push_back(bytes);
-        bytes += state_[missing[k]].bytes();
+        bytes += room_for(entry);
     }
     state_changed();
     Memory arena(context_, std::max(round_up(bytes), kLine), stream);
     bool counters = false;
     for (size_t k = 0; k < missing.size(); ++k) {
         const StateEntry &entry = state_[missing[k]];
-        void *const data = list[missing[k]].data = static_cast<char *>(arena.data()) + offsets[k];
+        void *const data = list[missing[k]].data =
+            offsets[k] == in_block ? own_blocks_[entry.kind].data : static_cast<char *>(arena.data()) + offsets[k];
         counters = counters || entry.per_param();
         if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM)) initialize(entry, params, data, stream);
     }
@@ -106,7 +117,15 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         take_initial_step(params, list.data(), workspace_.data(), stream);
     }
     memory_.push_back(std::move(arena));
-    for (const size_t i : missing) state_[i].data = list[i].data;
+    for (size_t k = 0; k < missing.size(); ++k) {
+        StateEntry &entry = state_[missing[k]];
+        entry.data = list[missing[k]].data;
+        entry.generation = ++generations_;
+        if (entry.param >= 0) continue;
+        OwnBlock &block = own_blocks_[entry.kind];
+        if (offsets[k] != in_block) block = {entry.data, room_for(entry), 0};
+        block.generation = entry.generation;
+    }
     state_list_.swap(list);
     memory_map_.reset();
     last_step_.forget();
@@ -202,7 +221,10 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     for (size_t i = 0; i < bound.size(); ++i)
         if (list[i].data != nullptr) bound[i].data = list[i].data;
     memory_map_ = map_memory(nullptr, bound.data());
-    for (size_t i = 0; i < bound.size(); ++i) state_[i].data = bound[i].data; // callers hold pointers to dims of these
+    for (size_t i = 0; i < bound.size(); ++i) { // callers hold pointers to dims of these
+        if (state_[i].data != bound[i].data) state_[i].generation = ++generations_;
+        state_[i].data = bound[i].data;
+    }
     state_list_.clear();
     last_step_.forget();
     state_changed();

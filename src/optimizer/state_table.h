@@ -96,6 +96,7 @@ struct StateEntry {
     int64_t numel;
     void *data = nullptr;
     const MomentInfo *moment = nullptr; // of its rule, if it is one
+    int64_t generation = 0;             // of `data`, as in dsopt_state_info
     const char *name() const { return moment != nullptr ? moment->name : record_of(kind).name; }
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }

@@ -6,6 +6,8 @@
 #include "groups.hpp"
 #include "scaler.hpp"
 #include <cerrno>
+#include <cstring>
+#include <memory>
 
 namespace dsopt {
 
@@ -63,8 +65,57 @@ struct load_options {
     bool reset_errors = false;
 };
 
-using state_info = dsopt_state_info;
 using schedule_info = dsopt_schedule_info;
+
+/// One entry of the state list. It keeps the optimizer's memory alive, and asks where its tensor is at each use.
+class state_entry {
+public:
+    /// Static storage.
+    const char *name() const noexcept { return info_.name; }
+    /// Index of the parameter; -1: of the whole optimizer.
+    std::int64_t param() const noexcept { return info_.param; }
+    /// DSOPT_STATE_...
+    std::int32_t flags() const noexcept { return info_.flags; }
+    std::int32_t dtype() const noexcept { return info_.tensor.dtype; }
+    std::int64_t numel() const noexcept { return info_.tensor.numel; }
+    /// The parameter's, or one dimension.
+    const std::vector<std::int64_t> &dims() const noexcept { return dims_; }
+    /// With the memory of the tensor, nullptr while there is none. Throws state_error if that is other memory than when
+    /// the entry was made: allocated, bound, or outgrown when parameters were added. Ask the optimizer again then.
+    dsopt::tensor tensor() const {
+        if (current().generation != info_.generation)
+            throw state_error(DSOPT_ERR_STATE, "state tensor '" + std::string(name()) +
+                                                   "' has other memory than when this entry was made: ask again");
+        return info_.tensor;
+    }
+
+private:
+    friend class optimizer;
+    using owner = std::shared_ptr<dsopt_optimizer>;
+    state_entry(owner opt, std::int64_t index) : owner_(std::move(opt)), index_(index), info_(info_at(index)) {
+        dims_.assign(info_.dims, info_.dims + info_.ndim);
+        info_.dims = nullptr; // the optimizer's, until parameters are added
+    }
+    dsopt_state_info info_at(std::int64_t index) const {
+        dsopt_state_info info = detail::desc_of<dsopt_state_info>();
+        detail::check(dsopt_optimizer_state(owner_.get(), index, &info));
+        return info;
+    }
+    /// The same entry now. Those of parameters stay where they are in the list, the others are its end.
+    dsopt_state_info current() const {
+        if (param() >= 0) return info_at(index_);
+        std::int64_t at = 0;
+        detail::check(dsopt_optimizer_state_count(owner_.get(), &at));
+        dsopt_state_info info = info_at(--at);
+        while (std::strcmp(info.name, name()) != 0) info = info_at(--at);
+        return info;
+    }
+
+    owner owner_;
+    std::int64_t index_;
+    dsopt_state_info info_;
+    std::vector<std::int64_t> dims_;
+};
 
 /// Groups, parameters, and the state that belongs to them.
 class optimizer {
@@ -73,10 +124,7 @@ public:
     /// Takes over a handle that was made in C.
     static optimizer adopt(dsopt_optimizer *handle) noexcept { return optimizer(handle); }
     /// One more handle to the same optimizer, for an owner who does not know of this one.
-    optimizer retain() const {
-        return optimizer(
-            detail::make<handle>([&](dsopt_optimizer **other) { return dsopt_optimizer_retain(get(), other); }));
-    }
+    optimizer retain() const { return optimizer(another()); }
     dsopt_optimizer *get() const noexcept { return handle_.get(); }
     explicit operator bool() const noexcept { return handle_ != nullptr; }
 
@@ -169,14 +217,12 @@ public:
         detail::check(dsopt_optimizer_state_count(get(), &count));
         return count;
     }
-    state_info state(std::int64_t index) const {
-        state_info info = detail::desc_of<state_info>();
-        detail::check(dsopt_optimizer_state(get(), index, &info));
-        return info;
-    }
-    std::vector<state_info> state_list() const {
-        std::vector<state_info> list(static_cast<std::size_t>(state_count()));
-        for (std::size_t i = 0; i < list.size(); ++i) list[i] = state(static_cast<std::int64_t>(i));
+    state_entry state(std::int64_t index) const { return state_entry(shared(), index); }
+    std::vector<state_entry> state_list() const {
+        const std::shared_ptr<dsopt_optimizer> owner = shared();
+        std::vector<state_entry> list;
+        const std::int64_t count = state_count();
+        for (std::int64_t i = 0; i < count; ++i) list.push_back(state_entry(owner, i));
         return list;
     }
     /// Copies an entry to host memory of exactly its size, and back.
@@ -261,6 +307,10 @@ private:
     using handle = detail::handle<dsopt_optimizer, dsopt_optimizer_destroy>;
     explicit optimizer(dsopt_optimizer *made) noexcept : handle_(made) {}
     explicit optimizer(handle made) noexcept : handle_(std::move(made)) {}
+    handle another() const {
+        return detail::make<handle>([&](dsopt_optimizer **other) { return dsopt_optimizer_retain(get(), other); });
+    }
+    std::shared_ptr<dsopt_optimizer> shared() const { return another(); }
     static handle create(const context &ctx, const optimizer_options &options) {
         dsopt_optimizer_desc desc = detail::desc_of<dsopt_optimizer_desc>();
         desc.compat = static_cast<std::int32_t>(options.compat);

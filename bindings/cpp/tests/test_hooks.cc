@@ -432,7 +432,7 @@ template <class Connect> std::vector<float> onebit(Connect &&connect) {
             opt.step({dsopt::read_only(g)});
         }
         for (std::int64_t i = 0; i < opt.state_count(); ++i) {
-            if (std::strcmp(opt.state(i).name, "schedule") != 0) continue;
+            if (std::strcmp(opt.state(i).name(), "schedule") != 0) continue;
             std::int32_t words[8] = {}, next = 0;
             opt.export_state(i, words);
             EXPECT_EQ(opt.decode_schedule(words).step, 4);

@@ -94,9 +94,9 @@ struct State {
     std::vector<std::vector<float>> memory; // I32 entries have 4 bytes too
     std::vector<dsopt::tensor> list;
     explicit State(const dsopt::optimizer &opt) {
-        for (const dsopt::state_info &info : opt.state_list()) {
-            memory.emplace_back(std::size_t(info.tensor.numel));
-            list.push_back(info.tensor);
+        for (const dsopt::state_entry &entry : opt.state_list()) {
+            memory.emplace_back(std::size_t(entry.numel()));
+            list.push_back(entry.tensor());
             list.back().data = memory.back().data();
         }
     }
@@ -317,7 +317,7 @@ TEST(CppOptimizer, TrainsWithSgd) {
     std::vector<float> w = {1};
     dsopt::optimizer opt(ctx);
     opt.add_group(sgd, {{dsopt::view(w), "w"}});
-    EXPECT_STREQ(opt.state_list()[0].name, "momentum_buffer");
+    EXPECT_STREQ(opt.state_list()[0].name(), "momentum_buffer");
     EXPECT_EQ(opt.get(dsopt::key::momentum), 0.5);
     opt.set(dsopt::key::dampening, 0.25);
     EXPECT_EQ(opt.get(dsopt::key::dampening), 0.25);
@@ -340,7 +340,7 @@ TEST(CppOptimizer, TrainsWithAdagrad) {
     std::vector<float> w = {1};
     dsopt::optimizer opt(ctx);
     opt.add_group(adagrad, {{dsopt::view(w), "w"}});
-    EXPECT_STREQ(opt.state_list()[0].name, "sum");
+    EXPECT_STREQ(opt.state_list()[0].name(), "sum");
     EXPECT_EQ(opt.get(dsopt::key::initial_accumulator_value), 16);
     EXPECT_EQ(opt.get(dsopt::key::lr_decay), 1);
     opt.set(dsopt::key::lr_decay, 2);
@@ -361,7 +361,7 @@ TEST(CppOptimizer, TrainsWithLion) {
     dsopt::optimizer opt(ctx);
     opt.add_group(lion, {{dsopt::view(w), "w"}});
     EXPECT_EQ(opt.state_count(), 2); // and the counter
-    EXPECT_STREQ(opt.state_list()[0].name, "exp_avg");
+    EXPECT_STREQ(opt.state_list()[0].name(), "exp_avg");
     EXPECT_EQ(opt.get(dsopt::key::algorithm), DSOPT_ALGORITHM_LION);
     EXPECT_EQ(opt.get(dsopt::key::beta2), 0.75);
     EXPECT_REFUSED(opt.set(dsopt::key::eps, 1e-8), dsopt::unsupported_error, "eps");
@@ -375,11 +375,11 @@ TEST(CppOptimizer, HandsOutItsState) {
     opt.add_group(rule(), model.params);
     opt.step(model.grads);
     ASSERT_EQ(opt.state_count(), 7);
-    const std::vector<dsopt::state_info> list = opt.state_list();
-    EXPECT_STREQ(list[2].name, "exp_avg");
-    EXPECT_EQ(list[2].param, 1);
-    EXPECT_EQ(list[2].ndim, 2);
-    EXPECT_EQ(list[2].dims[0], 7);
+    const std::vector<dsopt::state_entry> list = opt.state_list();
+    EXPECT_STREQ(list[2].name(), "exp_avg");
+    EXPECT_EQ(list[2].param(), 1);
+    EXPECT_EQ(list[2].dims(), (std::vector<std::int64_t>{7, 1}));
+    EXPECT_EQ(list[2].dtype(), DSOPT_DTYPE_F32);
     std::vector<float> exp_avg(7);
     opt.export_state(2, exp_avg);
     for (int i = 0; i < 7; ++i) EXPECT_NEAR(exp_avg[std::size_t(i)], 0.1 * model.g[1][std::size_t(i)], 1e-7);
@@ -399,6 +399,35 @@ TEST(CppOptimizer, HandsOutItsState) {
     EXPECT_EQ(exp_avg[3], 0);
     opt.export_state(6, steps);
     EXPECT_EQ(steps[2], 0);
+}
+
+TEST(CppStateEntry, ThrowsOnceItsTensorHasOtherMemory) {
+    Model model;
+    dsopt::context ctx;
+    dsopt::optimizer opt(ctx);
+    opt.add_group(rule(), model.params);
+    const dsopt::state_entry early = opt.state(0);
+    EXPECT_EQ(early.tensor().data, nullptr);
+    opt.step(model.grads);
+    EXPECT_REFUSED((void)early.tensor(), dsopt::state_error, "exp_avg");
+    const std::vector<dsopt::state_entry> entries = opt.state_list();
+    const dsopt::state_entry &moment = entries.front(), &steps = entries.back();
+    const auto *const words = static_cast<const std::int32_t *>(steps.tensor().data);
+    bool moved = false;
+    std::vector<float> more(200);
+    for (std::size_t i = 0; i < more.size(); ++i) {
+        opt.add_group(rule(), {{dsopt::view(&more[i], 1), ("more" + std::to_string(i)).c_str()}});
+        try {
+            EXPECT_EQ(steps.tensor().data, words);
+            EXPECT_FALSE(moved) << "an old entry is good again";
+        } catch (const dsopt::state_error &) { moved = true; }
+        EXPECT_EQ(moment.tensor().data, entries.front().tensor().data);
+    }
+    EXPECT_TRUE(moved);
+    EXPECT_EQ(words[2], 1) << "the old memory is still there";
+    opt = dsopt::optimizer(ctx);
+    EXPECT_EQ(words[2], 1) << "which the entries keep";
+    EXPECT_EQ(static_cast<const std::int32_t *>(moment.tensor().data) != nullptr, true);
 }
 
 TEST(CppOptimizer, BindsMemory) {
@@ -686,12 +715,12 @@ TEST(CppOptimizer, TakesEveryOption) {
     dsopt::param param;
     param.tensor = dsopt::view(weights);
     original.add_group(rule(), {param});
-    EXPECT_STREQ(original.state(0).name, "master");
+    EXPECT_STREQ(original.state(0).name(), "master");
     options = {};
     options.no_master = true;
     dsopt::optimizer without(ctx, options);
     without.add_group(rule(), {param});
-    EXPECT_STREQ(without.state(0).name, "exp_avg");
+    EXPECT_STREQ(without.state(0).name(), "exp_avg");
 }
 
 } // namespace

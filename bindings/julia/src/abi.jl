@@ -277,13 +277,14 @@ Base.@kwdef struct dsopt_optimizer_desc
 end
 
 Base.@kwdef struct dsopt_state_info
-    size::UInt64 = 64
+    size::UInt64 = 72
     name::Ptr{UInt8} = C_NULL
     param::Int64 = 0
     tensor::dsopt_tensor = dsopt_tensor()
     dims::Ptr{Int64} = C_NULL
     ndim::Int32 = 0
     flags::Int32 = 0
+    generation::Int64 = 0
 end
 
 Base.@kwdef struct dsopt_step
@@ -723,7 +724,7 @@ const LAYOUT = (
     (dsopt_group, 176, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168)),
     (dsopt_param, 64, (0, 24, 32, 40, 44, 48, 56, 60)),
     (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),
-    (dsopt_state_info, 64, (0, 8, 16, 24, 48, 56, 60)),
+    (dsopt_state_info, 72, (0, 8, 16, 24, 48, 56, 60, 64)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),
     (dsopt_schedule_info, 40, (0, 8, 12, 16, 20, 24, 28, 32, 36)),
     (dsopt_report, 216, (0, 8, 16, 24, 32, 40, 48, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 192, 200, 208, 212)),

@@ -137,4 +137,44 @@ TEST(Groups, AFailedAdditionLeavesTheStateThatThereWas) {
     }
 }
 
+/// Bytes of the engine after so many additions, with a look at every tensor of the whole optimizer after each.
+int64_t bytes_with_views(int32_t algorithm, int64_t count) {
+    HookWatch hook;
+    dsopt_context_desc desc = context_desc();
+    hook.attach(desc);
+    int64_t bytes = 0;
+    {
+        const Context context = make_context(desc);
+        const Comm comm = idle_comm(context);
+        const Optimizer opt = make_optimizer(context, desc_with(comm));
+        const dsopt_group group = make_group(algorithm);
+        std::vector<float> weights(size_t(count), 1.0f);
+        std::vector<std::pair<const void *, char>> views; // first bytes of tensors, wherever they were
+        for (int64_t i = 0; i < count; ++i) {
+            const dsopt_param param = param_of({&weights[size_t(i)], 1, DSOPT_DTYPE_F32, 0});
+            must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+            int64_t entries = 0;
+            must(dsopt_optimizer_state_count(opt.get(), &entries));
+            for (int64_t k = entries - 1; k >= 0; --k) {
+                dsopt_state_info info = state_info(opt.get(), k);
+                if (info.param >= 0) break;
+                if (k == entries - 1) (void)exported_text(opt.get(), k); // memory for all
+                info = state_info(opt.get(), k);
+                if (info.tensor.numel != 0) views.emplace_back(info.tensor.data, 0);
+            }
+        }
+        for (auto &[data, byte] : views) byte = *static_cast<const char *>(data); // a sanitizer sees what is freed
+        bytes = hook.live_bytes;
+    }
+    EXPECT_EQ(hook.live_bytes, 0);
+    return bytes;
+}
+
+TEST(StateViews, KeepMemoryInProportionToTheNumberOfAdditions) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
+        const int64_t some = bytes_with_views(algorithm, 200), all = bytes_with_views(algorithm, 800);
+        EXPECT_LT(all, 8 * some) << name_of(algorithm); // 16 times as much if each addition took a block of its own
+    }
+}
+
 } // namespace

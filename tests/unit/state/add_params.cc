@@ -351,4 +351,56 @@ TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
     }
 }
 
+TEST(StateGeneration, IsTheSameWhileTheTensorStaysInPlace) {
+    const Context context = make_context();
+    const Optimizer opt = make_optimizer(context);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
+    std::vector<float> weights(300, 1.0f), grads(300, 1.0f);
+    std::vector<dsopt_tensor> list;
+    std::map<std::string, std::map<int64_t, const void *>> places;
+    for (size_t i = 0; i < weights.size(); ++i) {
+        const dsopt_param param = param_of({&weights[i], 1, DSOPT_DTYPE_F32, 0});
+        must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+        EXPECT_EQ(state_info(opt.get(), state_index(opt.get(), int64_t(i), "exp_avg")).generation, 0);
+        list.push_back({&grads[i], 1, DSOPT_DTYPE_F32, 0});
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = list.data();
+        step.count = int64_t(list.size());
+        must(dsopt_optimizer_step(opt.get(), &step));
+        for (const char *name : {"step", "trust_ratio"}) {
+            const dsopt_state_info info = state_info(opt.get(), state_index(opt.get(), -1, name));
+            EXPECT_GT(info.generation, 0);
+            const auto [place, is_new] = places[name].emplace(info.generation, info.tensor.data);
+            EXPECT_EQ(place->second, info.tensor.data) << name << " of " << i;
+        }
+        // What was taken first still is what it was, and the tensor goes on elsewhere.
+        const auto *const now = static_cast<const int32_t *>(places["step"].rbegin()->second);
+        for (size_t k = 0; k <= i; ++k) ASSERT_EQ(now[k], int32_t(i + 1 - k));
+        EXPECT_EQ(*static_cast<const int32_t *>(places["step"].begin()->second), 1);
+    }
+    for (const auto &[name, all] : places) {
+        EXPECT_GT(all.size(), 3u) << name;
+        EXPECT_LT(all.size(), 25u) << name << ": 300 additions";
+    }
+}
+
+TEST(StateGeneration, ChangesWhenMemoryIsBound) {
+    Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
+    must(trainer.step(trainer.arguments()));
+    std::vector<int64_t> before;
+    std::vector<dsopt_tensor> list;
+    for (const dsopt_state_info &info : state_of(trainer.opt())) {
+        before.push_back(info.generation);
+        list.push_back(info.tensor);
+    }
+    must(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, list.data(), int64_t(list.size())));
+    std::vector<float> other(5, 0.0f);
+    const std::vector<dsopt_state_info> same_memory = state_of(trainer.opt());
+    for (size_t i = 0; i < before.size(); ++i) EXPECT_EQ(same_memory[i].generation, before[i]) << same_memory[i].name;
+    list[0].data = other.data();
+    must(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, list.data(), int64_t(list.size())));
+    const std::vector<dsopt_state_info> bound = state_of(trainer.opt());
+    for (size_t i = 0; i < bound.size(); ++i) EXPECT_EQ(bound[i].generation == before[i], i != 0) << bound[i].name;
+}
+
 } // namespace

@@ -417,8 +417,9 @@ pub struct dsopt_state_info {
     pub dims: *const i64,
     pub ndim: i32,
     pub flags: i32,
+    pub generation: i64,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_state_info>() == 64);
+const _: () = assert!(std::mem::size_of::<dsopt_state_info>() == 72);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -113,7 +113,7 @@ fn layout_of_optimizer_desc() {
 
 #[test]
 fn layout_of_state_info() {
-    assert_eq!(size_of::<dsopt_state_info>(), 64);
+    assert_eq!(size_of::<dsopt_state_info>(), 72);
     assert_eq!(field!(dsopt_state_info, size), (0, 8));
     assert_eq!(field!(dsopt_state_info, name), (8, 8));
     assert_eq!(field!(dsopt_state_info, param), (16, 8));
@@ -121,6 +121,7 @@ fn layout_of_state_info() {
     assert_eq!(field!(dsopt_state_info, dims), (48, 8));
     assert_eq!(field!(dsopt_state_info, ndim), (56, 4));
     assert_eq!(field!(dsopt_state_info, flags), (60, 4));
+    assert_eq!(field!(dsopt_state_info, generation), (64, 8));
 }
 
 #[test]
