@@ -207,9 +207,11 @@ int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first
         if (data != nullptr) now = read_schedule(data, true, nullptr);
         // What the original's wrapper does when it is made, the engine does when its state is first needed.
         if (now.step == 0 && first_call_is_spent) now.step = 1;
-    } else if (setup_.rules.compat)
+    } else if (setup_.rules.compat) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
-    for (int64_t i = 1; i < call; ++i) (void)advance_schedule(setup_.rules, now);
+    } else {
+        now = schedule_before(setup_.rules, int32_t(call));
+    }
     return reduction_of(stage_of(setup_.rules, now));
 }
 

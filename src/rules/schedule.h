@@ -87,4 +87,38 @@ DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     return true;
 }
 
+/// What advance_schedule() makes of the first calls, all before number `call`, in standard mode. From doubling to
+/// doubling of an interval, of which there are at most some sixty.
+inline ScheduleState schedule_before(const ScheduleRules &rules, int32_t call) {
+    ScheduleState s{};
+    const int64_t taken = int64_t(call) - 1, frozen_at = rules.freeze_step > 1 ? rules.freeze_step : 1;
+    s.step = int32_t(taken);
+    s.frozen = taken >= frozen_at;
+    if (rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) return s;
+    // Until the freeze: every var_interval-th step counts.
+    const int64_t unfrozen = s.frozen ? frozen_at : taken;
+    const int64_t counts = rules.var_interval_steps > 1 ? rules.var_interval_steps : 1;
+    for (int64_t step = 0; step < unfrozen;) {
+        const int64_t interval = at_least_one(s.var_interval);
+        const int64_t doubled = (step / interval + counts - s.var_counter) * interval;
+        // `counts` and `interval` are below 2^31, so their product is a step or past all of them.
+        if (doubled > unfrozen) {
+            s.var_counter += int32_t(unfrozen / interval - step / interval);
+            break;
+        }
+        step = doubled;
+        s.var_counter = 0;
+        s.var_interval = int32_t(interval < (1 << 29) ? 2 * interval : interval);
+    }
+    // From there on: every step counts.
+    const int64_t local = taken - unfrozen, steps = rules.local_interval_steps > 1 ? rules.local_interval_steps : 1;
+    s.local_counter = int32_t(local % steps);
+    for (int64_t doublings = local / steps; doublings > 0 && s.local_interval != rules.max_local_interval;
+         --doublings) {
+        const int64_t twice = 2 * int64_t(at_least_one(s.local_interval));
+        s.local_interval = int32_t(twice < rules.max_local_interval ? twice : rules.max_local_interval);
+    }
+    return s;
+}
+
 } // namespace dsopt
