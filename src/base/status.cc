@@ -2,16 +2,28 @@
 #include "base/status.h"
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 
 namespace dsopt {
 namespace {
 thread_local char last_error_text[1024];
+
+/// Of a text that was cut off: the bytes of a UTF-8 character at its end that has not all of them.
+void drop_cut_character(char *text) {
+    const size_t length = std::strlen(text);
+    size_t begin = length; // of the last character
+    while (begin > 0 && length - begin < 4 && (static_cast<unsigned char>(text[begin - 1]) & 0xc0) == 0x80) --begin;
+    if (begin == 0) return;
+    const auto first = static_cast<unsigned char>(text[--begin]);
+    const size_t bytes = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc0 ? 2 : 1;
+    if (length - begin < bytes) text[begin] = 0;
 }
+} // namespace
 
 Error::Error(dsopt_status status, const char *format, ...) noexcept : status_(status) {
     va_list arguments;
     va_start(arguments, format);
-    std::vsnprintf(text_, sizeof text_, format, arguments);
+    if (std::vsnprintf(text_, sizeof text_, format, arguments) >= int(sizeof text_)) drop_cut_character(text_);
     va_end(arguments);
 }
 

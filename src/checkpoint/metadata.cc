@@ -115,7 +115,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         const std::string &saved = fields.text(prefix + "algorithm");
         const RuleInfo &info = info_of(groups[i].algorithm);
         if (saved != info.name)
-            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %.40s, here it is %s", i, saved.c_str(),
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %s, here it is %s", i, shown(saved).c_str(),
                         info.name);
         for_fields(groups[i], [&](const char *name, auto &value) { fields.read(prefix + name, value); });
         const auto flags = fields.number<uint32_t>(prefix + "flags");
@@ -149,18 +149,17 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         const size_t group = saved_groups[order.size()];
         const auto found = indices.find(name);
         if (found == indices.end() || found->second < 0)
-            throw Error(DSOPT_ERR_MISMATCH,
-                        "the checkpoint has a parameter '%.200s', this optimizer has none of that name", name.c_str());
+            throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a parameter %s, this optimizer has none of that name",
+                        shown(name).c_str());
         if (size_t(params[size_t(found->second)].group) != group)
-            throw Error(DSOPT_ERR_MISMATCH,
-                        "parameter '%.200s' is in group %lld of the checkpoint and in group %d here", name.c_str(),
-                        ll(group), params[size_t(found->second)].group);
+            throw Error(DSOPT_ERR_MISMATCH, "parameter %s is in group %lld of the checkpoint and in group %d here",
+                        shown(name).c_str(), ll(group), params[size_t(found->second)].group);
         order.push_back(found->second);
         found->second = -1; // a name counts once
     }
     for (const Param &param : params)
         if (indices[param.name] >= 0)
-            throw Error(DSOPT_ERR_MISMATCH, "parameter '%.200s' is not in the checkpoint", param.name.c_str());
+            throw Error(DSOPT_ERR_MISMATCH, "parameter %s is not in the checkpoint", shown(param.name).c_str());
     for (size_t i = 0; i < sizes.size(); ++i) {
         const auto here =
             std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
@@ -209,10 +208,23 @@ Metadata metadata_of(const Optimizer &optimizer) {
     return metadata;
 }
 
+uint64_t longest_header(const Optimizer &optimizer) {
+    // A byte of a name may be written as \u00xx. Of a tensor there are its name, again with its checksum, its dtype,
+    // shape and place; of a parameter all state tensors that any algorithm has, the parameter itself, and its name in
+    // the list of parameters.
+    constexpr uint64_t escaped = 6, suffix = 32, numbers = 512, tensors_of_param = 16, tensors_of_optimizer = 32;
+    constexpr uint64_t group_bytes = 4096, other_bytes = 65536;
+    const auto tensor_bytes = [](uint64_t name) { return 2 * escaped * (name + suffix) + numbers; };
+    uint64_t bytes = other_bytes + tensors_of_optimizer * tensor_bytes(0) + optimizer.groups().size() * group_bytes;
+    for (const Param &param : optimizer.params())
+        bytes += tensors_of_param * tensor_bytes(param.name.size()) + escaped * param.name.size() + suffix;
+    return std::min(bytes, SafetensorsReader::kLongestHeader);
+}
+
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) {
     if (fields.text("format_version") != kFormatVersion)
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %.20s, this library reads %s",
-                    fields.text("format_version").c_str(), kFormatVersion);
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %s, this library reads %s",
+                    shown(fields.text("format_version")).c_str(), kFormatVersion);
     SavedOptimizer saved;
     std::vector<int64_t> sizes;
     saved.groups = read_groups(optimizer, fields, sizes);
@@ -269,19 +281,20 @@ TensorEntry tensor_of(const Param &param) {
 }
 
 size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
-    const char *const name = wanted.name.c_str();
+    const auto name = [&] { return shown(wanted.name); };
     const size_t index = file.find(wanted.name);
     if (index == SafetensorsReader::npos)
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor '%.200s'", name);
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor %s", name().c_str());
     const TensorEntry &tensor = file.tensors()[index];
     if (tensor.dtype != wanted.dtype)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has dtype %d, here it is %d", name,
+        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has dtype %d, here it is %d", name().c_str(),
                     tensor.dtype, wanted.dtype);
     if (tensor.bytes != wanted.bytes)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has %zu bytes, here it has %zu", name,
+        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has %zu bytes, here it has %zu", name().c_str(),
                     size_t(tensor.bytes), size_t(wanted.bytes));
     if (tensor.shape.size() > 1 && wanted.shape.size() > 1 && tensor.shape != wanted.shape)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor '%.200s' of the checkpoint has another shape of the same size", name);
+        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has another shape of the same size",
+                    name().c_str());
     return index;
 }
 

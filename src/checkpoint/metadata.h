@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a checkpoint says of an optimizer beside its tensors, how the tensors are called, and reading both back.
 #pragma once
+#include "base/text.h"
 #include "checkpoint/safetensors.h"
 #include "optimizer/optimizer.h"
 #include <charconv>
@@ -15,7 +16,7 @@ public:
     const std::string &text(const std::string &key) const {
         const auto found = file_.metadata().find(key);
         if (found == file_.metadata().end())
-            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field '%s'", key.c_str());
+            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field %s", shown(key).c_str());
         return found->second;
     }
     template <class T> T number(const std::string &key) const {
@@ -23,8 +24,8 @@ public:
         T number{};
         const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
         if (error != std::errc() || end != value.data() + value.size())
-            throw Error(DSOPT_ERR_FORMAT, "field '%s' of the checkpoint is '%.40s', not a number", key.c_str(),
-                        value.c_str());
+            throw Error(DSOPT_ERR_FORMAT, "field %s of the checkpoint is %s, not a number", shown(key).c_str(),
+                        shown(value).c_str());
         return number;
     }
     template <class T> void read(const std::string &key, T &value) const { value = number<T>(key); }
@@ -34,6 +35,8 @@ private:
 };
 
 Metadata metadata_of(const Optimizer &optimizer);
+/// The longest header that a checkpoint of this optimizer can have, and room for what others add to it.
+uint64_t longest_header(const Optimizer &optimizer);
 
 /// What metadata_of() wrote.
 struct SavedOptimizer {

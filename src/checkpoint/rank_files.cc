@@ -42,7 +42,8 @@ private:
 
 using Files = std::vector<std::unique_ptr<SafetensorsReader>>;
 
-Files open_files(const char *path, const dsopt_io &io) {
+Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const uint64_t longest = longest_header(optimizer);
     Files files;
     for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
         const char *const name = io.paths != nullptr ? io.paths[i] : path;
@@ -52,7 +53,7 @@ Files open_files(const char *path, const dsopt_io &io) {
             own.total = io.totals[i];
         }
         files.push_back(
-            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(own)));
+            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(own), longest));
     }
     return files;
 }
@@ -98,8 +99,9 @@ void check_one_save(const Files &files) {
             const auto found = other.find(key);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
-                            "the files are not of one moment: '%s' is '%.40s' on rank 0 and '%.40s' on rank %zu",
-                            key.c_str(), value.c_str(), found == other.end() ? "" : found->second.c_str(), rank);
+                            "the files are not of one moment: %s is %s on rank 0 and %s on rank %zu",
+                            shown(key).c_str(), shown(value).c_str(),
+                            found == other.end() ? "absent" : shown(found->second).c_str(), rank);
         }
     }
 }
@@ -115,7 +117,7 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 } // namespace
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
-    files_(open_files(path, io)),
+    files_(open_files(optimizer, path, io)),
     list_(io.files != 0),
     own_(optimizer.data_rank()) {
     for (const auto &file : files_)
@@ -169,13 +171,13 @@ void RankFiles::check_alike(size_t index) const {
     for (size_t rank = 0; rank < files_.size(); ++rank) {
         const size_t other = files_[rank]->find(tensor.name);
         if (other == SafetensorsReader::npos)
-            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor '%.200s'", rank, tensor.name.c_str());
+            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor %s", rank, shown(tensor.name).c_str());
         const TensorEntry &entry = files_[rank]->tensors()[other];
         if (entry.dtype != tensor.dtype || entry.bytes != tensor.bytes ||
             files_[rank]->checksum(other) != file().checksum(index))
             throw Error(DSOPT_ERR_MISMATCH,
-                        "tensor '%.200s' is not the same in the files of ranks %d and %zu: they are not of one moment",
-                        tensor.name.c_str(), main_, rank);
+                        "tensor %s is not the same in the files of ranks %d and %zu: they are not of one moment",
+                        shown(tensor.name).c_str(), main_, rank);
     }
 }
 

@@ -36,7 +36,7 @@ static_assert(std::endian::native == std::endian::little, "tensor data are store
 
 using ull = unsigned long long; // for printf
 
-constexpr uint64_t kMaxHeader = 100'000'000; // the format's limit
+constexpr uint64_t kMaxHeader = SafetensorsReader::kLongestHeader;
 constexpr size_t kMaxDims = 8;
 constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more need more memory than their header
 constexpr size_t kDigits = 32;
@@ -294,12 +294,15 @@ private:
 };
 
 /// Length field and header, checksum compared.
-std::string read_header(const Source &source) {
+std::string read_header(const Source &source, uint64_t longest) {
     const uint64_t total = source.size();
     uint64_t length = 0;
     if (total < sizeof length) refuse("not a checkpoint: it has " + std::to_string(total) + " bytes");
     source.read(0, &length, sizeof length);
     if (length > kMaxHeader) refuse("not a checkpoint: header of " + std::to_string(length) + " bytes");
+    if (length > longest)
+        refuse("header of " + std::to_string(length) + " bytes, that of a checkpoint of this optimizer has at most " +
+               std::to_string(longest));
     if (length > total - sizeof length)
         refuse("cut off: header of " + std::to_string(length) + " bytes in a file of " + std::to_string(total));
     std::string text(sizeof length + size_t(length), '\0');
@@ -349,8 +352,9 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
     sink.commit();
 }
 
-SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source) : source_(std::move(source)) {
-    const std::string text = read_header(*source_);
+SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source, uint64_t longest_header) :
+    source_(std::move(source)) {
+    const std::string text = read_header(*source_, longest_header);
     HeaderHandler handler;
     JsonAllocator allocator;
     rapidjson::GenericReader<rapidjson::UTF8<>, rapidjson::UTF8<>, JsonAllocator> reader(&allocator);

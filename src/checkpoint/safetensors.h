@@ -50,9 +50,10 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
 class SafetensorsReader {
 public:
     /// Reads and checks the whole header; throws DSOPT_ERR_IO or DSOPT_ERR_FORMAT. Needs memory for the header, not for
-    /// tensors.
-    explicit SafetensorsReader(std::unique_ptr<const Source> source);
+    /// tensors. A header longer than `longest_header` is refused before it is read.
+    explicit SafetensorsReader(std::unique_ptr<const Source> source, uint64_t longest_header = kLongestHeader);
 
+    static constexpr uint64_t kLongestHeader = 100'000'000; // the format's limit
     static constexpr size_t npos = size_t(-1);
     const SortedMetadata &metadata() const { return metadata_; }                     ///< without the checksums
     const std::vector<TensorEntry> &tensors() const { return tensors_; }             ///< in file order

@@ -677,7 +677,7 @@ TEST(CppCheckpoint, GoesToAnObjectAndBack) {
     other.add_group(another, second.params);
     memory.broken = false;
     memory.bytes[memory.bytes.size() - 5] ^= 1;
-    EXPECT_REFUSED(other.load_from(memory), dsopt::checkpoint_error, "adamw, here it is adam");
+    EXPECT_REFUSED(other.load_from(memory), dsopt::checkpoint_error, "\"adamw\", here it is adam");
 }
 
 TEST(CppOptimizer, TakesEveryOption) {

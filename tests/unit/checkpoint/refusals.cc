@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints that do not fit, lie or are damaged: refused with nothing changed. Files whose checksums are right are
 // made with the library's own writer, so this program links the static library.
+#include "base/status.h"
+#include "base/text.h"
 #include "checkpoint/safetensors.h"
 #include "support/file.h"
 #include "support/harness.h"
@@ -142,22 +144,22 @@ TEST_F(Load, RefusesAnotherOptimizersFile) {
          {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}, {DSOPT_ALGORITHM_LAMB, 0}},
          {"p0", "p1", "p2"},
          "3 groups|2"},
-        {good, {{DSOPT_ALGORITHM_ADAMW, 1}, {DSOPT_ALGORITHM_LAMB, 2}}, {"p0", "p1", "p2"}, "'p1'|group 1|group 0"},
-        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "other", "p2"}, "'other'"},
-        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p1", "p0", "p2"}, "'p0."},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 1}, {DSOPT_ALGORITHM_LAMB, 2}}, {"p0", "p1", "p2"}, "\"p1\"|group 1|group 0"},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p0", "other", "p2"}, "\"other\""},
+        {good, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}}, {"p1", "p0", "p2"}, "\"p0."},
         {with(0, {21, DSOPT_DTYPE_F32}),
          {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
          {"p0", "p1", "p2"},
-         "'p0.exp_avg'|84|80"},
+         "\"p0.exp_avg\"|84|80"},
         {with(1, {6, DSOPT_DTYPE_F32}),
          {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 1}},
          {"p0", "p1", "p2"},
-         "'p1.master'"},
-        {{good[0], good[1]}, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 0}}, {"p0", "p1"}, "'p2'"},
+         "\"p1.master\""},
+        {{good[0], good[1]}, {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 0}}, {"p0", "p1"}, "\"p2\""},
         {{good[0], good[1], good[2], {5}},
          {{DSOPT_ALGORITHM_ADAMW, 2}, {DSOPT_ALGORITHM_LAMB, 2}},
          {"p0", "p1", "p2", "more"},
-         "'more'"},
+         "\"more\""},
     };
     for (const Other &other : others) {
         const Model model(other.shapes);
@@ -175,14 +177,73 @@ TEST_F(Load, RefusesAnotherOptimizersFile) {
     }
 }
 
+TEST_F(Load, EscapesTextOfTheFileInMessages) {
+    std::string hostile = "\x1b]0;title\x07\x1b[31m";
+    for (int i = 0; i < 300; ++i) hostile += "\xc3\xa9"; // two bytes a character
+    const std::string names = std::to_string(hostile.size()) + ":" + hostile + "2:p12:p2";
+    const std::pair<const char *, std::string> fields[] = {
+        {"group.0.algorithm", hostile}, {"params", names},  {"format", hostile},
+        {"format_version", hostile},    {"calls", hostile}, {"ranks", hostile},
+        {"group.0.lr", hostile}};
+    for (const auto &[key, value] : fields) {
+        Content content(data_);
+        content.field(key) = value;
+        EXPECT_NE(load(trainer_.opt(), content.text()), DSOPT_OK) << key;
+        const std::string text = dsopt_last_error();
+        EXPECT_TRUE(dsopt::is_text(text)) << key;
+        for (const char c : text) EXPECT_FALSE((c >= 0 && c < 0x20) || c == 0x7f) << key << ": " << int(c);
+    }
+}
+
+TEST(Error, EndsALongTextBetweenCharacters) {
+    for (const char *character : {"\xc3\xa9", "\xe2\x82\xac", "\xf0\x9f\x98\x80"})
+        for (size_t shift = 0; shift < 4; ++shift) {
+            std::string text(shift, 'x');
+            for (int i = 0; i < 600; ++i) text += character;
+            const dsopt::Error error(DSOPT_ERR_STATE, "%s", text.c_str());
+            EXPECT_TRUE(dsopt::is_text(error.what()));
+            EXPECT_GT(std::strlen(error.what()), 500u);
+        }
+}
+
+TEST_F(Load, RefusesAHeaderThatNoFileOfThisOptimizerHasByItsLength) {
+    struct Reader {
+        uint64_t length, taken = 0;
+        static int read(void *user, uint64_t offset, void *data, uint64_t bytes) {
+            auto *const self = static_cast<Reader *>(user);
+            std::memset(data, ' ', bytes);
+            if (offset == 0) std::memcpy(data, &self->length, std::min<uint64_t>(bytes, sizeof self->length));
+            self->taken += bytes;
+            return 0;
+        }
+    };
+    const auto read_bytes = [&](uint64_t length) {
+        Reader reader{length};
+        DSOPT_NEW(dsopt_io, io);
+        io.user = &reader;
+        io.read = Reader::read;
+        io.total = 200'000'000;
+        EXPECT_EQ(dsopt_optimizer_load(trainer_.opt(), nullptr, &io), DSOPT_ERR_FORMAT);
+        return reader.taken;
+    };
+    EXPECT_EQ(read_bytes(99'999'999), 8u);
+    const std::string text = dsopt_last_error(), most = "at most ";
+    ASSERT_NE(text.find(most), std::string::npos) << text;
+    const uint64_t longest = std::stoull(text.substr(text.find(most) + most.size()));
+    EXPECT_LT(longest, 1u << 20) << "of three parameters";
+    EXPECT_EQ(read_bytes(longest + 1), 8u);
+    EXPECT_GE(read_bytes(longest), longest);
+    EXPECT_TRUE(same(fingerprint(), before_));
+}
+
 TEST_F(Load, RefusesMomentsOfAnotherDtype) {
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
     desc.compat = DSOPT_COMPAT_DEEPSPEED; // moments in the parameter's dtype
     const Trainer half(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW), desc);
     const Trainer full(shapes_of({6}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW),
                        optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
-    EXPECT_TRUE(refused(load(full.opt(), saved(half.opt())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
-    EXPECT_TRUE(refused(load(half.opt(), saved(full.opt())), DSOPT_ERR_MISMATCH, "'p0.exp_avg'|dtype"));
+    EXPECT_TRUE(refused(load(full.opt(), saved(half.opt())), DSOPT_ERR_MISMATCH, "\"p0.exp_avg\"|dtype"));
+    EXPECT_TRUE(refused(load(half.opt(), saved(full.opt())), DSOPT_ERR_MISMATCH, "\"p0.exp_avg\"|dtype"));
 }
 
 TEST_F(Load, RefusesMissingTensorsOfEachKind) {
@@ -362,7 +423,7 @@ TEST_F(Load, RefusesFilesOfRanksThatDoNotFitTogether) {
     };
     expect_pair_refused("file 1|nodes of 2", [](Content &c) { c.metadata.emplace_back("node_ranks", "2"); });
     expect_pair_refused("not of one moment|calls", [](Content &c) { c.field("calls") = "7"; });
-    expect_pair_refused("no tensor 'p0.exp_avg'", [](Content &c) { c.drop_tensor("p0.exp_avg"); });
+    expect_pair_refused("no tensor \"p0.exp_avg\"", [](Content &c) { c.drop_tensor("p0.exp_avg"); });
     expect_pair_refused("not the same|p0.exp_avg", [](Content &c) { c.bytes[0][0] ^= 1; });
 }
 

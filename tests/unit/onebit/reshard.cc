@@ -252,7 +252,7 @@ TEST(ReshardRefusal, OfTensorsThatRanksDoNotHaveAlike) {
         }
     });
     expect_unchanged(DSOPT_ALGORITHM_ONEBIT_ADAM, 3, [&](const Trainer &trainer) {
-        EXPECT_TRUE(refused(load_all(trainer.opt(), {&files[0], &others[1]}), DSOPT_ERR_MISMATCH, "'p0.exp_avg'"));
+        EXPECT_TRUE(refused(load_all(trainer.opt(), {&files[0], &others[1]}), DSOPT_ERR_MISMATCH, "\"p0.exp_avg\""));
     });
     with_ranks(3, [&](int, const Context &ctx, const Comm &comm) {
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), small(3).weights());
