@@ -1164,7 +1164,9 @@ typedef struct dsopt_report {
     size_t size;
     /** Calls of dsopt_optimizer_step: all, those skipped, those skipped in a row up to now. */
     int64_t calls, skipped, skipped_in_row;
-    /** Inf and NaN elements found in the last call on this rank. */
+    /** Inf and NaN elements found in the last call on this rank, whether the step was skipped or applied them. Counted
+     * where the gradients are read before the update: with a scaler, max_norm, or DSOPT_NONFINITE_SKIP. Elsewhere 0,
+     * and grad_norm is NaN, whatever the gradients are. */
     int64_t nonfinite;
     /** First parameter with one in the last call, -1 = none. */
     int64_t first_bad;

@@ -57,6 +57,28 @@ TEST(Report, NormsNotAskedForAreNotComputed) {
     EXPECT_EQ(report.calls, 1);
 }
 
+TEST(Report, CountsNonFiniteGradientsThatAreApplied) {
+    for (const bool reads : {true, false})
+        for (const bool by_group : {false, true}) {
+            dsopt_optimizer_desc desc = optimizer_desc(reads && !by_group ? 1.0 : 0.0);
+            desc.nonfinite = DSOPT_NONFINITE_APPLY;
+            dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+            group.max_norm = reads && by_group ? 1.0 : 0.0;
+            Trainer trainer(shapes_of(kSizes), group, desc);
+            trainer.model.make_gradients(1);
+            for (const size_t i : {3, 7, 32}) trainer.model.grads[2].set(i, i == 7 ? INFINITY : NAN);
+            const std::vector<float> floats = step_with_report(trainer, trainer.arguments());
+            const dsopt_report report = report_of(trainer.opt());
+            EXPECT_TRUE(std::isnan(trainer.weight(2)[3])) << "it is applied";
+            EXPECT_EQ(report.last_skipped, 0);
+            EXPECT_EQ(report.nonfinite, reads ? 3 : 0);
+            EXPECT_EQ(report.first_bad, reads ? 2 : -1);
+            EXPECT_EQ(report.kind, reads ? DSOPT_FOUND_NAN : DSOPT_FOUND_NOTHING);
+            EXPECT_EQ(floats[DSOPT_REPORT_NONFINITE], reads ? 3 : 0);
+            EXPECT_TRUE(std::isnan(report.grad_norm)) << "of a NaN, or not computed";
+        }
+}
+
 class ReportNorms : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, ReportNorms, testing::ValuesIn(kAlgorithms), algorithm_name);
 
