@@ -62,7 +62,7 @@ class Groups(unittest.TestCase):
             abi.check(abi.lib.dsopt_group_init(ctypes.byref(struct), struct.size, kind.algorithm))
             self.assertEqual(bytes(kind().struct()), bytes(struct))
         (group,) = dsopt.Optimizer(arrays((3,)), dsopt.AdamW()).groups
-        self.assertEqual(group.weight_decay, dsopt.AdamW().weight_decay)
+        self.assertEqual((group.weight_decay, dsopt.AdamW().weight_decay, dsopt.Adam().weight_decay), (0.01, 0.01, 0))
 
     def test_values_survive(self):
         group = dsopt.AdamW(lr=0.5, betas=(0.1, 0.2))
