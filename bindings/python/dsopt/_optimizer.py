@@ -533,7 +533,7 @@ class Optimizer(Handle):
         with gated(self):
             abi.check(
                 abi.lib.dsopt_optimizer_init_state(
-                    self.handle, given.struct, len(self._names), structs, len(structs), stream
+                    self.handle, given.struct, len(self.names), structs, len(structs), stream
                 )
             )
         return state
