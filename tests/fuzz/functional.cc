@@ -308,9 +308,10 @@ private:
         }
         return bytes;
     }
-    dsopt_status init_state(const std::vector<dsopt_tensor> &params, const std::vector<dsopt_tensor> &state,
-                            int64_t count) {
-        return counted("init_state", dsopt_optimizer_init_state(opt_, params.data(), state.data(), count, nullptr));
+    dsopt_status init_state(const std::vector<dsopt_tensor> &params, int64_t count,
+                            const std::vector<dsopt_tensor> &state, int64_t state_count) {
+        return counted("init_state",
+                       dsopt_optimizer_init_state(opt_, params.data(), count, state.data(), state_count, nullptr));
     }
     dsopt_status apply(const dsopt_step &step) { return counted("apply", dsopt_optimizer_apply(opt_, &step)); }
 
@@ -328,7 +329,8 @@ private:
             owner.state.add(info.tensor.dtype, Bytes(bytes_of(info.tensor), '\xab'));
         }
         const std::vector<dsopt_tensor> params = owner.params.list(), state = owner.state.list();
-        if (init_state(params, state, count) != DSOPT_OK) finding("init_state of a good list was refused");
+        if (init_state(params, int64_t(params.size()), state, count) != DSOPT_OK)
+            finding("init_state of a good list was refused");
         for (size_t i = 0; i < names_.size(); ++i) { // the first look makes the twin's state
             if (owner.state.bytes(i) == 0 || names_[i] == "loss_scale" || names_[i] == "scaler") continue;
             Bytes host(owner.state.bytes(i), 0);
@@ -424,12 +426,12 @@ private:
         Owner fresh = owner.copy(memory, 0);
         Call lists(fresh, request, true);
         const bool params = choose.flip();
-        int64_t count = lists.step.state_count;
+        int64_t count = lists.step.count, state_count = lists.step.state_count;
         if (choose.rarely(4))
-            --count;
+            --(params ? count : state_count);
         else
             spoil(any(params ? lists.params : lists.state));
-        refuse_or_obey("init_state", fresh, [&] { return init_state(lists.params, lists.state, count); });
+        refuse_or_obey("init_state", fresh, [&] { return init_state(lists.params, count, lists.state, state_count); });
     }
     void refuse_or_obey(const char *name, const Owner &owner, const std::function<dsopt_status()> &call) {
         const Bytes before = owner.text();

@@ -117,9 +117,8 @@ void init(Program &program, int32_t device, void *stream, const ffi::RemainingAr
     for (const auto &entry : program.entries(device, rank))
         state.push_back(tensor_of(read_state(program, entry, shapes, out)));
     out.end();
-    check(dl.dsopt_optimizer_init_state(program.at(device, rank), params.data(),
-                                         static_cast<int64_t>(params.size()), state.data(),
-                                        static_cast<int64_t>(state.size()), stream));
+    check(dl.dsopt_optimizer_init_state(program.at(device, rank), params.data(), static_cast<int64_t>(params.size()),
+                                        state.data(), static_cast<int64_t>(state.size()), stream));
 }
 
 // Gradients are not aliased to results, and parameters only without kOut: neither may be written.
