@@ -230,9 +230,9 @@ TEST(ReshardRefusal, OfSetsThatAreNotAllOfOneSave) {
                 expect({&files[1], &files[2]}, "the file of rank 0 is not there");
                 expect({&files[2]}, "rank 0 is not there");
                 expect({&files[0], &files[1], &files[1], &files[2]}, "file 2 is of rank 1");
-                expect({&files[0], &files[1], &earlier.files[2]}, "'calls'");
+                expect({&files[0], &files[1], &earlier.files[2]}, "\"calls\"");
                 expect({&files[0], &two.files[1], &files[2]}, "file 1 is of rank 1 of 2, file 0 of rank 0 of 3");
-                expect({&files[0], &files[1], &another.files[2]}, "'group.0.lr'");
+                expect({&files[0], &files[1], &another.files[2]}, "\"group.0.lr\"");
                 if (ranks != 3) { expect({&files[0], &damaged, &files[2]}, "checksum", DSOPT_ERR_CHECKSUM); }
             });
     }
@@ -296,7 +296,7 @@ TEST(ReshardRefusal, OfZeroOneAdamInCompatModeAfterTheFreezeWhereRoundingsLeaveR
         Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3),
                         small(2).weights());
         const Snapshot before = trainer.snapshot();
-        EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list(), DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "'p0."));
+        EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list(), DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "\"p0."));
         EXPECT_TRUE(same(trainer.snapshot(), before));
     });
 }

@@ -56,7 +56,7 @@ impl Drop for Handle {
 ///
 /// let ctx = Context::cpu()?;
 /// let mut opt = Optimizer::new(&ctx)?;
-/// opt.add_group(&AdamW { lr: 0.1, ..Default::default() }, &[Param::new("w", Dtype::F32, 3)])?;
+/// opt.add_group(&AdamW { lr: 0.1, weight_decay: 0.0, ..Default::default() }, &[Param::new("w", Dtype::F32, 3)])?;
 /// let (mut w, g) = (vec![1.0f32; 3], vec![0.5f32, 0.0, -0.5]);
 /// opt.step(&mut [(&mut w).into()], &[(&g).into()])?;
 /// assert!(w[0] < 1.0 && w[1] == 1.0 && w[2] > 1.0);

@@ -51,7 +51,7 @@ fn lists_that_do_not_fit() {
     let words = [1i32, 2, 3];
     let list = &mut [TensorMut::from(&mut a), TensorMut::from(&mut b)];
     refused(opt.step(list, &[(&words).into(), gb]), ErrorKind::Dtype, "I32");
-    refused(opt.new_state(&mut list[..1]), ErrorKind::Shape, "1 tensors, registered are 2");
+    refused(opt.new_state(&mut list[..1]), ErrorKind::Shape, "1 entries, not 2");
     refused(ctx.axpby(1.0, &[ga], 0.0, &mut []), ErrorKind::Shape, "x has 1 tensors, y 0");
     refused(opt.apply(Step::new(list, &[ga, gb]), &mut [], &mut Vec::new()), ErrorKind::Shape, "state");
     assert_eq!(opt.report().unwrap().calls, 1, "what is refused changes nothing");
