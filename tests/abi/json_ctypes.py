@@ -40,7 +40,7 @@ context, optimizer, group = ctypes.c_void_p(), ctypes.c_void_p(), abi.dsopt_grou
 abi.check(abi.lib.dsopt_context_create(ctypes.byref(desc), ctypes.byref(context)))
 abi.check(abi.lib.dsopt_optimizer_create(context, None, ctypes.byref(optimizer)))
 abi.check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group), abi.DSOPT_ALGORITHM_ADAMW))
-group.lr = 0.02
+group.lr, group.weight_decay = 0.02, 0
 w, gw = (ctypes.c_float * 3)(), (ctypes.c_float * 3)()
 
 

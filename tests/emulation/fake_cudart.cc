@@ -2,6 +2,7 @@
 // The fake runtime: configuration, faults and counters, devices, launches, errors.
 #include "fake_cudart.h"
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -36,7 +37,10 @@ struct Current {
     int device, context;
     bool bound;
 };
-thread_local std::vector<Current> t_before; // what was current before contexts were pushed
+// What was current before contexts were pushed. Without a destructor, because destructors of static objects that free
+// device memory at the end of a process run after those of the main thread's variables.
+thread_local std::array<Current, 64> t_before;
+thread_local size_t t_pushed = 0;
 
 long count_call(const char *function) {
     for (CallCount &known : g_calls)
@@ -117,16 +121,16 @@ void *handle_of(int device, int context) {
     return reinterpret_cast<void *>(uintptr_t(context == 0 ? device + 1 : kOthers + context));
 }
 void push_context(int device, int context) {
-    t_before.push_back({t_device, t_context, t_bound});
+    t_before.at(t_pushed++) = {t_device, t_context, t_bound};
     t_device = device;
     t_context = context;
     t_bound = true;
 }
 void pop_context() {
-    t_device = t_before.back().device;
-    t_context = t_before.back().context;
-    t_bound = t_before.back().bound;
-    t_before.pop_back();
+    const Current &before = t_before.at(--t_pushed);
+    t_device = before.device;
+    t_context = before.context;
+    t_bound = before.bound;
 }
 int retain(void **context, int device) {
     return driver("cuDevicePrimaryCtxRetain", [&] {
@@ -149,7 +153,7 @@ int push(void *context) {
 }
 int pop(void **context) {
     const Lock lock; // it cannot fail: what was pushed is there
-    if (t_before.empty()) return 201;
+    if (t_pushed == 0) return 201;
     *context = handle_of(t_device, t_context);
     pop_context();
     return 0;
@@ -276,7 +280,7 @@ void reset(const Config &config) {
     g_triggering.clear();
     t_device = t_context = 0;
     t_bound = false;
-    t_before.clear();
+    t_pushed = 0;
 }
 
 long calls(const char *function) {
