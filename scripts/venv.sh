@@ -7,6 +7,8 @@ set -eu
 folder=$1 name=$2
 shift 2
 requirements=$(dirname "$(realpath "$0")")/requirements
+unreachable='Failed to establish a new connection|Connection(Reset|Refused)?Error|ProxyError|[Tt]imed out|[Tt]imeoutError'
+unreachable="$unreachable|Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host"
 skip() { echo "skipped: $*"; exit 77; }
 
 ! cmp -s "$requirements/$name.txt" "$folder/ready" || exit 0
@@ -23,7 +25,11 @@ mkdir -p "$(dirname "$folder")"
 "$python" -m venv --clear "$folder" || skip "$python makes no virtual environment (Debian: python3-venv)"
 if ! "$folder/bin/python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 --require-hashes \
     --only-binary :all: -r "$requirements/$name.txt" >"$folder/log" 2>&1; then
-    ! grep -qiE 'connection|resolve|retries|timed out|unreachable' "$folder/log" || skip "PyPI was not reached for $name"
+    # pip retries, so a log can have errors of the network and another cause of the failure.
+    if ! grep -qE 'DO NOT MATCH THE HASHES|ResolutionImpossible|from versions: [0-9]' "$folder/log" &&
+        grep -qE "$unreachable" "$folder/log"; then
+        skip "PyPI was not reached for $name"
+    fi
     cat "$folder/log"
     exit 1
 fi
