@@ -5,11 +5,10 @@
 # a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it.
 set -eu
 cd "$(dirname "$0")/requirements"
-uv=0.13.9
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q --disable-pip-version-check "uv==$uv"
+"$work/venv/bin/pip" install -q --disable-pip-version-check --require-hashes --only-binary :all: -r uv.txt
 mkdir "$work/project"
 printf '[project]\nname = "requirements"\nversion = "0"\n[tool.uv]\nenvironments = ["sys_platform == %s"]\n' "'linux'" \
     >"$work/project/pyproject.toml"
