@@ -20,10 +20,10 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA_LICENCE = "LicenseRef-NVIDIA-CUDA-EULA"
-# Name -> licence, copyright, where it comes from. Texts of the first two are in LICENSES.
+# Name -> licence, copyright without years, which differ by version, where it comes from. Texts of the first two are in LICENSES.
 COMPONENTS = {
-    "RapidJSON": ("MIT", "Copyright (C) 2015 THL A29 Limited, a Tencent company, and Milo Yip.", "pkg:github/Tencent/rapidjson@v%s"),
-    "xxHash": ("BSD-2-Clause", "Copyright (C) 2012-2020 Yann Collet", "pkg:github/Cyan4973/xxHash@v%s"),
+    "RapidJSON": ("MIT", "Copyright (C) THL A29 Limited, a Tencent company, and Milo Yip.", "pkg:github/Tencent/rapidjson@v%s"),
+    "xxHash": ("BSD-2-Clause", "Copyright (C) Yann Collet", "pkg:github/Cyan4973/xxHash@v%s"),
     "CUDA runtime": (CUDA_LICENCE, "NVIDIA Corporation", "pkg:generic/cudart@%s"),
 }
 # Package -> (name, package URL, what it has).
