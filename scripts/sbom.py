@@ -31,9 +31,9 @@ PACKAGES = {
     "install": ("dsopt", "pkg:generic/dsopt@%s", "library"),
     "wheel": ("dsopt", "pkg:pypi/dsopt@%s", "library"),
     "crate": ("dsopt-sys", "pkg:cargo/dsopt-sys@%s", "source"),
-    "libdsopt1": ("libdsopt1", "pkg:deb/debian/libdsopt1@%s", "library"),
-    "libdsopt-dev": ("libdsopt-dev", "pkg:deb/debian/libdsopt-dev@%s", "library"),
-    "dsopt-tools": ("dsopt-tools", "pkg:deb/debian/dsopt-tools@%s", "program"),
+    "libdsopt1": ("libdsopt1", "pkg:generic/libdsopt1@%s", "library"),
+    "libdsopt-dev": ("libdsopt-dev", "pkg:generic/libdsopt-dev@%s", "library"),
+    "dsopt-tools": ("dsopt-tools", "pkg:generic/dsopt-tools@%s", "program"),
 }
 
 
