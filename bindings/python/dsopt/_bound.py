@@ -11,7 +11,7 @@ from . import _abi as abi
 from ._arrays import refuse
 from ._lists import TensorList, Watch, pins_of
 from ._params import Arrays, in_order
-from ._state import structs_of
+from ._state import BoundState, structs_of
 
 
 class Bound:
@@ -23,12 +23,10 @@ class Bound:
         self.names: List[str] = []
         self.shapes: List[Tuple[int, ...]] = []
         self.params: List[Any] = []
-        self.state: Any = None  # arrays that are bound as state
+        self.state = BoundState()
         self._params_kept: List[Any] = []
         self._pins: List[Any] = []
         self._params_watch = Watch()
-        self._state_watch = Watch()
-        self._state_pins: List[Any] = []
         self._state_given: Optional[Mapping[str, Any]] = None
         self._grads: Optional[Sequence[Any]] = None
         self._grads_watch = Watch()
@@ -55,18 +53,18 @@ class Bound:
         self._pins += pins_of(arrays)
         self._params_watch.extend(arrays)
         self._grads = self._call = self._state_given = None
-        self._state_watch = Watch()
+        self.state.watch = Watch()
 
     # ---------------------------------------------------------------------------------------------------------- in use
     def unchanged(self) -> bool:
         """True if parameters and state are where they were bound."""
-        return self._params_watch.unchanged() and self._state_watch.unchanged()
+        return self._params_watch.unchanged() and self.state.watch.unchanged()
 
     def follow(self, optimizer: Any) -> None:
         """Bind arrays again that have other memory now."""
         if not self._params_watch.unchanged():
             self._bind_params(optimizer, self.params, *self._filled("params", self.params))
-        if self._state_given is not None and not self._state_watch.unchanged():
+        if self._state_given is not None and not self.state.watch.unchanged():
             self._bind_state(optimizer, self._state_given, *structs_of(optimizer, self._state_given))
 
     def call_list(self) -> Tuple[TensorList, Any, Any]:
@@ -126,6 +124,7 @@ class Bound:
 
     def _bind_state(self, optimizer: Any, state: Mapping[str, Any], structs: Any, kept: Any) -> None:
         abi.check(abi.lib.dsopt_optimizer_bind(optimizer.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
-        self._state_given, self.state = dict(state), kept
+        self._state_given = dict(state)
         arrays = list(self._state_given.values())
-        self._state_pins, self._state_watch = pins_of(arrays), Watch(arrays)
+        self.state.watch = Watch(arrays)
+        self.state.kept = kept, pins_of(arrays)  # last, because the old watch reads the old arrays

@@ -20,7 +20,7 @@ from ._handles import Context, Scaler, default_context
 from ._hooks import gate, gated
 from ._params import Arrays, Param, in_order, named, scalars, unboxed
 from ._report import Report, report_of
-from ._state import State, allocate, structs_of
+from ._state import BoundState, State, allocate, structs_of
 
 COMPAT = {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}
 NONFINITE = {"auto": abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
@@ -602,8 +602,8 @@ class Optimizer(Handle):
         return self._needed
 
     @property
-    def kept_state(self) -> Any:
-        """Arrays that are bound as state."""
+    def bound_state(self) -> BoundState:
+        """What keeps the memory that is bound as state."""
         return self._bound.state
 
     def follow(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from ctypes import byref
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
@@ -12,6 +13,7 @@ from . import _abi as abi
 from ._arrays import DTYPE_NAMES, DTYPE_SIZES, refuse, require, tensor_of
 from ._errors import Error
 from ._handle import Handle
+from ._lists import Watch
 
 try:
     import numpy
@@ -98,6 +100,20 @@ class Retained(Handle):
         )
 
 
+class BoundState:
+    """What keeps the memory that is bound as state, which `bind` replaces.
+
+    An optimizer shares it with its views of tensors. They look up where their tensor is now, so they keep that memory,
+    and not what was bound when they were made.
+    """
+
+    __slots__ = ("kept", "watch")
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+        self.watch = Watch()
+
+
 class Info:
     """One entry of the state list."""
 
@@ -155,13 +171,16 @@ class TensorView(_Operators):  # type: ignore[misc]
     memory of now, which stays valid, and is no longer the optimizer's after the tensor has moved.
     """
 
-    __slots__ = ("_name", "_backend", "_index", "_owner")
+    __slots__ = ("_name", "_backend", "_index", "_retained", "_bound", "_optimizer")
 
-    def __init__(self, name: str, backend: str, index: int, owner: Tuple[Retained, Any]) -> None:
-        self._name, self._backend, self._index, self._owner = name, backend, index, owner
+    def __init__(self, info: Info, optimizer: Any) -> None:
+        self._name, self._index = info.name, info.index
+        self._backend, self._retained = optimizer.context.backend, Retained(optimizer)
+        self._bound: BoundState = optimizer.bound_state
+        self._optimizer = weakref.ref(optimizer)
 
     def _info(self) -> Any:
-        handle, info, name = self._owner[0].handle, abi.dsopt_state_info(), self._name[len(WHOLE) :].encode()
+        handle, info, name = self._retained.handle, abi.dsopt_state_info(), self._name[len(WHOLE) :].encode()
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(handle, byref(count)))
         for index in (self._index, *range(count.value - 1, -1, -1)):  # these entries are the last ones
@@ -173,14 +192,18 @@ class TensorView(_Operators):  # type: ignore[misc]
         raise KeyError(self._name)
 
     def _now(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is not None and not optimizer.closed and not self._bound.watch.unchanged():
+            optimizer.follow()
         info = self._info()
         size = info.tensor.numel * DTYPE_SIZES[info.tensor.dtype]
         if info.tensor.data is None and size:
             (place,), _memory = aligned_zeros([size])
-            abi.check(abi.lib.dsopt_optimizer_export(self._owner[0].handle, self._index, place, size))  # makes it
+            abi.check(abi.lib.dsopt_optimizer_export(self._retained.handle, self._index, place, size))  # makes it
             info = self._info()
         make = array_at if self._backend == "cpu" else DeviceArray
-        return make(info.tensor.data or 0, info.tensor.dtype, (info.tensor.numel,), self._owner)
+        owner = self._retained, self._bound.kept
+        return make(info.tensor.data or 0, info.tensor.dtype, (info.tensor.numel,), owner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._now(), name)
@@ -259,11 +282,10 @@ class State(Mapping[str, Any]):
         if info.address is None and info.bytes:
             self.copy(name)  # which makes the state
             info = self._info(name)
-        owner = Retained(self._optimizer), self._optimizer.kept_state
-        backend = self._optimizer.context.backend
         if info.param < 0:
-            return TensorView(info.name, backend, info.index, owner)
-        make = array_at if backend == "cpu" else DeviceArray
+            return TensorView(info, self._optimizer)
+        owner = Retained(self._optimizer), self._optimizer.bound_state.kept
+        make = array_at if self._optimizer.context.backend == "cpu" else DeviceArray
         return make(info.address or 0, info.dtype, info.shape, owner)
 
     def copy(self, name: str) -> Any:

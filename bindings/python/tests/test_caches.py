@@ -5,6 +5,7 @@ place. The address sanitizer runs this file too, and sees reads of freed memory 
 import gc
 import unittest
 import warnings
+import weakref
 
 import numpy as np
 
@@ -152,6 +153,40 @@ class PresentGoneAbsent(unittest.TestCase):
         gc.collect()
         self.assertEqual(list(view), [1, 0])
 
+    def test_view_of_state_that_is_bound_later(self):
+        for use in (np.asarray, lambda view: view):
+            opt, _ = rig()
+            opt.step({"a": full(1)})
+            view = opt.state["optimizer.step"]
+            state = {name: opt.state.copy(name) for name in opt.state}
+            bound = weakref.ref(state["optimizer.step"])
+            opt.bind(state=state)
+            used = use(view)
+            del opt, state, view
+            gc.collect()
+            self.assertIsNotNone(bound())
+            self.assertEqual(list(used), [1, 0])
+            used[0] = 5
+            self.assertEqual(list(bound()), [5, 0])
+            del used
+            gc.collect()
+            self.assertIsNone(bound())
+
+    def test_view_of_state_that_is_bound_no_longer(self):
+        opt, params = rig()
+        states = [opt.init_state(params) for _ in range(2)]
+        opt.bind(state=states[0])
+        view = opt.state["optimizer.step"]
+        array, first = np.asarray(view), weakref.ref(states[0]["optimizer.step"])
+        opt.bind(state=states[1])
+        states.clear()
+        gc.collect()
+        opt.step({"a": full(1)})
+        self.assertEqual((list(view), list(array)), ([1, 0], [0, 0]))
+        del array
+        gc.collect()
+        self.assertIsNone(first())
+
 
 class RefusedCalls(unittest.TestCase):
     """What a refused call wrote into a list must not count in the next one."""
@@ -260,6 +295,14 @@ class ChangesInPlace(unittest.TestCase):
         opt.step([full(0)])
         np.testing.assert_array_equal(state["a.momentum_buffer"], full(2))
         np.testing.assert_array_equal(opt.state["a.momentum_buffer"], full(2))
+
+    def test_data_of_bound_state_with_a_view(self):
+        opt, params = rig()
+        state = opt.init_state(params)
+        opt.bind(state=state)
+        view = opt.state["optimizer.step"]
+        in_place(state["optimizer.step"], "data", np.array([7, 8], np.int32))
+        self.assertEqual(list(view), [7, 8])
 
     def test_dtype(self):
         for other in (np.int32, ">f4", np.uint16):
