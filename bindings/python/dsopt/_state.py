@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import weakref
 from ctypes import byref
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
@@ -34,6 +35,12 @@ _TYPESTRS = {
 }
 
 
+# What libraries ask an array for. No other name that begins with "_" is looked up in the array of a view: Python asks
+# for special methods before a copy has its fields.
+_PROTOCOLS = frozenset(
+    "__%s__" % name
+    for name in ("array", "array_interface", "array_struct", "cuda_array_interface", "dlpack", "dlpack_device")
+)
 WHOLE = "optimizer."  # begins the names of what belongs to no single parameter
 _Operators: Any = object if numpy is None else numpy.lib.mixins.NDArrayOperatorsMixin
 
@@ -68,6 +75,14 @@ def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
         places.append(place)
         place += step
     return places, memory
+
+
+def exported(handle: int, index: int, dtype: int, shape: Tuple[int, ...]) -> Any:
+    """A copy of an entry of the state list in host memory."""
+    size = math.prod(shape) * DTYPE_SIZES[dtype]
+    (place,), memory = aligned_zeros([size])
+    abi.check(abi.lib.dsopt_optimizer_export(handle, index, place, size))
+    return array_at(place, dtype, shape, memory)
 
 
 class DeviceArray:
@@ -168,7 +183,8 @@ class TensorView(_Operators):  # type: ignore[misc]
 
     It has an element or more for each parameter, so adding parameters may move it. Every use looks it up again:
     indexing, operators, functions of NumPy, and the attributes of an array. numpy.asarray(view) is an array of the
-    memory of now, which stays valid, and is no longer the optimizer's after the tensor has moved.
+    memory of now, which stays valid, and is no longer the optimizer's after the tensor has moved. A copy or a pickle of
+    a view is that of an array in host memory.
     """
 
     __slots__ = ("_name", "_backend", "_index", "_retained", "_bound", "_optimizer")
@@ -180,6 +196,9 @@ class TensorView(_Operators):  # type: ignore[misc]
         self._optimizer = weakref.ref(optimizer)
 
     def _info(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is not None and not optimizer.closed and not self._bound.watch.unchanged():
+            optimizer.follow()
         handle, info, name = self._retained.handle, abi.dsopt_state_info(), self._name[len(WHOLE) :].encode()
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(handle, byref(count)))
@@ -192,21 +211,43 @@ class TensorView(_Operators):  # type: ignore[misc]
         raise KeyError(self._name)
 
     def _now(self) -> Any:
-        optimizer = self._optimizer()
-        if optimizer is not None and not optimizer.closed and not self._bound.watch.unchanged():
-            optimizer.follow()
         info = self._info()
-        size = info.tensor.numel * DTYPE_SIZES[info.tensor.dtype]
-        if info.tensor.data is None and size:
-            (place,), _memory = aligned_zeros([size])
-            abi.check(abi.lib.dsopt_optimizer_export(self._retained.handle, self._index, place, size))  # makes it
+        if info.tensor.data is None and info.tensor.numel:
+            self.__copy__()  # which makes the state
             info = self._info()
         make = array_at if self._backend == "cpu" else DeviceArray
         owner = self._retained, self._bound.kept
         return make(info.tensor.data or 0, info.tensor.dtype, (info.tensor.numel,), owner)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name not in _PROTOCOLS:
+            raise AttributeError("%r object has no attribute %r" % (type(self).__name__, name))
         return getattr(self._now(), name)
+
+    def __copy__(self) -> Any:
+        tensor = self._info().tensor
+        return exported(self._retained.handle, self._index, tensor.dtype, (tensor.numel,))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return self.__copy__().__reduce__()
+
+    def __bool__(self) -> bool:
+        return bool(self._now())
+
+    def __int__(self) -> int:
+        return int(self._now())
+
+    def __float__(self) -> float:
+        return float(self._now())
+
+    def __complex__(self) -> complex:
+        return complex(self._now())
+
+    def __index__(self) -> int:
+        return operator.index(self._now())
 
     def __len__(self) -> int:
         return int(self._info().tensor.numel)
@@ -292,9 +333,7 @@ class State(Mapping[str, Any]):
         """A copy of the tensor `name` in host memory. Waits for earlier calls on the optimizer and for the default
         stream."""
         info = self._info(name)
-        (place,), memory = aligned_zeros([info.bytes])
-        abi.check(abi.lib.dsopt_optimizer_export(self._optimizer.handle, info.index, place, info.bytes))
-        return array_at(place, info.dtype, info.shape, memory)
+        return exported(self._optimizer.handle, info.index, info.dtype, info.shape)
 
     def __setitem__(self, name: str, value: Any) -> None:
         info, label = self._info(name), "state[%r]" % name

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import gc
+import operator
+import pickle
 import unittest
+import warnings
 
 import numpy as np
 
@@ -71,6 +75,47 @@ class StateViews(unittest.TestCase):
         np.add(view, 1, out=out)
         view += 1
         self.assertEqual((out[0], view[0], view == 2), (2, 2, True))
+
+    def test_copies_of_views_are_arrays(self):
+        opt = dsopt.Optimizer({"w": full(1), "x": full(1)}, dsopt.AdamW())
+        opt.step([full(1), None])
+        view = opt.state["optimizer.step"]
+        for copied in (copy.copy, copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))):
+            other = copied(view)
+            other += 1
+            self.assertEqual((type(other), list(other), list(view)), (np.ndarray, [2, 1], [1, 0]))
+        self.assertEqual(list(copy.deepcopy({"step": [view]})["step"][0]), [1, 0])
+
+    def test_views_convert_as_arrays_do(self):
+        def converted(convert, value):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of arrays with one dimension
+                try:
+                    return convert(value)
+                except (TypeError, ValueError) as problem:
+                    return type(problem), str(problem)
+
+        for count in (1, 2):
+            for steps in (0, 1):
+                opt = dsopt.Optimizer([full(1) for _ in range(count)], dsopt.AdamW())
+                for _ in range(steps):
+                    opt.step([full(1)] * count)
+                view = opt.state["optimizer.step"]
+                for convert in (int, float, complex, bool, operator.index, [7, 8].__getitem__):
+                    with self.subTest(convert=convert, count=count, steps=steps):
+                        self.assertEqual(converted(convert, view), converted(convert, np.array(view)))
+
+    def test_views_have_the_public_attributes_of_arrays(self):
+        opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
+        view = opt.state["optimizer.step"]
+        self.assertEqual((view.itemsize, view.tolist()), (4, [0]))
+        for name in ("_private", "__set_name__", "__cuda_array_interface__", "no_attribute"):
+            self.assertFalse(hasattr(view, name), name)
+        for name in ("__array__", "__array_interface__", "__array_struct__", "__dlpack__", "__dlpack_device__"):
+            self.assertEqual(hasattr(view, name), hasattr(np.ndarray, name), name)
+        unset = dsopt._state.TensorView.__new__(dsopt._state.TensorView)
+        with self.assertRaisesRegex(AttributeError, "_optimizer"):
+            unset.shape
 
 
 class StateMemory(unittest.TestCase):  # not under a sanitizer, which keeps what is freed
