@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend of pyproject.toml: meson-python, with another tag and with the bill of materials where wheels have it.
+"""The build backend of pyproject.toml: meson-python with another tag, and with the SBOM where wheels have it.
 
-The package is Python and a library that is loaded by ctypes, so one wheel serves every Python 3 of a platform.
-meson-python takes
-all that lies beside a shared library for code of one Python's ABI, and names the wheel so. Its installation has no
-place for files of *.dist-info.
+The package is Python and a library that is loaded by ctypes, so one wheel is for every Python 3 of a platform.
+meson-python assumes that files next to a shared library are code for one Python's ABI, and tags the wheel for that ABI.
+Its installation has no folder for files of *.dist-info.
 """
 
 import os

@@ -123,7 +123,7 @@ def types(description: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
 
 
 def bind(library: Any, description: Dict[str, Any], known: Dict[str, Any]) -> Any:
-    """Give every function of a library its signature."""
+    """Set the signature of every function of a library."""
     for function in description["functions"]:
         entry = getattr(library, function["name"])
         entry.restype, entry.argtypes = _signature_of(function, known)
@@ -131,11 +131,11 @@ def bind(library: Any, description: Dict[str, Any], known: Dict[str, Any]) -> An
 
 
 def find_description() -> str:
-    """dsopt.json: beside this file in a wheel, else in the source tree."""
+    """Finds dsopt.json, which is next to this file in a wheel, else in the source tree."""
     for place in (os.path.join(HERE, "dsopt.json"), os.path.join(HERE, "..", "..", "..", "include", "dsopt.json")):
         if os.path.exists(place):
             return place
-    raise _missing("dsopt.json is not beside %s: the package is not complete" % __file__)
+    raise _missing("dsopt.json is not next to %s: the package is not complete" % __file__)
 
 
 def candidates(abi_version: int) -> List[str]:
@@ -174,7 +174,7 @@ globals().update(_named)
 lib, path = load(description, _known)
 
 # What hooks raised during a call that is not over, by thread. An exception cannot pass through C, so the hook keeps it
-# here and reports failure, and `check` raises it behind the call.
+# here and reports failure, and `check` raises it after the call.
 raised: Dict[int, BaseException] = {}
 
 

@@ -23,7 +23,7 @@ def missing(text: str) -> MissingError:
 
 
 def headers() -> str:
-    """The folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or beside an installed library."""
+    """The folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or next to an installed library."""
     library = os.path.dirname(os.path.realpath(abi.path))
     places = [
         os.path.join(abi.HERE, "include"),

@@ -99,7 +99,7 @@ class Handle:
         self._finalizer()
 
     def _shown(self) -> str:
-        """What the representation says besides the class. It must not call the library, which may be in a call."""
+        """Returns what the representation shows after the class. Must not call the library, which may be in a call."""
         return ""
 
     def __repr__(self) -> str:

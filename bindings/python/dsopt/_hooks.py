@@ -7,7 +7,7 @@ closes, and exit waits for those inside.
 
 An interrupt (Ctrl-C) that arrives as the library enters a Python function would be raised before the first line of that
 function, where ctypes drops it and returns 0: to the library, success. So while the main thread is inside the gate,
-interrupts are raised inside the functions of the caller only, and else behind the call.
+interrupts are raised inside the functions of the caller only, and else after the call.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def gated(*owners: Any) -> Using:
 
 
 def keep(problem: BaseException) -> None:
-    """For a hook that may not raise: `abi.check` raises it behind the call. The first one counts."""
+    """For a hook that may not raise: `abi.check` raises it after the call. The first one counts."""
     abi.raised.setdefault(threading.get_ident(), problem)
 
 

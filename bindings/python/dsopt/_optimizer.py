@@ -451,7 +451,7 @@ class Optimizer(Handle):
         return State(self)
 
     def reset(self, *parts: str, stream: Optional[int] = None) -> None:
-        """Give parts of the state their starting values.
+        """Reset parts of the state to their starting values.
 
         parts   any of "masters" (from the parameters), "moments", "counters", "grads", "errors"
         stream  the CUDA stream of the next step

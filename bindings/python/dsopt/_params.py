@@ -130,7 +130,7 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
     if not missing:
         for name in names:
             if name not in arrays:
-                refuse(label, "lacks %r; give an array for each parameter" % name)
+                refuse(label, "lacks %r; pass an array for each parameter" % name)
     return [arrays.get(name) for name in names]
 
 

@@ -43,7 +43,7 @@ class Report:
     divisor          gradients were divided by it: scale and clipping; 0 if skipped
     ms               milliseconds of the phases of the last call, with Optimizer(timing=True)
     state_bytes      memory of the state
-    workspace_bytes  memory that a step needs besides
+    workspace_bytes  memory that a step needs in addition to the state
     resharded_from   ranks that saved what was loaded last, if they were others in number than now; else 0
     """
 

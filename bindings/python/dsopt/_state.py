@@ -357,7 +357,7 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
     kept: List[Any] = []
     unknown = set(state) - {entry.name for entry in entries}
     if unknown:
-        refuse("state", "has %r, which the state of this optimizer has not" % sorted(unknown)[0])
+        refuse("state", "has %r, which is not in the state of this optimizer" % sorted(unknown)[0])
     for place, entry in zip(structs, entries):
         label = "state[%r]" % entry.name
         if entry.name not in state:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [torch] [MODULE...]: the tests of the package, or those of dsopt.torch, or of these modules alone. It is the
-package beside this folder; with DSOPT_INSTALLED=1 the one that is installed.
+"""run.py [torch] [MODULE...]: the tests of the package, or those of dsopt.torch, or of these modules alone. They
+import the package next to this folder, and with DSOPT_INSTALLED=1 the one that is installed.
 
 The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
 """

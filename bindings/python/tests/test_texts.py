@@ -78,7 +78,7 @@ class Refusals(unittest.TestCase):
             (lambda: opt.step(), dsopt.ArgumentError, "neither given nor bound: pass them, or bind them"),
             (lambda: opt.step({"v": w}), dsopt.ArgumentError, r"'v', which is not registered; registered are \['w'\]"),
             (lambda: opt.step({"w": [1.0]}), TypeError, "no array.*Pass an array, such as numpy.asarray"),
-            (lambda: opt.bind(params={}), dsopt.ArgumentError, "lacks 'w'; give an array for each"),
+            (lambda: opt.bind(params={}), dsopt.ArgumentError, "lacks 'w'; pass an array for each"),
             (lambda: dsopt.Context(log=3), dsopt.ArgumentError, "log is int, and must be callable"),
             (
                 lambda: dsopt.Comm.table(opt.context, 3, 0, 1),

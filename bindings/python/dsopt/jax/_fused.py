@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that update parameters and state in their own memory, with everything that the engine does besides."""
+"""Steps that update parameters and state in their own memory, with all other functions of the engine."""
 
 import dataclasses
 from typing import Any, NamedTuple, Optional, Union

@@ -61,7 +61,7 @@ int32_t dtype_of(ffi::DataType type) {
     }
 }
 
-// INVALID = XLA has it not, or no call of dsopt.jax uses it.
+// INVALID: XLA has no such type, or no call of dsopt.jax uses it.
 ffi::DataType type_of(int32_t dtype) {
     switch (dtype) {
     case DSOPT_DTYPE_F32: return ffi::DataType::F32;

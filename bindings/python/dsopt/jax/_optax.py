@@ -329,7 +329,7 @@ def _direction(rule, hyper, leaves, factor=1):
     moments = [leaf.moments for leaf in leaves]
 
     def on_cpu(values, grads, moments):
-        """In parts, one behind the other: XLA adds the updates of a part while its directions are in the cache, and
+        """In parts, one after the other: XLA adds the updates of a part while its directions are in the cache, and
         a later part has their memory. One call would write all of them to memory that is new in every run."""
         done, after = [], None
         for part in parts:

@@ -33,8 +33,8 @@ enum Option : int64_t {
     kSkip = 16,         // i32
     kOut = 32,          // results are new arrays in place of the parameters' own memory
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
-    kAfter = 128,       // an operand that is not read: it orders this call behind the one that wrote it
-    kZeros = 256,       // on the CPU: parameters are zeros and counts of steps ones, and the call does not bring them
+    kAfter = 128,       // an operand that is not read: this call runs after the one that wrote it
+    kZeros = 256,       // on the CPU: parameters are zeros and counts of steps are ones, and neither is an operand
     kOptions = 511
 };
 
@@ -147,10 +147,10 @@ struct Program {
         return {entry.role.c_str(), entry.param < 0 ? nullptr : &names[static_cast<size_t>(entry.param)]};
     }
 
-    // Parameters that the call does not bring.
+    // The parameters of a call with kZeros, which has no operands for them.
     const std::vector<dsopt_tensor> &zeros() const { return zero_params; }
 
-    // The count of steps that the call does not bring, at its place in the state.
+    // Inserts the count of steps, for which a call with kZeros has no operand, at its index in the state.
     void add_steps(std::vector<dsopt_tensor> &state, std::vector<int32_t> &steps) const {
         if (step_place < 0) return;
         steps.assign(static_cast<size_t>(step_tensor.numel), 1);
