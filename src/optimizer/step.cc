@@ -2,6 +2,7 @@
 // One step: check the lists, make the plan, hand it to the driver.
 #include "base/sizes.h"
 #include "optimizer/plan.h"
+#include "step/agree.h"
 #include <algorithm>
 
 namespace dsopt {
@@ -47,16 +48,17 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     GradientMeans means(memory.lists, plan.count);
     if (averages) onebit_->plan_means(onebit.plan, table.jobs, memory.mean, means, stream);
     if (own_schedule) onebit_->forget_schedule(); // should it fail
+    const bool checks = request.met != nullptr && checks_ranks(*this);
+    const bool checks_lists = // other lists would be other messages
+        !checks && request.remembers && !lists_compared_ && onebit_ && onebit_->setup().compresses;
     const auto compare = [&] {
-        if (request.met != nullptr && checks_ranks(*this)) {
-            *request.met = true;
-            check_ranks(*this, plan, false, request.remembers);
-        } else if (request.remembers && !lists_compared_ && onebit_ && onebit_->setup().compresses)
-            check_ranks(*this, plan, true, true); // other lists would be other messages
+        if (checks) *request.met = true;
+        if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.remembers);
     };
     drive({.context = *context_,
            .plan = plan,
            .compare = compare,
+           .compared_bytes = checks || checks_lists ? kComparedBytes : 0,
            .comms = ranks,
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,

@@ -13,7 +13,7 @@ void reserve_messages(const StepRun &run) {
     void *const stream = plan.how.stream;
     const auto [data, model, experts, expert_count, node] = run.comms;
     for (Comm *comm : {data, node})
-        if (comm != nullptr) comm->reserve({.all_reduce = kComparedBytes}, stream, Place::host);
+        if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, stream, Place::host);
     reserve_norms(run);
     if (model != nullptr && plan.shards.count != 0)
         model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);

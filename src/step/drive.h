@@ -11,6 +11,7 @@ struct StepRun {
     const Context &context;
     const StepPlan &plan;
     FunctionRef<void()> compare; // throws MISMATCH on all ranks if they are about to do different things
+    int64_t compared_bytes;      // of its largest all-reduce, 0 if it compares nothing
     const CommSet &comms;
     double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
     const GradientMeans *means; // NULL where the engine averages no gradients

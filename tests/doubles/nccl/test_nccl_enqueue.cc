@@ -59,7 +59,7 @@ public:
     ~Trainer() {
         dsopt_optimizer_destroy(opt_);
         dsopt_scaler_destroy(scaler_);
-        for (const auto *list : {&weights_, &grads_})
+        for (const auto *list : {&weights_, &grads_, &state_memory_})
             for (void *memory : *list) memory_.release(memory);
     }
     Trainer(const Trainer &) = delete;
@@ -75,22 +75,54 @@ public:
         }
     }
     void step() {
-        std::vector<dsopt_tensor> list;
-        for (size_t t = 0; t < grads_.size(); ++t) list.push_back({grads_[t], kSizes[t], DSOPT_DTYPE_F32, 0});
+        const std::vector<dsopt_tensor> list = list_of(grads_);
         DSOPT_NEW(dsopt_step, step);
         step.grads = list.data();
         step.count = int64_t(list.size());
         step.stream = memory_.stream;
         must(dsopt_optimizer_step(opt_, &step));
     }
-    /// Weights, and what the report says.
-    std::string bytes() {
+    /// Memory for apply().
+    void init_state() {
+        const std::vector<dsopt_tensor> params = list_of(weights_);
+        int64_t count = 0;
+        must(dsopt_optimizer_state_count(opt_, &count));
+        for (int64_t i = 0; i < count; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            must(dsopt_optimizer_state(opt_, i, &info));
+            state_memory_.push_back(memory_.allocate(size_t(info.tensor.numel) * sizeof(float)));
+            state_.push_back({state_memory_.back(), info.tensor.numel, info.tensor.dtype, 0});
+        }
+        must(dsopt_optimizer_init_state(opt_, params.data(), int64_t(params.size()), state_.data(), count,
+                                        memory_.stream));
+        must(dsopt_optimizer_workspace(opt_, &workspace_bytes_));
+        state_memory_.push_back(memory_.allocate(workspace_bytes_));
+    }
+    void apply() {
+        const std::vector<dsopt_tensor> params = list_of(weights_), list = list_of(grads_);
+        DSOPT_NEW(dsopt_step, step);
+        step.params = params.data();
+        step.grads = list.data();
+        step.count = int64_t(list.size());
+        step.state = state_.data();
+        step.state_count = int64_t(state_.size());
+        step.workspace = state_memory_.back();
+        step.workspace_bytes = workspace_bytes_;
+        step.stream = memory_.stream;
+        must(dsopt_optimizer_apply(opt_, &step));
+    }
+    std::string weights() {
         std::string all;
         for (size_t t = 0; t < weights_.size(); ++t) {
             std::string part(size_t(kSizes[t]) * sizeof(float), '\0');
             memory_.read(part.data(), weights_[t], part.size());
             all += part;
         }
+        return all;
+    }
+    /// Weights, and what the report says.
+    std::string bytes() {
+        std::string all = weights();
         DSOPT_NEW(dsopt_report, report);
         must(dsopt_optimizer_report(opt_, &report));
         for (const double number : {double(report.skipped), report.grad_norm, report.dense_norm, report.expert_norm,
@@ -110,9 +142,16 @@ public:
 
 private:
     static constexpr int64_t kSizes[] = {5000, 33, 1, 4096};
+    static std::vector<dsopt_tensor> list_of(const std::vector<void *> &memory) {
+        std::vector<dsopt_tensor> list;
+        for (size_t t = 0; t < memory.size(); ++t) list.push_back({memory[t], kSizes[t], DSOPT_DTYPE_F32, 0});
+        return list;
+    }
     int rank_;
     Memory memory_;
-    std::vector<void *> weights_, grads_;
+    std::vector<void *> weights_, grads_, state_memory_;
+    std::vector<dsopt_tensor> state_;
+    size_t workspace_bytes_ = 0;
     dsopt_scaler *scaler_ = nullptr;
     dsopt_optimizer *opt_ = nullptr;
 };
@@ -156,6 +195,28 @@ public:
 private:
     std::barrier<> &barrier_;
     int thrown_;
+};
+/// A graph of what body() enqueues.
+class Graph {
+public:
+    template <class Body> Graph(cudaStream_t stream, const Body &body) : stream_(stream) {
+        EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        body();
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph_), cudaSuccess);
+        EXPECT_EQ(cudaGraphInstantiate(&exec_, graph_, 0), cudaSuccess);
+    }
+    ~Graph() {
+        (void)cudaGraphExecDestroy(exec_);
+        (void)cudaGraphDestroy(graph_);
+    }
+    Graph(const Graph &) = delete;
+    Graph &operator=(const Graph &) = delete;
+    void launch() const { EXPECT_EQ(cudaGraphLaunch(exec_, stream_), cudaSuccess); }
+
+private:
+    cudaStream_t stream_;
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t exec_ = nullptr;
 };
 void expect_busy(cudaStream_t stream) {
     EXPECT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
@@ -239,16 +300,34 @@ TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
                 wanted[size_t(rank)] = trainer.bytes();
                 return;
             }
-            cudaGraph_t graph = nullptr;
-            cudaGraphExec_t exec = nullptr;
-            EXPECT_EQ(cudaStreamBeginCapture(place.stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            trainer.step();
-            EXPECT_EQ(cudaStreamEndCapture(place.stream(), &graph), cudaSuccess);
-            EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-            for (int i = 0; i < replays; ++i) EXPECT_EQ(cudaGraphLaunch(exec, place.stream()), cudaSuccess);
+            const Graph graph(place.stream(), [&] { trainer.step(); });
+            for (int i = 0; i < replays; ++i) graph.launch();
             got[size_t(rank)] = trainer.bytes();
-            (void)cudaGraphExecDestroy(exec);
-            (void)cudaGraphDestroy(graph);
+        });
+    }
+    EXPECT_TRUE(got == wanted);
+}
+
+TEST_P(NcclEnqueuedStep, FirstApplyCanBeCaptured) {
+    constexpr int replays = 3;
+    std::vector<std::string> wanted(kRanks), got(kRanks);
+    for (const bool captured : {false, true}) {
+        const std::vector<std::string> ids{new_id(), new_id(), new_id()};
+        run_ranks(kRanks, [&](int rank) {
+            const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
+            Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+            trainer.fill(1);
+            trainer.init_state();
+            const std::string before = trainer.weights();
+            if (captured) {
+                const Graph graph(place.stream(), [&] { trainer.apply(); });
+                for (int i = 0; i < replays; ++i) graph.launch();
+                got[size_t(rank)] = trainer.weights();
+            } else {
+                for (int i = 0; i < replays; ++i) trainer.apply();
+                wanted[size_t(rank)] = trainer.weights();
+                EXPECT_TRUE(wanted[size_t(rank)] != before);
+            }
         });
     }
     EXPECT_TRUE(got == wanted);
