@@ -294,7 +294,7 @@ const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
 }
 dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_t what, double value, void *stream) {
-    return with(scaler, [&](Scaler &object) { object.set(what, value, stream); });
+    return with(scaler, on_stream(stream, [&](Scaler &object) { object.set(what, value, stream); }));
 }
 dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream) {
     return with(scaler, on_stream(stream, [&](Scaler &object) { object.update(overflow, stream); }));

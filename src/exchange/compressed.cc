@@ -64,6 +64,7 @@ void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compresse
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const ExchangeBuffers buffers(layout, args.worker_error, args.server_error, nullptr);
     const Device &device = comm.context()->device();
+    device.check_stream(args.stream);
     (void)device.finished(args.stream); // refuses a stream that is being captured
     device.wait(args.stream);
     owed_errors(device, buffers, worker, server);

@@ -146,7 +146,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
         EXPECT_OK(dsopt_optimizer_save(side->optimizer, path.c_str(), nullptr)); // calls without a stream
         EXPECT_OK(dsopt_optimizer_load(side->optimizer, path.c_str(), nullptr));
         EXPECT_OK(dsopt_scaler_create(context, nullptr, &scaler));
-        EXPECT_OK(dsopt_scaler_set(scaler, DSOPT_SCALE_VALUE, 4, nullptr));
+        EXPECT_OK(dsopt_scaler_set(scaler, DSOPT_SCALE_VALUE, 4, stream));
         dsopt_scaler_destroy(scaler);
         other.reset();
         std::filesystem::remove(path);
@@ -178,8 +178,28 @@ std::vector<dsopt_status> calls_on(Side &side, dsopt_comm *comm, cudaStream_t st
     apply.state_count = int64_t(state.size());
     apply.workspace = workspace.data();
     apply.workspace_bytes = bytes;
+    const Bytes factor(true, 4, 0), words(true, 48, 0);
+    const dsopt_tensor scaler_state[] = {{factor.data(), 1, DSOPT_DTYPE_F32, 0},
+                                         {words.data(), 12, DSOPT_DTYPE_I32, 0}};
+    DSOPT_NEW(dsopt_compressed, exchange);
+    exchange.tensors = grads;
+    exchange.count = count;
+    int64_t worker = 0, server = 0;
+    Side::good(dsopt_compressed_sizes(comm, &exchange, &worker, &server, &exchange.workspace_bytes));
+    const Bytes worker_error(true, size_t(worker) * sizeof(float), 0),
+        server_error(true, size_t(server) * sizeof(float), 0), messages(true, exchange.workspace_bytes, 0);
+    exchange.worker_error = reinterpret_cast<float *>(worker_error.data());
+    exchange.server_error = reinterpret_cast<float *>(server_error.data());
+    exchange.workspace = messages.data();
+    exchange.stream = stream;
     return {dsopt_optimizer_step(side.optimizer, &step),
             dsopt_optimizer_apply(side.optimizer, &apply),
+            dsopt_optimizer_init_state(side.optimizer, params.data(), count, state.data(), apply.state_count, stream),
+            dsopt_scaler_init_state(side.scaler, scaler_state, 2, stream),
+            dsopt_scaler_transition(side.scaler, scaler_state, 2, nullptr, stream),
+            dsopt_scaler_set(side.scaler, DSOPT_SCALE_VALUE, 4, stream),
+            dsopt_compressed_allreduce(comm, &exchange),
+            dsopt_compressed_errors(comm, &exchange, nullptr, nullptr),
             dsopt_optimizer_accumulate(side.optimizer, grads, count, stream),
             dsopt_optimizer_reset(side.optimizer, DSOPT_RESET_MOMENTS, stream),
             dsopt_scaler_update(side.scaler, nullptr, stream),
