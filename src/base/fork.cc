@@ -12,7 +12,8 @@ namespace dsopt {
 namespace {
 
 constinit std::atomic<int64_t> generation{0};
-constinit std::atomic<bool> watched{false}, known_as_no_child{false};
+constinit std::atomic<bool> watched{false};
+constinit std::atomic<pid_t> no_child{0}; // a process that is known not to come from fork()
 
 } // namespace
 
@@ -30,9 +31,10 @@ bool is_forked_child() {
     if (fork_generation() > 0) return true;
     // Of a parent that had not called watch_forks() Linux alone knows: PF_FORKNOEXEC, in the seventh field after the
     // name. Asked once in a process, because the answer takes as long as the rest of a context. The children of a
-    // process that has asked have a generation.
+    // process that has asked have a generation, except those of _Fork() and clone(), which have another id.
     constexpr unsigned forked_without_exec = 0x40;
-    if (known_as_no_child.load(std::memory_order_relaxed)) return false;
+    const pid_t self = ::getpid();
+    if (no_child.load(std::memory_order_relaxed) == self) return false;
     char text[512];
     const int file = ::open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
     if (file < 0) return false;
@@ -44,7 +46,7 @@ bool is_forked_child() {
     if (name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) == 1 &&
         (flags & forked_without_exec) != 0)
         return true;
-    known_as_no_child.store(true, std::memory_order_relaxed);
+    no_child.store(self, std::memory_order_relaxed);
     return false;
 }
 

@@ -15,9 +15,9 @@ namespace dsopt {
 /// Rises in every child of fork(), once watch_forks() was called: memory is copied, but worker threads and device
 /// contexts are not.
 int64_t fork_generation() noexcept;
-/// To be called before anything is made that must not be used in a child.
+/// Must run before anything is made that must not be used in a child.
 void watch_forks();
-/// True if this process came from fork(), with no exec() since. After watch_forks().
+/// True if this process came from fork(), with no exec() since. The caller has called watch_forks().
 bool is_forked_child();
 
 /// A constant that is computed when it is first needed. Threads that need it at the same time all compute it, and the
@@ -37,8 +37,8 @@ private:
     std::atomic<const T *> value_{nullptr};
 };
 
-/// Data that all threads of a process share, under a lock. A child starts with empty data and a free lock. To be used
-/// after watch_forks() only, hence where there is a context. Never destroyed: users may outlive static destructors.
+/// Data that all threads of a process share, under a lock. A child starts with empty data and a free lock. May be
+/// used only after watch_forks(), hence where there is a context. Never destroyed: users may outlive static destructors.
 template <class T> class PerProcess : NotCopied {
 public:
     /// Calls use(T &) with the lock held.

@@ -12,10 +12,10 @@
 namespace test {
 
 /// body(expect) in a child, where no assertion can be written: its exit code is the number of the first expect(false).
-/// A child that hangs is ended.
-template <class Body> testing::AssertionResult holds_in_child(const Body &body) {
+/// A child that hangs is ended. `make_child` may be _Fork().
+template <class Body> testing::AssertionResult holds_in_child(const Body &body, pid_t (*make_child)() = ::fork) {
     constexpr int thrown = 255;
-    const pid_t child = ::fork();
+    const pid_t child = make_child();
     if (child < 0) return testing::AssertionFailure() << "fork: " << std::strerror(errno);
     if (child == 0) {
         ::alarm(120);

@@ -68,17 +68,14 @@ TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
     EXPECT_EQ(push(4), 4);
 }
 
-TEST(PerProcess, ThreadsShareTheDataOfTheFirstUse) {
+TEST(IsForkedChild, IsTrueInAChild) {
     dsopt::watch_forks();
-    for (int round = 0; round < 200; ++round) {
-        dsopt::PerProcess<int> *const shared = new dsopt::PerProcess<int>; // its data are never freed
-        static std::vector<const void *> kept;
-        kept.push_back(shared);
-        std::thread threads[4];
-        for (std::thread &thread : threads) thread = std::thread([=] { shared->with([](int &count) { ++count; }); });
-        for (std::thread &thread : threads) thread.join();
-        ASSERT_EQ(shared->with([](int &count) { return count; }), 4);
-    }
+    EXPECT_FALSE(dsopt::is_forked_child());
+    const auto check = [](const auto &expect) { expect(dsopt::is_forked_child()); };
+    EXPECT_TRUE(holds_in_child(check));
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
+    EXPECT_TRUE(holds_in_child(check, ::_Fork)) << "a child that ran no handlers of pthread_atfork";
+#endif
 }
 
 TEST(Lazy, AValueThatAThreadWasComputingAtAForkIsComputedByTheChild) {
