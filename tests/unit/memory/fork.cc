@@ -20,9 +20,12 @@ std::string first_use() {
 }
 
 std::atomic<bool> held{false};
+[[noreturn]] void stay() {
+    for (;;) ::pause();
+}
 void hold() {
     held.store(true);
-    for (;;) ::pause();
+    stay();
 }
 
 TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
@@ -42,6 +45,7 @@ TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
                 const Armed armed;
                 (void)first_use();
                 seen.completed = true;
+                stay(); // a thread that ends may hold a lock of a sanitizer's runtime while the child forks
             }).detach();
             while (!held && !seen.completed) std::this_thread::yield();
             if (held) ++seen.held;
