@@ -55,15 +55,20 @@ TEST_F(Cancel, EndsASavingThreadOnceTheFileIsComplete) {
 
 TEST_F(Cancel, EndsAThreadThatSavesWithoutEnd) {
     std::atomic<int> saves{0};
+    std::atomic<bool> failed{false};
     EXPECT_TRUE(is_cancelled(
         [&] {
             for (;; ++saves)
-                if (dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr) != DSOPT_OK) return;
+                if (dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr) != DSOPT_OK) {
+                    failed = true;
+                    return;
+                }
         },
         [&](pthread_t thread) {
-            while (saves < 3) std::this_thread::yield();
+            while (saves < 3 && !failed) std::this_thread::yield();
             EXPECT_EQ(0, pthread_cancel(thread));
         }));
+    EXPECT_FALSE(failed);
     expect_usable();
 }
 
