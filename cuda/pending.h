@@ -64,11 +64,6 @@ private:
         cudaStream_t stream = nullptr;
         bool used = false;
     };
-    static bool is_done(const Mark &mark) {
-        const cudaError_t error = cudaEventQuery(mark.event.get());
-        if (error == cudaErrorNotReady) (void)cudaGetLastError(); // "not ready" is no error
-        return error == cudaSuccess;
-    }
     /// Returns the mark of earlier work on the stream, or one that is unused or done. If more streams have pending work
     /// than there are marks, the stream waits for one of the marks, which then covers both streams. A new stream may
     /// have the handle of a destroyed one and takes its mark: the caller has ordered calls on the same memory.
@@ -76,7 +71,7 @@ private:
         for (Mark &mark : marks_)
             if (mark.used && mark.stream == stream) return mark;
         for (Mark &mark : marks_)
-            if (!mark.used || is_done(mark)) return mark;
+            if (!mark.used || is_done(cudaEventQuery(mark.event.get()), "cudaEventQuery")) return mark;
         Mark &mark = marks_[next_];
         next_ = (next_ + 1) % kMarks;
         check(cudaStreamWaitEvent(stream, mark.event.get(), cudaEventWaitDefault), "cudaStreamWaitEvent");
