@@ -87,7 +87,7 @@ TEST_F(Cuda, SaysAtItsCreationThatThereIsNoCodeForTheDevice) {
     EXPECT_EQ(context, nullptr);
 }
 
-TEST_F(Cuda, LaunchesTheKernelsBehindTheFirstOneOfACallEarlyWhereTheDeviceHasThat) {
+TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
     // The version of PTX is what counts: code of an older one, compiled by the driver, does not wait.
     struct Case {
         int capability, ptx;
