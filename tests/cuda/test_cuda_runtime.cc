@@ -311,7 +311,8 @@ TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
                                  "cudaMemsetAsync",          "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
                                  "cudaStreamCreate",         "cudaStreamIsCapturing",
                                  "cudaStreamSynchronize",    "cudaThreadExchangeStreamCaptureMode",
-                                 "cuDevicePrimaryCtxRetain", "cuStreamGetCtx"}) {
+                                 "cuDevicePrimaryCtxRetain", "cuStreamGetCtx",
+                                 "cudaStreamQuery"}) {
         fakert::reset(config);
         (void)Persistent().run();
         const long calls = fakert::calls(function);
