@@ -20,6 +20,11 @@ inline void check(cudaError_t error, const char *what) {
                 cudaGetErrorString(error));
 }
 
+[[noreturn]] inline void refuse_default_stream() {
+    throw Error(DSOPT_ERR_STATE, "the default stream cannot be used while a stream that waits for it is being "
+                                 "captured: capture streams made with cudaStreamNonBlocking");
+}
+
 class Gpu;
 
 /// Frees what a unique_ptr owns, in the device's context: a thread that has none would make one on device 0.
@@ -97,7 +102,8 @@ inline void Gpu::check_stream(cudaStream_t stream) const {
     const Status status =
         green_context_of_ != nullptr ? green_context_of_(stream, &context, &green) : context_of_(stream, &context);
     const bool is_default = stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
-    if (is_default && status == kInvalidContext) return; // no context is current in this thread
+    if (is_default && status == kInvalidContext) return;                   // no context is current in this thread
+    if (status == cudaErrorStreamCaptureImplicit) refuse_default_stream(); // the number is the driver's, too
     check_driver(status, "cuStreamGetCtx");
     // A stream of a green context works in the primary one. The default stream of a green context is not the default
     // stream of the primary one.
@@ -185,8 +191,7 @@ inline bool capturing(cudaStream_t stream) {
     const cudaError_t error = cudaStreamIsCapturing(stream, &status);
     if (error == cudaErrorStreamCaptureImplicit) {
         (void)cudaGetLastError();
-        throw Error(DSOPT_ERR_STATE, "the default stream cannot be used while a stream that waits for it is being "
-                                     "captured: capture streams made with cudaStreamNonBlocking");
+        refuse_default_stream();
     }
     check(error, "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;

@@ -165,6 +165,18 @@ TEST_F(Cuda, CreatesAContextWhereTheOccupancyQueryRefusesSharedMemory) {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
 }
 
+TEST_F(Cuda, RefusesADefaultStreamThatTheDriverRefusesDuringACapture) {
+    fakert::Config config = fakert::config_from_environment();
+    config.fail_function = "cuStreamGetCtx";
+    config.fail_call = 0;
+    config.fail_with = cudaErrorStreamCaptureImplicit;
+    fakert::reset(config);
+    Side side(true, {});
+    EXPECT_EQ(side.step(), DSOPT_ERR_STATE);
+    EXPECT_NE(std::string(dsopt_last_error()).find("cudaStreamNonBlocking"), std::string::npos) << dsopt_last_error();
+    EXPECT_OK(side.step());
+}
+
 TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
     allow_many_blocks();
     Setting s;

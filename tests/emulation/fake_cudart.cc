@@ -115,7 +115,7 @@ void make_context(int device) {
 constexpr int kOthers = 4096, kGreen = 8192;
 template <class F> int driver(const char *function, const F &body) {
     const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
-    return error == 1 || error == 101 || error == 201 || error == 400 || error == 0 ? int(error) : 999;
+    return error == 1 || error == 101 || error == 201 || error == 400 || error == 906 || error == 0 ? int(error) : 999;
 }
 void *handle_of(int device, int context) {
     return reinterpret_cast<void *>(uintptr_t(context == 0 ? device + 1 : kOthers + context));
