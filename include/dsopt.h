@@ -278,9 +278,9 @@ typedef struct dsopt_context_desc {
     int32_t backend;
     /** CUDA ordinal; 0 on the CPU. */
     int32_t device;
-    /** Into how many pieces a step is cut, and how many workers run them. 0 = OMP_NUM_THREADS, else number of cores.
-     * OpenMP keeps a team of workers for each calling thread; programs that call from many threads should bring
-     * `parallel_for`. */
+    /** Into how many pieces a step is cut, and how many workers run them. 0 = as many as OpenMP takes; in a child of
+     * fork() OMP_NUM_THREADS, else the number of cores; in a build without OpenMP the number of cores. OpenMP keeps a
+     * team of workers for each calling thread; programs that call from many threads should bring `parallel_for`. */
     int32_t threads;
     /** Highest level passed to `log`. 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn. */
     int32_t log_level;
