@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Between bench_against and the adapters through which it calls libraries. An adapter is against_adapter.cc, compiled against
 // the dsopt_dl.h of the commit that its library was built from, so two libraries whose structs differ can run in one process.
-// Nothing here may depend on dsopt.h, because both sides would then have different ideas of it.
+// Nothing here may depend on dsopt.h, because the two sides would be compiled with different versions of it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Tensor {
     int64_t numel;
 };
 
-/// What both libraries work on.
+/// The memory that both libraries work on.
 class Shared {
 public:
     std::vector<Tensor> params, grads;

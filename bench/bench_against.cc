@@ -77,7 +77,7 @@ private:
     std::map<std::string, std::unique_ptr<List>> state_; // by the name of a state tensor of each parameter
 };
 
-/// A library and what calls it.
+/// A library and the function of its adapter that opens it.
 struct Build {
     std::string library;
     against::Open *open;

@@ -51,7 +51,7 @@ void Comm::begin() {
     context_->check_process();
     const dsopt_status status = status_.load(std::memory_order_acquire);
     if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
-    if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is lost");
+    if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is unusable");
 }
 
 void Comm::lose(dsopt_status status) noexcept {

@@ -24,7 +24,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     const Parallel parallel = comm.context()->parallel();
     const int32_t adds = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
-    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // says if it is lost, for an empty list too
+    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // refuses an unusable comm, for an empty list too
     if (comm.ranks() == 1) return;
     comm.check_stream(stream, Place::backend); // before the first piece of work is on it
     int64_t capacity = 0, small = 0;           // of the bucket, and tensors that go there

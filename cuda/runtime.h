@@ -215,7 +215,7 @@ public:
         Block block = find_free(bytes, exists);
         return block.memory ? std::move(block) : make(bytes);
     }
-    /// Without memory while work uses all blocks that are large enough: the caller does without, so that a device that
+    /// Without memory while work uses all blocks that are large enough: the caller then uses none, so that a device that
     /// lags behind makes no call allocate. Where there are none yet it makes two.
     Block take_if_free(size_t bytes) {
         const std::lock_guard lock(mutex_);
@@ -231,7 +231,7 @@ public:
         const std::lock_guard lock(mutex_);
         if (error == cudaSuccess)
             blocks_.push_back(std::move(block));
-        else if (cudaStreamSynchronize(stream) != cudaSuccess) // nobody knows when it can go
+        else if (cudaStreamSynchronize(stream) != cudaSuccess) // work may still use it
             kept_.push_back(std::move(block.memory));
         check(error, "cudaEventRecord");
     }
@@ -256,7 +256,7 @@ private:
         return {};
     }
     Block make(size_t bytes) {
-        // What comes back must find a place: work may still use it.
+        // give_back() and keep() must not allocate: a block that they lost would be freed while work may use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
         bytes = std::bit_ceil(bytes);

@@ -177,7 +177,7 @@ enum dsopt_status_code {
     DSOPT_ERR_INTERNAL = 33,
     /** The device or its driver failed. The text has its reason. */
     DSOPT_ERR_BACKEND = 34,
-    /* Communication. The comm is lost: each later call on it returns the same status. */
+    /* Communication. The comm is unusable: each later call on it returns the same status. */
     /** A collective failed. The text has the provider's reason. */
     DSOPT_ERR_COMM = 50,
     /** A peer did not come within the comm's time-out. */
@@ -1645,7 +1645,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsop
  * @param[in,out] list  F32, F16 or BF16 in backend memory.
  * @param[in]     op    enum dsopt_op.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE with nothing changed; _STATE: it cannot be captured
- * (docs/graphs.md). With any other failure the comm is lost and the list undefined. MAX of a NaN is unspecified.
+ * (docs/graphs.md). With any other failure the comm is unusable and the list undefined. MAX of a NaN is unspecified.
  * Thread-safety: one thread per comm. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, int64_t count,

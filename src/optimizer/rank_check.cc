@@ -176,7 +176,7 @@ void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
             }
             reduce_words(optimizer, &words, sizeof words, stream);
         });
-    } catch (const std::exception &) { // the caller hears of what came first
+    } catch (const std::exception &) { // the error that the call failed with is the one that it returns
     }
 }
 

@@ -109,8 +109,9 @@ void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *lis
                      double max_norm, dsopt_norm_result *result, void *stream) {
     const Device &device = context.device();
     const bool peers = comm != nullptr && comm->ranks() > 1;
-    if (comm != nullptr) comm->all_reduce(nullptr, 0, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream); // says if it is lost
-    if (peers) (void)device.finished(stream); // refuses a stream that is being captured
+    if (comm != nullptr)
+        comm->all_reduce(nullptr, 0, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream); // refuses an unusable comm
+    if (peers) (void)device.finished(stream);                                // refuses a stream that is being captured
     device.loops().norm(list, count, kind, max_norm, peers, result, context.parallel(), stream);
     if (!peers) return;
     dsopt_norm_result r;

@@ -25,7 +25,7 @@ struct NewWatch {
     static inline std::atomic<int64_t> calls{0}, bytes{0}, live{0};
     static inline Failure failure;
     static inline void (*instead)() = nullptr;     // of failing
-    static inline bool (*passed_over)() = nullptr; // says whose calls do not count, if anybody's
+    static inline bool (*passed_over)() = nullptr; // true in a thread whose calls do not count
     static bool counts() { return armed && (passed_over == nullptr || !passed_over()); }
 };
 struct Armed {

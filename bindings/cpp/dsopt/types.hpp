@@ -60,7 +60,7 @@ struct io_error : error {
 struct backend_error : error {
     using error::error;
 };
-/// A collective failed. The comm is lost.
+/// A collective failed. The comm is unusable.
 struct comm_error : error {
     using error::error;
 };

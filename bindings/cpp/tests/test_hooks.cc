@@ -473,7 +473,7 @@ TEST(CppComm, OfAClassThrowsThroughTheCall) {
     {
         dsopt::comm comm = make(1);
         EXPECT_EQ(refusal([&] { comm.all_reduce({dsopt::view(data)}); }), 6);
-        EXPECT_REFUSED(comm.all_reduce({dsopt::view(data)}), dsopt::comm_error, ""); // the comm is lost
+        EXPECT_REFUSED(comm.all_reduce({dsopt::view(data)}), dsopt::comm_error, ""); // the comm is unusable
         EXPECT_EQ(comm.info().status, DSOPT_ERR_COMM);
         dsopt::comm late = make(2);
         EXPECT_REFUSED(late.all_reduce({dsopt::view(data)}), dsopt::timeout, "the other rank is late");

@@ -154,7 +154,7 @@ class Comms(unittest.TestCase):
                 comm.all_reduce(arrays((5,)))
             self.assertIs(caught.exception, problem)
             self.assertEqual(caught.exception.__cause__.name, status)
-            with self.assertRaises(ConnectionError) as caught:  # the comm is lost
+            with self.assertRaises(ConnectionError) as caught:  # the comm is unusable
                 comm.all_reduce(arrays((5,)))
             self.assertEqual(caught.exception.name, status)
             self.assertIsInstance(caught.exception, dsopt.Error)

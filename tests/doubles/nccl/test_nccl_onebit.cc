@@ -89,7 +89,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
                 EXPECT_EQ(trainer.step(2), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
                 EXPECT_LT(milliseconds_since(begin), 20000);
                 EXPECT_TRUE(trainer.bytes(false) == before) << where;
-                EXPECT_EQ(trainer.step(3), DSOPT_ERR_TIMEOUT) << "the comm is lost";
+                EXPECT_EQ(trainer.step(3), DSOPT_ERR_TIMEOUT) << "the comm is unusable";
             });
         }
 }
@@ -112,7 +112,7 @@ TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeO
             const auto begin = Clock::now();
             EXPECT_EQ(trainer.step(good + 1), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
             EXPECT_LT(milliseconds_since(begin), 20000);
-            EXPECT_EQ(trainer.step(good + 2), DSOPT_ERR_TIMEOUT) << "the comm is lost";
+            EXPECT_EQ(trainer.step(good + 2), DSOPT_ERR_TIMEOUT) << "the comm is unusable";
         });
     }
 }

@@ -491,7 +491,7 @@ TEST(ShardedLamb, FailureBetweenTheSweepsGivesTheStatusAndLeavesWeightsOfLambAlo
     for (const char *name : {"param 0", "param 1"}) EXPECT_EQ(after.at(name), before.at(name));
     EXPECT_NE(after.at("exp_avg 0"), before.at("exp_avg 0")) << "the moments have moved";
     EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
-    EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_ABORTED)) << "the comm is lost";
+    EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_ABORTED)) << "the comm is unusable";
     EXPECT_TRUE(same(after, trainer.snapshot())) << "and nothing more happens";
 }
 

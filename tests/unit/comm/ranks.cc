@@ -425,7 +425,7 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         EXPECT_EQ(report[0], 77);
         const dsopt_report report_after = trainer.report();
         EXPECT_EQ(std::memcmp(&report_before, &report_after, sizeof report_after), 0);
-        EXPECT_TRUE(refused(trainer.step(grads), wanted)) << "the comm is lost";
+        EXPECT_TRUE(refused(trainer.step(grads), wanted)) << "the comm is unusable";
         EXPECT_EQ(info_of(comms[0]).status, wanted);
         Tape file; // but not the state
         EXPECT_OK(file.save(trainer));

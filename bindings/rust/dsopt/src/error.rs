@@ -74,11 +74,11 @@ kinds! {
     Internal = DSOPT_ERR_INTERNAL,
     /// The device or its driver failed.
     Backend = DSOPT_ERR_BACKEND,
-    /// A collective failed. The comm is lost.
+    /// A collective failed. The comm is unusable.
     Comm = DSOPT_ERR_COMM,
-    /// A peer did not come in time. The comm is lost.
+    /// A peer did not come in time. The comm is unusable.
     Timeout = DSOPT_ERR_TIMEOUT,
-    /// The comm was aborted. It is lost.
+    /// The comm was aborted. It is unusable.
     Aborted = DSOPT_ERR_ABORTED,
     /// Not a checkpoint of dsopt.
     Format = DSOPT_ERR_FORMAT,

@@ -223,7 +223,7 @@ fn a_panic_in_a_collective_goes_on_after_the_call() {
     let mut x = vec![1.0f32; 3];
     let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
     assert_eq!(*panic.downcast::<&str>().unwrap(), "the network is down");
-    // The comm is lost, and says so in words and without a panic.
+    // The comm is unusable, and says so in words and without a panic.
     let error = comm.all_reduce(&mut [(&mut x).into()], Op::Sum).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Comm, "{error}");
     let handle = comm.handle();
