@@ -39,6 +39,7 @@ TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
     // Each in a process that has not used the library yet, where the thread's use is the first.
     for (int64_t at = 0; !seen.completed; ++at) {
         ASSERT_TRUE(holds_in_child([&](const auto &expect) {
+            NewWatch::calls = 0;
             NewWatch::failure.at = at;
             NewWatch::instead = hold;
             std::thread([&] {

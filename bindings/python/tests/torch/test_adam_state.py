@@ -280,10 +280,10 @@ class Scaling(TestCase):
         """Lightning refuses to clip gradients where the step unscales them."""
         params = params_of((9,))
         for kind in (Adam, AdamW, SGD, Adagrad):
-            for fused in (None, False, True):
+            for fused in (None, False, True)[: 3 if VERSION >= (2, 0) else 2]:  # older ones refuse it on the CPU
                 optimizer = kind(params, fused=fused)
                 for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-                    self.assertEqual(some._step_supports_amp_scaling, VERSION >= (2, 0) and bool(fused))
+                    self.assertEqual(some._step_supports_amp_scaling, bool(fused))
         for kind in (Lion, FusedAdam, FusedLamb, FusedLion):
             self.assertFalse(kind(params)._step_supports_amp_scaling)
 

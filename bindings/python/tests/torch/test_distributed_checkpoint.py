@@ -8,7 +8,7 @@ import sys
 import tempfile
 import unittest
 
-from support import TestCase, child, main, params_of, run_ranks, torch
+from support import VERSION, TestCase, child, main, params_of, run_ranks, torch
 
 from dsopt.torch import (SGD, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, Lion, OnebitAdam,
                          OnebitLamb, ZeroOneAdam)
@@ -194,7 +194,7 @@ class OneProcess(TestCase):
         file.seek(0)
         others = params_of((5,), dtype=torch.float16)
         again = FP16_Optimizer(OnebitAdam(others, freeze_step=2), dynamic_loss_scale=True)
-        again.optimizer.load_state_dict(torch.load(file, weights_only=True))
+        again.optimizer.load_state_dict(torch.load(file, **{"weights_only": True} if VERSION >= (2, 0) else {}))
         for name, value in optimizer.state[params[0]].items():
             self.assertEqual(again.state[others[0]][name].dtype, value.dtype, name)
             self.assertTrue(torch.equal(again.state[others[0]][name], value), name)
