@@ -2,8 +2,7 @@
 """What the engine is told about those parameters of an optimizer that are on one device.
 
 A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its
-functional
-form (dsopt_optimizer_apply). So a plan is dropped and made anew whenever something about its lists changes.
+functional form (dsopt_optimizer_apply). So a plan is replaced by a new one whenever something about its lists changes.
 """
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import contextlib
 import ctypes
 from ctypes import byref
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -19,7 +17,7 @@ import torch
 from .. import _abi as abi
 from .._handle import Handle
 from .._hooks import gate
-from ._tensors import STATES, context_of, dtype_of, is_dense, put, strides_of, unsupported, words_of, wrong
+from ._tensors import STATES, Layouts, context_of, dtype_of, is_dense, put, strides_of, unsupported, words_of, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 # State of the whole optimizer with one value per parameter. It is in the state of each parameter.
 PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
 ERRORS = ("worker_error", "server_error")  # of this rank
-_data_ptr, _is_contiguous, _numel = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.numel
-_dtype = attrgetter("dtype")
+_data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
 _somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
 _ungated = contextlib.nullcontext()
@@ -117,13 +114,13 @@ class Plan:
         kinds = [dtype_of(entry.param, entry.name) for entry in self.entries]
         self.numels = [p.numel() for p in self.params]
         self.dtypes = [p.dtype for p in self.params]
-        self.grad_dtypes = list(self.dtypes)
+        self.shapes = [p.shape for p in self.params]
         for words in (self.param_words, self.grad_words):
             put(words, 1, [n * factor for n, (_, factor) in zip(self.numels, kinds)])
             put(words, 2, [dtype for dtype, _ in kinds])
         self.param_at: Optional[List[int]] = None
         self.grad_at: Optional[List[int]] = None
-        self.single = [i for i, n in enumerate(self.numels) if n == 1]
+        self.layouts: Optional[Layouts] = None  # those of parameters and gradients that the lists describe
         # The short way of _gather is for tensors whose elements lie in their order.
         self.plain = all(map(_is_contiguous, self.params)) and not any(p.is_complex() for p in self.params)
 
@@ -231,7 +228,7 @@ class Plan:
         return tensor
 
     def _drop_errors(self) -> None:
-        """Error feedback of other ranks or of another number of ranks, which a load may have brought, has no use."""
+        """Error feedback of other ranks or of another number of ranks, which may come from a checkpoint, is removed."""
         used = [tensor for name, tensor in self.whole.items() if name in ERRORS]
         for state in self.of_param:
             for key in [key for key in state if key.startswith(ERRORS)]:
@@ -287,19 +284,20 @@ class Plan:
             if any(g.layout != torch.strided for g in present):
                 return self._arrange(grads)
             at = [0 if g is None else g.data_ptr() for g in grads]
-        # Memory that was released may come back as that of another dtype or size, so an address alone tells nothing.
-        if list(map(_dtype, params)) != self.dtypes or list(map(_numel, params)) != self.numels:
-            raise Stale
-        if not (all(map(_is_contiguous, present)) and all(map(_is_contiguous, params))):
-            return self._arrange(grads)
-        # torch negates the imaginary part of a conjugate when it is read. With more elements it is not contiguous.
-        if any(present[i].is_neg() for i in self.single):
-            return self._arrange(grads)
-        like = list(map(_dtype, present)) == self.grad_dtypes and list(map(_numel, present)) == self.numels
-        if not like or at != self.grad_at:
-            if not like or 0 in at:
-                for i, g in enumerate(grads):
-                    at[i] = self._examine(i, g)
+        # Memory that was released may come back as that of another dtype or shape, so an address alone tells nothing.
+        both = present + params
+        if self.layouts is None or not self.layouts.equal(both):
+            self.layouts = self.grad_at = None
+            if not all(map(_is_contiguous, both)) or any(g.is_neg() for g in present):
+                return self._arrange(grads)
+            self._check_params()
+            at = [self._examine(i, g) for i, g in enumerate(grads)]
+            put(self.grad_words, 0, at)
+            self.layouts, self.grad_at = Layouts(both), at
+        elif at != self.grad_at:
+            self.grad_at = None
+            if 0 in at:
+                at = [self._examine(i, g) for i, g in enumerate(grads)]
             put(self.grad_words, 0, at)
             self.grad_at = at
         here = list(map(_data_ptr, params))
@@ -307,10 +305,13 @@ class Plan:
             self._follow(here)
         return [], []
 
+    def _check_params(self) -> None:
+        for param, dtype, shape in zip(self.params, self.dtypes, self.shapes):
+            if param.dtype != dtype or param.shape != shape or param.device != self.device:
+                raise Stale
+
     def _follow(self, here: List[int]) -> None:
         """Parameters have other memory."""
-        if any(p.device != self.device for p in self.params):
-            raise Stale
         for entry, at, numel in zip(self.entries, here, self.numels):
             if not at and numel:
                 raise wrong("%s has no memory" % entry.name)
@@ -320,7 +321,8 @@ class Plan:
     def _examine(self, i: int, grad: Optional[torch.Tensor]) -> int:
         """Address of a gradient, once it is found to be one of this parameter."""
         entry = self.entries[i]
-        if grad is None:
+        if grad is None:  # the parameter is in its place for `layouts`
+            self.grad_list[i].dtype = self.param_list[i].dtype
             return 0
         what = "the gradient of " + entry.name
         if grad.layout != torch.strided:
@@ -334,7 +336,7 @@ class Plan:
         dtype, factor = dtype_of(grad, what)
         if grad.is_complex() != entry.param.is_complex():
             raise wrong("%s is %s, and the parameter %s" % (what, grad.dtype, entry.param.dtype), "DTYPE")
-        self.grad_list[i].dtype, self.grad_dtypes[i] = dtype, grad.dtype
+        self.grad_list[i].dtype = dtype
         if not self.numels[i]:
             return ctypes.addressof(_somewhere)
         if not grad.data_ptr():
@@ -348,11 +350,10 @@ class Plan:
         parameter's, and gradients that have another are copied. A parameter with gaps is stepped in a copy."""
         staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
         copies: List[torch.Tensor] = []
-        self.grad_at = self.param_at = None
+        self.layouts = self.grad_at = self.param_at = None
+        self._check_params()
         for i, (entry, grad) in enumerate(zip(self.entries, grads)):
             param = entry.param
-            if param.dtype != self.dtypes[i] or param.numel() != self.numels[i] or param.device != self.device:
-                raise Stale
             self.grad_list[i].data = self._examine(i, grad)
             self.param_list[i].data = param.data_ptr()
             if grad is None and not self.at_once:
@@ -370,7 +371,7 @@ class Plan:
         return staged, copies
 
     def _order_state(self, i: int, param: torch.Tensor) -> None:
-        """Bring the state of a parameter into the order of its elements."""
+        """Convert the state of a parameter to the strides of its elements."""
         for index, name in self.state_of[i]:
             tensor = self.of_param[i][name]
             if strides_of(tensor) != strides_of(param):

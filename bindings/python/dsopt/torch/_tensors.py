@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from operator import attrgetter
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
@@ -62,6 +63,39 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+# The imaginary part of a conjugate has the negative bit. The conjugate bit is only on complex tensors, for which there is
+# no quick way.
+ATTRIBUTES = (attrgetter("dtype"), attrgetter("shape"), torch.Tensor.stride, attrgetter("device"), torch.Tensor.is_neg)
+# torch 2.1 and later compare all of these in one call. The class is private, so nothing depends on it but the time.
+_Guards = getattr(getattr(getattr(torch, "_C"), "_dynamo", None), "guards", None)
+
+
+class Layouts:
+    """dtype, shape, strides, device and negative bit of some tensors, to notice a change. Takes no memory of theirs."""
+
+    def __init__(self, tensors: List[torch.Tensor]) -> None:
+        self.attributes = [list(map(attribute, tensors)) for attribute in ATTRIBUTES]
+        self._prepare(tensors)
+
+    def _prepare(self, tensors: List[torch.Tensor]) -> None:
+        self.check: Any = None  # while there is none, only the attributes are compared
+        try:
+            self.check = _Guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            pass
+
+    def equal(self, tensors: List[torch.Tensor]) -> bool:
+        # The check compares more, such as requires_grad and the modes of the thread. So a failure is not conclusive.
+        if self.check is not None and self.check(*tensors):
+            return True
+        for attribute, expected in zip(ATTRIBUTES, self.attributes):
+            if list(map(attribute, tensors)) != expected:
+                return False
+        if self.check is not None:
+            self._prepare(tensors)
+        return True
 
 
 def words_of(tensors: Any) -> memoryview:

@@ -2,11 +2,12 @@
 """Memory of parameters, gradients and state that changes between steps; gradients of any strides."""
 import copy
 import ctypes
+import unittest.mock
 
-from support import TestCase, give_grads, main, params_of, torch
+from support import VERSION, TestCase, give_grads, main, params_of, torch
 
 from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
-                         FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+                         FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam, _tensors)
 
 EVERY = (SGD, Adagrad, Adam, AdamW, Lion, FusedAdam, FusedLion, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb)
 WRAPPERS = (FP16_Optimizer, FP16_UnfusedOptimizer)
@@ -93,6 +94,77 @@ class SameAddress(TestCase):
         with self.assertRaisesRegex(ValueError, r"\['params'\]\[0\] has shape \(4,\)"):
             optimizer.step()
 
+    def test_gradient_of_another_shape_is_refused(self):
+        params = params_of((4, 3), (3,))
+        optimizer = AdamW(params, lr=0.1)
+        give_grads(params)
+        optimizer.step()
+        before = [p.detach().clone() for p in params]
+        for shape in ((3, 4), (12,), (4, 1, 3)):
+            params[0].grad.data = params[0].grad.detach().reshape(shape)  # the address stays
+            with self.assertRaisesRegex(ValueError, r"\['params'\]\[0\] has shape \(%d," % shape[0]):
+                optimizer.step()
+            self.assert_same(params, before)
+            params[0].grad.data = torch.ones(shape)
+            with self.assertRaisesRegex(ValueError, r"\['params'\]\[0\] has shape \(%d," % shape[0]):
+                optimizer.step()
+            self.assert_same(params, before)
+        params[0].grad.data = torch.ones(4, 3)
+        self.expect(params, optimizer, lr=0.1)
+
+    def test_parameter_of_another_shape_is_refused(self):
+        for same_address in (True, False):
+            params = params_of((4, 3))
+            optimizer = AdamW(params, lr=0.1)
+            give_grads(params)
+            optimizer.step()
+            params[0].grad = None
+            params[0].data = params[0].detach().reshape(6, 2) if same_address else torch.ones(6, 2)
+            params[0].grad = torch.ones(6, 2)
+            before = params[0].detach().clone()
+            with self.assertRaisesRegex(ValueError, r"\[0\] has shape \(4, 3\), and the parameter \(6, 2\)"):
+                optimizer.step()
+            self.assert_same(params, [before])
+
+    def test_gradient_of_another_dtype_after_none(self):
+        """An absent gradient, and a call with copies, leave no dtype behind for the quick way."""
+        for between in ("none", "transposed", "refused", "sparse"):
+            params = params_of((4, 4), (3,), dtype=torch.float16)
+            optimizer = AdamW(params, lr=0.1)
+            half = [torch.linspace(-1, 1, 16).half().reshape(4, 4), torch.ones(3).half()]
+            params[0].grad, params[1].grad = half
+            optimizer.step()
+            params[0].grad = torch.ones(4, 4).half()
+            params[0].grad.data = half[0].bfloat16()
+            if between == "transposed":
+                params[0].grad.data = params[0].grad.detach().t().contiguous().t()
+            if between == "refused":
+                params[1].grad = torch.ones(3).half()
+                params[1].grad.data = torch.ones(4).half()
+                with self.assertRaises(ValueError):
+                    optimizer.step()
+            elif between == "sparse":
+                params[1].grad = torch.ones(3).half().to_sparse()
+                with self.assertRaises(NotImplementedError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            if between == "none":
+                params[0].grad = None
+                optimizer.step()
+            params[0].grad, params[1].grad = half
+            self.expect(params, optimizer, lr=0.1)
+
+    def test_gradient_with_the_negative_bit(self):
+        """The imaginary part of a conjugate has the address and layout of that of the number itself."""
+        params, number = params_of((1,)), torch.complex(torch.zeros(1), torch.full((1,), 2.0))
+        optimizer = AdamW(params, lr=0.1)
+        params[0].grad = number.imag
+        optimizer.step()
+        params[0].grad = number.conj().imag
+        self.assertEqual(params[0].grad.data_ptr(), number.imag.data_ptr())
+        self.expect(params, optimizer, lr=0.1)
+
     def test_memory_of_state_is_kept(self):
         """Between two steps no other tensor can come to the address of state that was given other memory."""
         params = params_of((1000,))
@@ -106,6 +178,32 @@ class SameAddress(TestCase):
         before = params[0].detach().clone()
         optimizer.step()
         self.assert_close(params[0].detach(), before - 0.1 * (0.5 + params[0].grad))
+
+
+class SameAddressBeforeTorch21(SameAddress):
+    """Without the class that compares all attributes in one call."""
+
+    def setUp(self):
+        super().setUp()
+        patch = unittest.mock.patch("dsopt.torch._tensors._Guards", None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+class LayoutsEqual(TestCase):
+    def test_compares_every_attribute(self):
+        for guards in (_tensors._Guards, None):
+            with unittest.mock.patch("dsopt.torch._tensors._Guards", guards):
+                first = torch.ones(4, 4)
+                layouts = _tensors.Layouts([first, torch.ones(2)])
+                self.assertEqual(guards is not None and VERSION >= (2, 1), layouts.check is not None)
+                for other in (first, torch.zeros(4, 4), torch.nn.Parameter(first)):
+                    self.assertTrue(layouts.equal([other, torch.zeros(2)]))
+                for other in (first.half(), first.int(), torch.ones(16), torch.ones(2, 8), first.t(),
+                              torch.ones(4, 4, device="meta"), torch._neg_view(first)):
+                    self.assertFalse(layouts.equal([other, torch.ones(2)]))
+                with torch.inference_mode():
+                    self.assertTrue(layouts.equal([first, torch.ones(2)]))
 
 
 class PresentGoneAbsent(TestCase):
