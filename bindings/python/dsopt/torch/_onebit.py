@@ -186,6 +186,12 @@ class Onebit(Named):
             self._plan()
         if self._rank_key:
             for plan in self._plans or ():
+                for entry in plan.entries:
+                    if entry.param.grad is not None and entry.param.grad.dtype == torch.float16:
+                        raise unsupported("the gradient of %s has dtype float16, for which GradScaler with more than "
+                                          "one rank is not supported, as 1/scale underflows; use FP16_Optimizer" %
+                                          entry.name)
+            for plan in self._plans or ():
                 for grad in [param.grad.detach() for param in plan.params if param.grad is not None]:
                     grad.mul_((1 / self.grad_scale).to(grad.device))
             self.grad_scale = None

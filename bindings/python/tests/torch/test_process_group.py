@@ -55,7 +55,7 @@ def ranks_agree(rank, name):
     optimizer = kind(net.parameters(), lr=5e-3, **options)
     losses = train(net, optimizer, rank, 60)
     assert optimizer.frozen
-    while optimizer.next_reduction() == "local":  # 0/1 Adam: until the ranks meet again
+    while optimizer.next_reduction() == "local":  # 0/1 Adam: until the ranks exchange again
         train(net, optimizer, rank, 1)
     train(net, optimizer, rank, 1)
     same_everywhere(net.parameters())
@@ -153,6 +153,22 @@ def grad_scaler_skips_on_all_ranks(rank):
     same_everywhere(net.parameters())
 
 
+def grad_scale_of_float16_gradients_is_refused(rank):
+    """1/scale is smaller than what float16 holds. Nothing is changed."""
+    params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, dtype=torch.float16))]
+    optimizer = OnebitAdam(params, lr=5e-3, freeze_step=3)
+    for param in params:
+        param.grad = torch.full_like(param, 65.5)
+    optimizer.grad_scale = torch.tensor(65536.0)
+    try:
+        optimizer.step()
+        raise AssertionError("no exception")
+    except dsopt.UnsupportedError as problem:
+        assert "['params'][1] has dtype float16" in str(problem) and "FP16_Optimizer" in str(problem), problem
+    for param in params:
+        assert bool((param == 1).all()) and bool((param.grad == 65.5).all())
+
+
 def masks_of_a_load(rank):
     """The user's mask stays. Error feedback goes on if the masks agree, and starts again if not."""
     def optimizer_of(net, mask, **options):
@@ -239,7 +255,7 @@ def a_peer_is_gone(rank):
 
 CASES = [functools.partial(ranks_agree, name=name) for name in KINDS]
 CASES += [full_steps_are_adamw_on_means, continues_from_state, engine_is_told, masters_and_scale, masks_of_a_load,
-          subgroups, absent_gradient_of_a_parameter_with_gaps]
+          grad_scale_of_float16_gradients_is_refused, subgroups, absent_gradient_of_a_parameter_with_gaps]
 CASES += [grad_scaler_skips_on_all_ranks] if GRAD_SCALER else []
 
 
