@@ -26,7 +26,7 @@ class Wrapper:
     deepspeed             kept as an attribute, without effect
     loss_scale_config     a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
                           dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
-                          As an attribute it tells the loss scale of now
+                          The attribute has the current loss scale
     low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
                           for clipping
     static_loss_scale     the scale, without dynamic_loss_scale
@@ -255,7 +255,7 @@ class Wrapper:
 
     @property
     def loss_scale_config(self) -> LossScaleConfig:
-        """The loss scale of now, under the names of DeepSpeed's LossScaleConfig."""
+        """The current loss scale, under the names of DeepSpeed's LossScaleConfig."""
         return LossScaleConfig(self)
 
     def scale_if_loss(self, value: torch.Tensor) -> torch.Tensor:

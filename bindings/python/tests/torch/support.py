@@ -62,7 +62,7 @@ def run_ranks(test, program, which, ranks=2):
     """Run `program --child WHICH RANK FILE` once per rank, and fail with what a rank says if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, os.path.abspath(program), "--child", which]
-        every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "meet")], stdout=subprocess.PIPE,
+        every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "rendezvous")], stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]
         said = [process.communicate(timeout=500)[0] for process in every]
     for rank, process in enumerate(every):

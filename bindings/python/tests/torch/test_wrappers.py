@@ -44,7 +44,7 @@ class Wrapped(TestCase):
                 self.assertEqual(params[0].grad is None, wrapper is FP16_Optimizer)
 
     def test_scale(self):
-        """Windows of 3: growth in the call behind 3 good ones; halved where a gradient is not finite."""
+        """Windows of 3: the scale grows in the call after 3 good ones, and is halved where a gradient is not finite."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper)
             scales = []
