@@ -11,7 +11,7 @@ import torch
 
 from .. import _abi as abi
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
-from ._tensors import refused, unsupported, wrong
+from ._tensors import Layouts, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -121,7 +121,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
                     all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
                     len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
-                    seen.state_at == addresses(seen.states) and all(p.grad is None for p in seen.idle) and
+                    seen.has_state() and all(p.grad is None for p in seen.idle) and
                     self._fixed() == seen.fixed)
         except TypeError:  # something else than tensors in the state
             return False
@@ -219,10 +219,6 @@ def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
     optimizer._loading = state_dict
 
 
-def addresses(states: List[Dict[str, Any]]) -> List[int]:
-    return list(map(torch.Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))
-
-
 class Seen:
     """What plans depend on, to notice a change. It keeps the memory of the state tensors, also where a caller gives
     them other memory, so that no other tensor can come to the same addresses."""
@@ -232,9 +228,18 @@ class Seen:
         self.sizes = [len(group["params"]) for group in owner.param_groups]
         self.params = list(chain.from_iterable(map(_params_of, owner.param_groups)))
         self.states = list(owner.state.values())
-        tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        tensors = self._tensors()
         self.state_at: Optional[List[int]] = None
         if all(map(torch.is_tensor, tensors)):  # else nothing is taken for granted
-            self.state_at = addresses(self.states)
+            self.state_at = list(map(torch.Tensor.data_ptr, tensors))
+            self.layouts = Layouts(tensors)
             self.memory = list(map(torch.Tensor.detach, tensors))
         self.idle, self.fixed = idle, owner._fixed()
+
+    def _tensors(self) -> List[torch.Tensor]:
+        return list(chain.from_iterable(map(dict.values, self.states)))
+
+    def has_state(self) -> bool:
+        """True if the state tensors have the addresses and layouts of the time of the plans."""
+        tensors = self._tensors()
+        return self.state_at == list(map(torch.Tensor.data_ptr, tensors)) and self.layouts.equal(tensors)

@@ -65,8 +65,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-# The imaginary part of a conjugate has the negative bit. The conjugate bit is only on complex tensors, for which there is
-# no quick way.
+# The imaginary part of a conjugate has the negative bit. Complex gradients, which may have the conjugate bit, have no
+# quick way.
 ATTRIBUTES = (attrgetter("dtype"), attrgetter("shape"), torch.Tensor.stride, attrgetter("device"), torch.Tensor.is_neg)
 # torch 2.1 and later compare all of these in one call. The class is private, so nothing depends on it but the time.
 _Guards = getattr(getattr(getattr(torch, "_C"), "_dynamo", None), "guards", None)

@@ -165,6 +165,26 @@ class SameAddress(TestCase):
         self.assertEqual(params[0].grad.data_ptr(), number.imag.data_ptr())
         self.expect(params, optimizer, lr=0.1)
 
+    def test_state_of_another_shape_is_refused(self):
+        for change in (lambda t: t.resize_(5), lambda t: t.t_(), lambda t: setattr(t, "data", t.detach()[:2])):
+            params = params_of((4, 3))
+            optimizer = AdamW(params, lr=0.1)
+            give_grads(params)
+            optimizer.step()
+            change(optimizer.state[params[0]]["exp_avg"])
+            before = params[0].detach().clone()
+            with self.assertRaisesRegex(ValueError, "state 'exp_avg' of .* has shape"):
+                optimizer.step()
+            self.assert_same(params, [before])
+
+    def test_state_of_other_strides(self):
+        params = params_of((4, 4))
+        optimizer = AdamW(params, lr=0.1)
+        give_grads(params)
+        optimizer.step()
+        optimizer.state[params[0]]["exp_avg"].t_()
+        self.expect(params, optimizer, lr=0.1)
+
     def test_memory_of_state_is_kept(self):
         """Between two steps no other tensor can come to the address of state that was given other memory."""
         params = params_of((1000,))
