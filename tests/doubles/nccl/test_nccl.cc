@@ -174,7 +174,7 @@ TEST(Nccl, RankThatDoesNotCallTimesTheOthersOutAndTheCommIsLost) {
         EXPECT_GE(milliseconds_since(begin), 1500);
         EXPECT_LT(milliseconds_since(begin), 20000);
         EXPECT_EQ(world[rank].comm->info().status, DSOPT_ERR_TIMEOUT);
-        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "lost"));
+        EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "unusable"));
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess) << "nothing hangs on the stream";
     });
     EXPECT_EQ(counts().aborted - before.aborted, 2);
