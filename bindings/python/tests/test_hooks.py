@@ -68,6 +68,8 @@ class ParallelFor(unittest.TestCase):
             for i in range(n):
                 body(i)
 
+        # A shell starts commands in the background with SIGINT ignored, and Python keeps that.
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
         with self.assertRaises(KeyboardInterrupt):
             opt.step(large(1))
