@@ -68,9 +68,12 @@ def static_constructors(static):
 
 
 def guards(static):
-    """Guards of functions' statics: one that a thread holds at the time of a fork() is held in the child for ever."""
+    """Guards of functions' statics: one that a thread holds at the time of a fork() is held in the child for ever. Those
+    in the launchers that nvcc generates are left out, because a child cannot use CUDA."""
     names = [line.split(" ", 2)[2] for line in output("nm", "-C", static).splitlines() if "guard variable for" in line]
-    return ", ".join(sorted(names)) or ("__cxa_guard_acquire" if "__cxa_guard_acquire" in output("nm", static) else "")
+    own = sorted(name for name in names if "__device_stub__" not in name)
+    uses = not names and "__cxa_guard_acquire" in output("nm", static)
+    return ", ".join(own) or ("__cxa_guard_acquire" if uses else "")
 
 
 def versions(header, version_script, shared):
