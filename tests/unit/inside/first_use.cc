@@ -10,7 +10,7 @@ namespace {
 
 /// An object whose data are never freed: it stays reachable for leak checkers.
 template <class T> T &make_kept() {
-    static std::vector<std::unique_ptr<T>> kept;
+    static auto &kept = *new std::vector<std::unique_ptr<T>>; // not destroyed at exit, before leaks are looked for
     return *kept.emplace_back(std::make_unique<T>());
 }
 
