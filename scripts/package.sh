@@ -62,7 +62,8 @@ crate() {
     needs cargo cargo
     export_tree crate
     [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "there is no bindings/rust/Cargo.toml to make crates of"
-    "$tree/scripts/sbom.py" crate --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" || fail "no bill of materials"
+    "$tree/scripts/sbom.py" crate --output "$tree/bindings/rust/dsopt/sbom.spdx.json" &&
+        "$tree/scripts/sbom.py" crate-sys --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" || fail "no bill of materials"
     # Not built again here, because the tests have done that. One crate needs the other, which no registry has.
     (cd "$tree/bindings/rust" && cargo package --quiet --offline --no-verify --workspace --target-dir "$work/target" \
         --config "patch.crates-io.dsopt-sys.path='$PWD/dsopt-sys'") || fail "cargo package"

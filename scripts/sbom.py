@@ -4,10 +4,10 @@
 
 usage: sbom.py PACKAGE [--inputs FILE] [--output FILE]
 
-PACKAGE is `install`, `wheel`, `crate`, or the name of a Debian package. FILE is BUILD/sbom-inputs.json, in which Meson
-writes the version of dsopt, its compiler and what is compiled into its libraries, as the preprocessor sees them; crates
-have no compiled code and take the version from meson.build. The time is SOURCE_DATE_EPOCH if that is set. The same
-inputs give the same bytes.
+PACKAGE is `install`, `wheel`, `crate` (dsopt), `crate-sys` (dsopt-sys), or the name of a Debian package. FILE is
+BUILD/sbom-inputs.json, in which Meson writes the version of dsopt, its compiler and what is compiled into its
+libraries, as the preprocessor sees them; crates have no compiled code and take the version from meson.build. The time
+is SOURCE_DATE_EPOCH if that is set. The same inputs give the same bytes.
 """
 import argparse
 import datetime
@@ -30,7 +30,8 @@ COMPONENTS = {
 PACKAGES = {
     "install": ("dsopt", "pkg:generic/dsopt@%s", "library"),
     "wheel": ("dsopt", "pkg:pypi/dsopt@%s", "library"),
-    "crate": ("dsopt-sys", "pkg:cargo/dsopt-sys@%s", "source"),
+    "crate": ("dsopt", "pkg:cargo/dsopt@%s", "source"),
+    "crate-sys": ("dsopt-sys", "pkg:cargo/dsopt-sys@%s", "source"),
     "libdsopt1": ("libdsopt1", "pkg:generic/libdsopt1@%s", "library"),
     "libdsopt-dev": ("libdsopt-dev", "pkg:generic/libdsopt-dev@%s", "library"),
     "dsopt-tools": ("dsopt-tools", "pkg:generic/dsopt-tools@%s", "program"),

@@ -124,8 +124,8 @@ def materials():
     version = re.search(r"^#define DSOPT_VERSION_MAJOR (\d+)", read("include", "dsopt.h"), re.M).group(1)
     yield "inputs: the version is that of dsopt.h", inputs["version"].split(".")[0] == version
     scanned = 0
-    for kind in ("install", "wheel", "crate", "libdsopt1", "libdsopt-dev", "dsopt-tools"):
-        arguments = [] if kind == "crate" else ["--inputs", INPUTS]
+    for kind in ("install", "wheel", "crate", "crate-sys", "libdsopt1", "libdsopt-dev", "dsopt-tools"):
+        arguments = [] if kind.startswith("crate") else ["--inputs", INPUTS]
         text = written(kind, *arguments)
         sbom = json.loads(text)
         yield f"{kind}: has what SPDX requires", all(required(sbom))
