@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own classes on the CPU, for tests that run them next to dsopt.torch.
+
+The 1-bit optimizers have a backend of their own for the exchange. Of those that DeepSpeed 0.19.6 has, `compressed` needs the
+least that a CPU lacks: load() supplies the packing of bits with NumPy, and gloo's all-gather, which unlike NCCL's refuses
+tensors of another shape, with tensors of the same shape. Everything else is DeepSpeed's code.
+"""
+import importlib.metadata
+import os
+import sys
+import types
+import unittest
+
+VERSION = "0.19.6"  # the last one with the 1-bit optimizers
+
+
+def _reason():
+    try:
+        found = importlib.metadata.version("deepspeed").split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "DeepSpeed %s is not installed (scripts/requirements/deepspeed.txt)" % VERSION
+    return None if found == VERSION else "DeepSpeed is %s, and the tests are for %s" % (found, VERSION)
+
+
+REASON = _reason()  # why there is no DeepSpeed to compare with, or None
+needed = unittest.skipIf(REASON is not None, REASON)
+
+
+class Engine:
+    """What the optimizers and wrappers read of a DeepSpeedEngine, and set."""
+
+    local_rank = 0
+    pipeline_parallelism = False
+
+    def __init__(self, mpu=None):
+        self.mpu, self.enable_backward_allreduce = mpu, True
+
+
+class PipelineEngine(Engine):
+    """An engine that averages the gradients in its own pass."""
+
+    pipeline_parallelism = True
+
+    def __init__(self, mpu=None):
+        super().__init__(mpu)
+        del self.enable_backward_allreduce
+        self.pipeline_enable_backward_allreduce = True
+
+
+class _Packbits:
+    """DeepSpeed has kernels for this on devices only. The first element of eight is in the highest bit."""
+
+    def load(self):
+        return self
+
+    def packbits(self, values, count, rank):
+        import numpy
+        import torch
+        return torch.from_numpy(numpy.packbits(values.numpy() >= 0))
+
+    def unpackbits(self, packed, count, rank):
+        import numpy
+        import torch
+        return torch.from_numpy(numpy.unpackbits(packed.numpy()).astype(numpy.float32) * 2 - 1)
+
+
+def load():
+    """DeepSpeed's classes. In a process that tests start, after torch.distributed.init_process_group: importing DeepSpeed
+    takes seconds and changes settings of the whole process."""
+    if "deepspeed" in sys.modules:
+        return load.found
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    import deepspeed
+    import deepspeed.comm
+    import deepspeed.ops.op_builder
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would compile an all-reduce over shared memory
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    deepspeed.ops.op_builder.PackbitsBuilder = _Packbits
+    import deepspeed.runtime.comm.compressed as compressed
+
+    class Gloo:
+        def __getattr__(self, name):
+            return getattr(deepspeed.comm, name)
+
+        def all_gather(self, out, tensor, group=None):
+            return deepspeed.comm.all_gather(out, tensor.reshape(out[0].shape), group=group)
+
+    compressed.dist = Gloo()
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    load.found = types.SimpleNamespace(OnebitAdam=OnebitAdam, OnebitLamb=OnebitLamb, ZeroOneAdam=ZeroOneAdam,
+                                       FP16_Optimizer=FP16_Optimizer, FP16_UnfusedOptimizer=FP16_UnfusedOptimizer)
+    return load.found
