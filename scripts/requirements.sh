@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # requirements.sh [NAME...]: renews the pins in scripts/requirements: resolves NAME.in, which says what is needed, to the newest
 # versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in names. Without
-# a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it.
+# a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it. NAME-source.in is what is built
+# from source in the environment of NAME.txt, which has what it depends on.
 set -eu
 cd "$(dirname "$0")/requirements"
 work=$(mktemp -d)
@@ -16,10 +17,11 @@ printf '[project]\nname = "requirements"\nversion = "0"\n[tool.uv]\nenvironments
 for name; do
     name=${name%.in}
     oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$name.in")
+    case $name in *-source) depends=--no-deps ;; *) depends= ;; esac
     (
         here=$PWD
         cd "$work/project" # where uv finds which systems to resolve for
-        "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade \
+        "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade $depends \
             --python-version "$oldest" "$here/$name.in" -o "$work/$name.txt"
     )
     { echo "# Written by scripts/requirements.sh from $name.in."; cat "$work/$name.txt"; } >"$name.txt"

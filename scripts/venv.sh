@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # venv.sh FOLDER NAME PYTHON...: makes the virtual environment FOLDER with what scripts/requirements/NAME.txt pins, by the first
 # PYTHON that the requirements are for, unless it is there already with these pins. Every file must have a hash of that list.
-# Exits with 77 and a reason where there is no such Python or no network; a hash that differs is a failure.
+# Exits with 77 and a reason where there is no such Python or no network; a hash that differs is a failure. What has no wheel is in
+# NAME-source.txt, and is built in that environment, with what NAME.txt has. Where that fails it is left out, with the reason.
 set -eu
 folder=$1 name=$2
 shift 2
@@ -11,7 +12,33 @@ unreachable='Failed to establish a new connection|Connection(Reset|Refused)?Erro
 unreachable="$unreachable|Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host"
 skip() { echo "skipped: $*"; exit 77; }
 
-! cmp -s "$requirements/$name.txt" "$folder/ready" || exit 0
+# install FILE OPTION...: 77 where PyPI was not reached, 1 for another failure; FOLDER/log has the reason. pip retries, so a log can
+# have errors of the network and another cause of the failure.
+install() {
+    list=$1
+    shift
+    ! "$folder/bin/python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 --require-hashes "$@" \
+        -r "$list" >"$folder/log" 2>&1 || return 0
+    ! grep -qE 'DO NOT MATCH THE HASHES|ResolutionImpossible|from versions: [0-9]' "$folder/log" &&
+        grep -qE "$unreachable" "$folder/log" && return 77
+    return 1
+}
+
+from_source() { # what has no wheel
+    list=$requirements/$name-source.txt
+    [ -f "$list" ] && ! cmp -s "$list" "$folder/ready-source" || exit 0
+    if install "$list" --no-deps --use-pep517 --no-build-isolation --no-binary :all:; then
+        cp "$list" "$folder/ready-source"
+    elif grep -q 'DO NOT MATCH THE HASHES' "$folder/log"; then
+        cat "$folder/log"
+        exit 1
+    else
+        echo "left out: $name-source.txt: $(tail -n 1 "$folder/log")"
+    fi
+    exit 0
+}
+
+! cmp -s "$requirements/$name.txt" "$folder/ready" || from_source
 oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
 newest=$(sed -n 's/^# newest python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
 version() { echo "($(echo "$1" | tr . ,),)"; }
@@ -23,14 +50,9 @@ done
 [ -n "$python" ] || skip "there is no Python $oldest${newest:+ to $newest} or a later one with venv (Debian: python3-venv)"
 mkdir -p "$(dirname "$folder")"
 "$python" -m venv --clear "$folder" || skip "$python makes no virtual environment (Debian: python3-venv)"
-if ! "$folder/bin/python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 --require-hashes \
-    --only-binary :all: -r "$requirements/$name.txt" >"$folder/log" 2>&1; then
-    # pip retries, so a log can have errors of the network and another cause of the failure.
-    if ! grep -qE 'DO NOT MATCH THE HASHES|ResolutionImpossible|from versions: [0-9]' "$folder/log" &&
-        grep -qE "$unreachable" "$folder/log"; then
-        skip "PyPI was not reached for $name"
-    fi
-    cat "$folder/log"
-    exit 1
-fi
+status=0
+install "$requirements/$name.txt" --only-binary :all: || status=$?
+[ $status != 77 ] || skip "PyPI was not reached for $name"
+[ $status = 0 ] || { cat "$folder/log"; exit 1; }
 cp "$requirements/$name.txt" "$folder/ready"
+from_source

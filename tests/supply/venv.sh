@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # venv.sh ROOT: scripts/venv.sh installs what has the right hash, fails if a hash differs, and skips with a reason without a
-# network and without a Python that fits. Needs no network: the index is a folder.
+# network and without a Python that fits. What it builds from source it leaves out where that fails, unless a hash differs. Needs no
+# network: the index is a folder.
 set -eu
 root=$1
 folder=$(mktemp -d)
@@ -25,9 +26,38 @@ with zipfile.ZipFile(path, "w") as wheel:
 print(hashlib.sha256(open(path, "rb").read()).hexdigest())
 END
 )
+# A source archive with a build backend of its own, which needs the wheel, and one whose backend fails.
+hashes=$(python3 - "$folder/index" <<'END'
+import hashlib, io, sys, tarfile
+backend = """
+import os, zipfile
+import {needs}
+def build_wheel(folder, settings=None, metadata=None):
+    with zipfile.ZipFile(os.path.join(folder, "{name}-1.0-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("{name}.py", "value = 8\\n")
+        wheel.writestr("{name}-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: {name}\\nVersion: 1.0\\n")
+        wheel.writestr("{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("{name}-1.0.dist-info/RECORD", "")
+    return "{name}-1.0-py3-none-any.whl"
+"""
+project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+for name, needs in (("built", "pinned"), ("broken", "nothing_of_this_name")):
+    path = "%s/%s-1.0.tar.gz" % (sys.argv[1], name)
+    with tarfile.open(path, "w:gz") as archive:
+        for file, text in (("PKG-INFO", "Metadata-Version: 2.1\nName: %s\nVersion: 1.0\n" % name), ("pyproject.toml", project),
+                           ("backend.py", backend.format(name=name, needs=needs))):
+            entry = tarfile.TarInfo("%s-1.0/%s" % (name, file))
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    print(hashlib.sha256(open(path, "rb").read()).hexdigest())
+END
+)
 list() { # OLDEST HASH
     printf '# python %s\npinned\n' "$1" >"$folder/scripts/requirements/one.in"
     printf 'pinned==1.0 \\\n    --hash=sha256:%s\n' "$2" >"$folder/scripts/requirements/one.txt"
+}
+source_list() { # NAME HASH
+    printf '%s==1.0 \\\n    --hash=sha256:%s\n' "$1" "$2" >"$folder/scripts/requirements/one-source.txt"
 }
 make() { # STATUS
     status=0
@@ -48,6 +78,19 @@ pass
 touch "$folder/venv/kept"
 make 0 && [ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again"
 pass
+source_list broken "$(echo "$hashes" | tail -n 1)"
+make 0 || fail "with a source that cannot be built: status $status"
+grep -q '^left out: one-source.txt: ' "$folder/said" || fail "with a source that cannot be built: no reason"
+pass
+source_list built "$(echo "$hashes" | head -n 1 | tr 0-9a-f 1-9a-f0)"
+make 1 && grep -q 'DO NOT MATCH THE HASHES' "$folder/said" || fail "with another hash of a source: status $status"
+pass
+source_list built "$(echo "$hashes" | head -n 1)"
+make 0 || fail "with a source: status $status"
+[ "$("$folder/venv/bin/python" -c 'import built; print(built.value)')" = 8 ] || fail "the source is not built and installed"
+[ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again for a source"
+pass
+rm "$folder/scripts/requirements/one-source.txt"
 # Warnings of the network in the log do not hide a hash that differs. Nothing listens at this index.
 unset PIP_NO_INDEX
 export PIP_INDEX_URL=http://127.0.0.1:9/simple
