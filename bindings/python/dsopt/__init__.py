@@ -5,6 +5,7 @@ from ._comm import Comm
 from ._errors import (
     ArgumentError,
     ArgumentTypeError,
+    AssertedError,
     BackendError,
     CheckpointError,
     CommError,
@@ -13,6 +14,7 @@ from ._errors import (
     MissingError,
     OutOfMemoryError,
     StateError,
+    TensorError,
     TimeoutError,
     UnsupportedError,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "AdamW",
     "ArgumentError",
     "ArgumentTypeError",
+    "AssertedError",
     "BackendError",
     "CheckpointError",
     "Comm",
@@ -70,6 +73,7 @@ __all__ = [
     "Sgd",
     "State",
     "StateError",
+    "TensorError",
     "TimeoutError",
     "UnsupportedError",
     "ZeroOneAdam",

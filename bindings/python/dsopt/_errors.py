@@ -33,8 +33,17 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of a wrong type, such as an object that is no array."""
 
 
+class TensorError(ArgumentError, RuntimeError):
+    """A tensor has a wrong shape or dtype, or is on a wrong device: a RuntimeError in torch and in DeepSpeed."""
+
+
 class UnsupportedError(Error, NotImplementedError):
-    """An option is not supported in this combination or build, or has no effect."""
+    """An option is not supported in this combination or build, or has no effect. NotImplementedError is a RuntimeError,
+    which DeepSpeed's optimizers raise here."""
+
+
+class AssertedError(UnsupportedError, AssertionError):
+    """What is not supported where DeepSpeed has an assert statement."""
 
 
 class StateError(Error, RuntimeError):
@@ -70,6 +79,9 @@ class CheckpointError(Error, ValueError):
 
 
 _KINDS: Dict[int, Type[Error]] = {
+    11: TensorError,
+    12: TensorError,
+    15: TensorError,
     18: UnsupportedError,
     19: StateError,
     30: OutOfMemoryError,

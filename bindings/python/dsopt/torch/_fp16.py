@@ -15,7 +15,7 @@ from ._base import EngineOptimizer, number
 from ._loss_scale import LossScaleConfig, options_of
 from ._plan import Plan
 from ._process_group import comm_of
-from ._tensors import unsupported, wrong
+from ._tensors import asserted, unsupported, wrong
 
 
 class Wrapper:
@@ -227,6 +227,9 @@ class Wrapper:
 
     def override_loss_scale(self, loss_scale: Optional[float]) -> None:
         """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's."""
+        if self._scale_args is None and self._profile == "fused":
+            raise asserted("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have one" %
+                           self.low_precision_dtype)
         self._write_scaler(self.cur_scale, None if loss_scale is None else self._scale_of(loss_scale))
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 
 from .. import _abi as abi
-from .._errors import ArgumentError, Error, UnsupportedError
+from .._errors import AssertedError, Error, error_of
 from .._handles import Context
 
 DEVICES = ("cpu", "cuda")
@@ -23,20 +23,24 @@ STATES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F16: torch.float16
           abi.DSOPT_DTYPE_I32: torch.int32}
 
 
-def wrong(text: str, name: str = "ARGUMENT") -> ArgumentError:
-    status = "DSOPT_ERR_" + name
-    return ArgumentError("%s (%s)" % (text, status), getattr(abi, status), status)
+def wrong(text: str, name: str = "ARGUMENT") -> Error:
+    return error_of(getattr(abi, "DSOPT_ERR_" + name), "DSOPT_ERR_" + name, text)
 
 
-def unsupported(text: str) -> UnsupportedError:
-    return UnsupportedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
+def unsupported(text: str) -> Error:
+    return wrong(text, "UNSUPPORTED")
+
+
+def asserted(text: str) -> Error:
+    """What is not supported where the original has an assert statement."""
+    return AssertedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
 
 
 INSTEAD = {"amsgrad": "use torch.optim for it", "maximize": "minimize the negative loss",
            "differentiable": "use torch.optim for it"}
 
 
-def refused(where: str, option: str) -> UnsupportedError:
+def refused(where: str, option: str) -> Error:
     """An option of torch.optim or DeepSpeed that the engine does not have."""
     return unsupported("%s: %s=True is not supported; %s" % (where, option, INSTEAD[option]))
 
