@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from ctypes import byref
+from numbers import Real
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -12,19 +13,22 @@ from .. import _abi as abi
 from .._errors import StateError
 from .._handles import Scaler
 from ._base import EngineOptimizer, number
+from ._gone import GONE
 from ._loss_scale import LossScaleConfig, options_of
 from ._plan import Plan
 from ._process_group import comm_of
 from ._tensors import asserted, unsupported, wrong
+from ._watch import Watched, measures
 
 
-class Wrapper:
+class Wrapper(Watched):
     """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
     in one pass. Masters are in `state` of the optimizer, as "master".
 
     init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
     deepspeed             kept as an attribute, without effect
-    loss_scale_config     a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
+    loss_scale_config     a number counts as static_loss_scale, which was here in older versions of DeepSpeed. Otherwise
+                          a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
                           dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
                           The attribute has the current loss scale
     low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
@@ -32,14 +36,13 @@ class Wrapper:
     static_loss_scale     the scale, without dynamic_loss_scale
     dynamic_loss_scale    the scale is halved where a gradient is not finite, and doubled after scale_window good steps
     dynamic_loss_args     a dict of init_scale, scale_window, min_scale, delayed_shift and consecutive_hysteresis
-    verbose               kept as an attribute, without effect
+    verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
     mpu                   gives the model-parallel process group by get_model_parallel_group()
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time.
     """
 
     _masters = 0
     _profile = ""
-    _drops_grads = False
     norm_type = 2
     has_moe_layers = False
     clip_grad_norm = staticmethod(torch.nn.utils.clip_grad_norm_)
@@ -52,17 +55,21 @@ class Wrapper:
                         type(init_optimizer).__name__)
         if init_optimizer._wrapper is not None:
             raise wrong("init_optimizer is in another wrapper; give each wrapper its own optimizer")
+        if not isinstance(low_precision_dtype, torch.dtype):  # dynamic_loss_scale had this place once
+            raise wrong("low_precision_dtype is %r, and must be torch.float16, bfloat16 or float32; pass "
+                        "dynamic_loss_scale and what follows it by name" % (low_precision_dtype, ))
         if low_precision_dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise wrong(
                 "low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype,
                 "DTYPE")
-        for g, group in enumerate(init_optimizer.param_groups):
-            for i, param in enumerate(group["params"]):
-                if param.dtype != low_precision_dtype:
-                    raise wrong("param_groups[%d]['params'][%d] is %s, and low_precision_dtype %s" %
-                                (g, i, param.dtype, low_precision_dtype), "DTYPE")
+        if isinstance(loss_scale_config, Real) and not isinstance(loss_scale_config, bool):
+            if static_loss_scale != 1:  # static_loss_scale had the place of loss_scale_config once
+                raise wrong("loss_scale_config is %r, which counts as static_loss_scale, and static_loss_scale is %r; "
+                            "give one of them" % (loss_scale_config, static_loss_scale))
+            static_loss_scale, loss_scale_config = float(loss_scale_config), None
         self.optimizer, self.mpu, self.low_precision_dtype = init_optimizer, mpu, low_precision_dtype
         self.deepspeed, self.verbose = deepspeed, verbose
+        self._external: Optional[float] = None  # an override of the backward pass alone, as compat mode has it
         self.using_pipeline = bool(getattr(deepspeed, "pipeline_parallelism", False))
         self._clip_grad = float(clip_grad)
         if loss_scale_config is None:
@@ -79,7 +86,8 @@ class Wrapper:
         try:
             self._plan()
         except BaseException:
-            init_optimizer._wrapper = None
+            del init_optimizer._at_once, init_optimizer._reports
+            init_optimizer._wrapper = init_optimizer._plans = None
             raise
         if self._scale_args is not None and loss_scale_config is not None and loss_scale_config.cur_iter:
             last = loss_scale_config.last_overflow_iter
@@ -104,10 +112,22 @@ class Wrapper:
         return options
 
     # ---------------------------------------------------------------------------------- what the engine must be told
+    def _check_dtypes(self) -> None:
+        """Parameters that are not trained may have any dtype."""
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                trained = param.requires_grad or param.grad is not None or self.optimizer.state.get(param)
+                if trained and param.dtype != self.low_precision_dtype:
+                    raise wrong("param_groups[%d]['params'][%d] is %s, and low_precision_dtype %s; set its "
+                                "requires_grad to False, or train it with another optimizer" %
+                                (g, i, param.dtype, self.low_precision_dtype), "DTYPE")
+
     def _extend(self, desc: Any, context: Any, device: torch.device, needed: Tuple[object, ...],
                 hooked: bool) -> Tuple[Tuple[object, ...], bool]:
+        self._check_dtypes()
         desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER
         desc.masters, desc.max_norm = self._masters, self._clip_grad
+        desc.flags |= abi.DSOPT_OPTIMIZER_TIMING * measures(self._timers)
         if self._scale_args is not None:
             scaler = Scaler(context, **self._scale_args)
             desc.scaler = scaler.handle
@@ -137,19 +157,17 @@ class Wrapper:
     # ---------------------------------------------------------------------------------------------------------- step
     def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
         """Backward of the loss times the loss scale."""
-        if self._scale_args is not None:
+        if self._external is not None:
+            loss = loss.float() * self._external
+        elif self._scale_args is not None:
             scale = self._plan().whole["loss_scale"]
             loss = loss.float() * scale.reshape(()).to(loss.device)
         loss.backward(create_graph=create_graph, retain_graph=retain_graph)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """One step, or none if a gradient is not finite. Returns `overflow`."""
-        if closure is not None:
-            raise unsupported("%s.step takes no closure; call it before the step" % type(self).__name__)
-        self.optimizer.step()
-        if self._drops_grads:
-            self.zero_grad()
-        return self.overflow
+        """One step, or none if a gradient is not finite. Returns `overflow`. A closure is not called, as in the
+        original, and there is a warning."""
+        return self._step(closure, False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -195,6 +213,7 @@ class Wrapper:
         whole = self._plan().whole
         whole["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
         whole["loss_scale"].fill_(own if override is None else override)
+        self._told_scale = None
 
     def _scale_of(self, value: Any) -> float:
         scale = number(value, 0, "loss_scale")
@@ -216,25 +235,34 @@ class Wrapper:
         scale = self._scale_of(value)
         self._write_scaler(scale, info.scale if info.overridden else None)  # type: ignore[union-attr]
 
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+    def _scale_in_use(self) -> float:
+        """What gradients are divided by."""
         return float(self._scaler().scale) if self._scale_args is not None else 1.0
+
+    @property
+    def loss_scale(self) -> Optional[float]:
+        """What the loss is multiplied by."""
+        return self._scale_in_use() if self._external is None else self._external
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self.cur_scale = value
 
     def override_loss_scale(self, loss_scale: Optional[float]) -> None:
-        """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's."""
+        """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's. With compat="deepspeed" the
+        backward pass alone uses it: the step divides gradients by the scaler's own, which moves on."""
         if self._scale_args is None and self._profile == "fused":
-            raise asserted("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have one" %
-                           self.low_precision_dtype)
-        self._write_scaler(self.cur_scale, None if loss_scale is None else self._scale_of(loss_scale))
+            raise asserted("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have "
+                           "one" % self.low_precision_dtype)
+        scale = None if loss_scale is None else self._scale_of(loss_scale)
+        if getattr(self.optimizer, "_compat", None) == "deepspeed":
+            self._external = scale
+        else:
+            self._write_scaler(self.cur_scale, scale)
 
     @property
     def custom_loss_scaler(self) -> bool:
-        return self._scale_args is not None and bool(self._scaler().overridden)
+        return self._external is not None or (self._scale_args is not None and bool(self._scaler().overridden))
 
     @property
     def external_loss_scale(self) -> Optional[float]:
@@ -257,17 +285,21 @@ class Wrapper:
         return int((self._scale_args or {}).get("window", 1000))
 
     @property
+    def min_loss_scale(self) -> Optional[float]:
+        return self.loss_scale_config.min_loss_scale
+
+    @property
     def loss_scale_config(self) -> LossScaleConfig:
         """The current loss scale, under the names of DeepSpeed's LossScaleConfig."""
         return LossScaleConfig(self)
 
     def scale_if_loss(self, value: torch.Tensor) -> torch.Tensor:
         """A loss times the loss scale, without its backward. Waits for the device."""
-        return value * self.loss_scale
+        return value * (self.loss_scale or 1.0)
 
     def _combined_scale(self, total_norm: Any) -> float:
         """What gradients are divided by: the loss scale, and by how much `total_norm`, which has it, is too large."""
-        scale = self.loss_scale
+        scale = self._scale_in_use()
         if self.clip_grad > 0:
             scale *= max((float(total_norm) / scale + 1e-6) / self.clip_grad, 1.0)
         return scale
@@ -347,10 +379,19 @@ class Wrapper:
         optimizer = self.optimizer.state_dict()
         optimizer["state"] = {key: {name: value for name, value in state.items() if name != "master"}
                               for key, state in optimizer["state"].items()}
-        return {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter,
-                "last_overflow_iter": self.last_overflow_iter, "scale_factor": self.scale_factor,
-                "scale_window": self.scale_window, "optimizer_state_dict": optimizer, "clip_grad": self.clip_grad,
+        return {**self._saved_scaler(), "optimizer_state_dict": optimizer, "clip_grad": self.clip_grad,
                 self._masters_key: [self._pack(group) for group in masters]}
+
+    def _saved_scaler(self) -> Dict[str, Any]:
+        """The keys that the original writes: FP16_Optimizer none without gradient scaling, both none of a dynamic scale
+        with a static one."""
+        if self._scale_args is None and self._profile == "fused":
+            return {}
+        saved = {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
+        if self.dynamic_loss_scale:
+            saved.update(last_overflow_iter=self.last_overflow_iter, scale_factor=self.scale_factor,
+                         scale_window=self.scale_window)
+        return saved
 
     def load_state_dict(self, state_dict: Dict[str, Any], load_optimizer_states: bool = True) -> None:
         """Without optimizer states the masters are loaded, and moments and counters stay."""
@@ -377,6 +418,10 @@ class Wrapper:
     def _with_master(self, group: Dict[str, Any]) -> List[torch.Tensor]:
         return [param for param in group["params"] if param.requires_grad or self.state.get(param)]
 
+    def __getattr__(self, name: str) -> Any:
+        """Of what is not there."""
+        raise AttributeError("%s has no %s%s" % (type(self).__name__, name, GONE.get(name, "")))
+
     def __reduce__(self) -> Any:
         raise StateError("a %s cannot be pickled or copied; use state_dict (DSOPT_ERR_STATE)" % type(self).__name__,
                          abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
@@ -385,11 +430,12 @@ class Wrapper:
 class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__).rstrip() + """
     initial_dynamic_scale the first scale with dynamic_loss_scale, unless dynamic_loss_args has init_scale
-    fused_adam_legacy     kept as an attribute, without effect
+    fused_adam_legacy     steps leave the gradients as they are
     has_moe_layers        must be False: norms of experts are not supported
-    timers                kept as an attribute, without effect
+    timers                deepspeed.utils.timer.SynchronizedWallClockTimer, or an object like it, which gets the times
+                          of the phases of each step. All ranks must have one, or none
     """
-    _masters, _profile, _drops_grads, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", True, "fp32_groups_flat"
+    _masters, _profile, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", "fp32_groups_flat"
 
     def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
                  low_precision_dtype: torch.dtype = torch.float16, static_loss_scale: float = 1.0,
@@ -400,9 +446,29 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         if has_moe_layers:
             raise unsupported("FP16_Optimizer: has_moe_layers=True is not supported; wrap the optimizers of "
                               "the experts and of all other parameters apart")
-        self.fused_adam_legacy, self.timers = fused_adam_legacy, timers
+        self.fused_adam_legacy, self._timers, self.has_executed_step = fused_adam_legacy, timers, False
         super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
                          dynamic_loss_scale, initial_dynamic_scale, 2.**32, dynamic_loss_args, verbose, mpu, clip_grad)
+
+    @property
+    def loss_scale(self) -> Optional[float]:
+        """What the loss is multiplied by; None without gradient scaling."""
+        return None if self._scale_args is None else super().loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.cur_scale = value
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
+        """One step, or none if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
+        fused_adam_legacy. A closure is not called, as in the original, and there is a warning."""
+        overflow = self._step(closure, not self.fused_adam_legacy)
+        self.has_executed_step |= not (overflow or self.fused_adam_legacy)
+        return overflow
+
+    def step_fused_adam(self, closure: Optional[Callable[[], Any]] = None) -> bool:
+        """A step that leaves the gradients as they are."""
+        return self._step(closure, False)
 
     def unscale_and_clip_grads(self, grad_groups_flat: List[torch.Tensor], total_norm: Any,
                                apply_scale: bool = True) -> float:
@@ -437,7 +503,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(
         Wrapper.__doc__).rstrip() + """
-    fused_lamb_legacy     kept as an attribute, without effect
+    fused_lamb_legacy     kept as an attribute: steps are the same
     """
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
 
@@ -456,6 +522,10 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         self.fused_lamb_legacy = fused_lamb_legacy
         super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
                          dynamic_loss_scale, 2.**16, 2.**16, dynamic_loss_args, verbose, mpu, clip_grad)
+
+    def step_fused_lamb(self, closure: Optional[Callable[[], Any]] = None) -> bool:
+        """The same as step()."""
+        return self._step(closure, False)
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> float:
         """What gradients with the norm `total_norm` must be divided by; with apply_scale the gradients of the masters

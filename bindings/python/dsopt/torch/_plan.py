@@ -59,6 +59,9 @@ class Plan:
         desc, needed, hooked = owner._engine_desc(self.context)
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
+        # The functional form keeps no times, and has the engine compare the lists of ranks in the first step of a plan.
+        self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
+        self.step_of = abi.lib.dsopt_optimizer_step if self.timed else abi.lib.dsopt_optimizer_apply
         self.engine = Engine(self.context, desc, *needed)
         self.handle = self.engine.handle
         self.gate = gate if hooked else _ungated
@@ -69,14 +72,15 @@ class Plan:
         self._list_state(owner)
         self.report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device) if owner._reports else None
         size = ctypes.c_size_t()
-        abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
+        if not self.timed:
+            abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))
         self.workspace = torch.empty(size.value, dtype=torch.uint8, device=device)
         self.call = abi.dsopt_step(grads=ctypes.addressof(self.grad_list),
                                    params=ctypes.addressof(self.param_list),
                                    count=len(entries),
                                    state=ctypes.addressof(self.state_list),
                                    state_count=len(self.state_list),
-                                   workspace=self.workspace.data_ptr(),
+                                   workspace=self.workspace.data_ptr() or None,
                                    workspace_bytes=size.value,
                                    report=self.report.data_ptr() if self.report is not None else None)
 
@@ -248,7 +252,7 @@ class Plan:
         call.skip = None if skip is None else skip.data_ptr()
         self.steps.copy_(self.steps_seen)
         with self.gate:
-            status = abi.lib.dsopt_optimizer_apply(self.handle, byref(call))
+            status = self.step_of(self.handle, byref(call))
         if status:
             abi.check(status)
         self.steps_seen.copy_(self.steps)
@@ -257,6 +261,14 @@ class Plan:
         del copies  # a kernel that reads them comes first on the stream
         if _bump is not None:
             _bump(self.params)
+
+    def milliseconds(self) -> List[float]:
+        """dsopt_report.ms of the last step. Waits for the device."""
+        report = abi.dsopt_report()
+        with self.gate:
+            status = abi.lib.dsopt_optimizer_report(self.handle, byref(report))
+        abi.check(status)
+        return list(report.ms)
 
     def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
         # What becomes 0 goes first: nesterov and dampening exclude one another.

@@ -95,7 +95,7 @@ class Wrapped(TestCase):
         self.step(params, optimizer)
         momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
         self.assert_close(momentum.norm().item(), 0.5, rtol=1e-3, atol=0)
-        self.assertEqual(optimizer.loss_scale, 1)
+        self.assertEqual((optimizer.loss_scale, optimizer.cur_scale), (None, 1))
 
     def test_state(self):
         for wrapper, key in ((FP16_Optimizer, "fp32_groups_flat"), (FP16_UnfusedOptimizer, "fp32_groups")):

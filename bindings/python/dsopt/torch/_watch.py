@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FP16_Optimizer and FP16_UnfusedOptimizer report about a step: text in Python's logging, times in timers."""
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
+
+from .. import _abi as abi
+from .._errors import StateError
+from .._report import PHASES, REASONS
+
+if TYPE_CHECKING:
+    from ._base import EngineOptimizer
+    from ._plan import Plan
+
+LOG = logging.getLogger("dsopt")
+
+# DeepSpeed's names of the phases, and the engine's phases of each. BASIC_STEP also writes 16-bit parameters. An
+# exchange is in the inner optimizer's step.
+OVERFLOW = {"compute_norm": ("compute_norm", ), "overflow_check": ("overflow_check", )}
+STEP = {**OVERFLOW, "unscale_and_clip": ("unscale_and_clip", ),
+        "basic_step": ("basic_step", "compress", "exchange", "decompress"), "update_fp16": ()}
+
+
+def log_step(report: Sequence[float], before: float, name_of: Any) -> None:
+    """INFO for a step that was skipped, and for a loss scale that is another one than `before`. `report` has the places
+    of DSOPT_REPORT_SKIPPED and others; `name_of` gives the name of a parameter of the plan."""
+    after, bad = report[abi.DSOPT_REPORT_SCALE_NEXT], int(report[abi.DSOPT_REPORT_FIRST_BAD])
+    scale = "loss scale %g" % before if after == before else "loss scale %g -> %g" % (before, after)
+    if report[abi.DSOPT_REPORT_SKIPPED]:
+        mask = int(report[abi.DSOPT_REPORT_REASONS])
+        reasons = ", ".join(word for bit, word in sorted(REASONS.items()) if mask & bit)
+        where = "; not finite: %s" % name_of(bad) if bad >= 0 else ""
+        LOG.info("skipped a step (%s%s); %s", reasons, where, scale)
+    elif after != before:
+        LOG.info("%s", scale)
+
+
+class Measured:
+    """An entry of DeepSpeed's timers for a device: a time that is known."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self._milliseconds = milliseconds
+
+    def get_elapsed_msec(self) -> float:
+        return self._milliseconds
+
+
+def measures(timers: Any) -> bool:
+    """False without timers, and for DeepSpeed's NoopTimer, which has one timer for all names."""
+    return bool(timers) and timers("basic_step") is not timers("overflow_check")
+
+
+class Timed:
+    """`with Timed(timers) as timed:` around a step, and then timed.tell(). A timer of DeepSpeed, which keeps a list
+    `event_timers`, gets the times of the engine's phases. Any other one is started and stopped: basic_step around the
+    whole step, the others around nothing, because the engine has no phases that begin and end in Python."""
+
+    def __init__(self, timers: Any) -> None:
+        self._timers = timers
+        self._basic: Optional[Any] = None
+        self._takes = False
+
+    def __enter__(self) -> Timed:
+        if self._timers:
+            timer = self._timers("basic_step")
+            self._takes = isinstance(getattr(timer, "event_timers", None), list) and hasattr(timer, "use_host_timer")
+            if not self._takes:
+                timer.start()
+                self._basic = timer
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._basic is not None:
+            self._basic.stop()
+
+    def tell(self, times: Optional[Dict[str, float]], skipped: bool) -> None:
+        """Pass on the phases, and log them: a step that was skipped has the first two."""
+        for name in OVERFLOW if skipped else STEP:
+            timer = self._timers(name)
+            if not self._takes:
+                if name != "basic_step":
+                    timer.start()
+                    timer.stop()
+            elif times is not None:
+                timer.event_timers.append(times[name] / 1000 if timer.use_host_timer else Measured(times[name]))
+        self._timers.log(list(OVERFLOW if skipped else STEP))
+
+
+def times_of(milliseconds: Sequence[float]) -> Dict[str, float]:
+    """Of dsopt_report.ms, under DeepSpeed's names."""
+    return {name: sum(milliseconds[PHASES[phase]] for phase in phases) for name, phases in STEP.items()}
+
+
+class Watched:
+    """The steps of a wrapper."""
+
+    verbose: bool
+    optimizer: EngineOptimizer
+    _plan: Callable[[], Plan]
+    _scale_in_use: Callable[[], float]
+    _timers: Any = None
+    _told_scale: Optional[float] = None  # the loss scale that the log knows
+
+    def _step(self, closure: Optional[Callable[[], Any]], drops_grads: bool) -> bool:
+        if closure is not None:
+            warnings.warn("%s.step does not call its closure; call it before the step" % type(self).__name__,
+                          stacklevel=3)
+        logs = self.verbose and LOG.isEnabledFor(logging.INFO)
+        if logs and self._told_scale is None:
+            self._told_scale = self._scale_in_use()
+        with Timed(self._timers) as timed:
+            self.optimizer.step()
+        if drops_grads:
+            self.zero_grad()
+        plan = self._plan()
+        report = plan.report.tolist()  # type: ignore[union-attr]
+        overflow = bool(report[abi.DSOPT_REPORT_SKIPPED])
+        if logs:
+            log_step(report, self._told_scale or 1.0, lambda i: plan.entries[i].name)
+            self._told_scale = report[abi.DSOPT_REPORT_SCALE_NEXT]
+        if self._timers:
+            timed.tell(times_of(plan.milliseconds()) if plan.timed else None, overflow)
+        return overflow
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise NotImplementedError
+
+    @property
+    def timers(self) -> Any:
+        return self._timers
+
+    @timers.setter
+    def timers(self, value: Any) -> None:
+        self._timers = value
+        self.optimizer._plans = None
+
+    def phase_times(self) -> Dict[str, float]:
+        """Milliseconds of the phases of the last step, under DeepSpeed's names. Waits for the device."""
+        plan = self._plan()
+        if not plan.timed:
+            raise StateError("phase_times: steps are timed with `timers` only (DSOPT_ERR_STATE)", abi.DSOPT_ERR_STATE,
+                             "DSOPT_ERR_STATE")
+        return times_of(plan.milliseconds())
