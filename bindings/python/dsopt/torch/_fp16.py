@@ -251,14 +251,14 @@ class Wrapper(Watched):
     def override_loss_scale(self, loss_scale: Optional[float]) -> None:
         """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's. With compat="deepspeed" the
         backward pass alone uses it: the step divides gradients by the scaler's own, which moves on."""
-        if self._scale_args is None and self._profile == "fused":
-            raise asserted("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have "
-                           "one" % self.low_precision_dtype)
+        if self._scale_args is None:
+            refuse = asserted if self._profile == "fused" else unsupported
+            raise refuse("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have one" %
+                         self.low_precision_dtype)
         scale = None if loss_scale is None else self._scale_of(loss_scale)
         if getattr(self.optimizer, "_compat", None) == "deepspeed":
-            self._external = scale
-        else:
-            self._write_scaler(self.cur_scale, scale)
+            self._external, scale = scale, None
+        self._write_scaler(self.cur_scale, scale)
 
     @property
     def custom_loss_scaler(self) -> bool:
@@ -463,7 +463,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         """One step, or none if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
         fused_adam_legacy. A closure is not called, as in the original, and there is a warning."""
         overflow = self._step(closure, not self.fused_adam_legacy)
-        self.has_executed_step |= not (overflow or self.fused_adam_legacy)
+        self.has_executed_step |= not (self.fused_adam_legacy or self._reported(abi.DSOPT_REPORT_SKIPPED))
         return overflow
 
     def step_fused_adam(self, closure: Optional[Callable[[], Any]] = None) -> bool:

@@ -98,6 +98,7 @@ class Watched:
 
     verbose: bool
     optimizer: EngineOptimizer
+    overflow: bool
     _plan: Callable[[], Plan]
     _scale_in_use: Callable[[], float]
     _timers: Any = None
@@ -116,13 +117,12 @@ class Watched:
             self.zero_grad()
         plan = self._plan()
         report = plan.report.tolist()  # type: ignore[union-attr]
-        overflow = bool(report[abi.DSOPT_REPORT_SKIPPED])
         if logs:
             log_step(report, self._told_scale or 1.0, lambda i: plan.entries[i].name)
             self._told_scale = report[abi.DSOPT_REPORT_SCALE_NEXT]
         if self._timers:
-            timed.tell(times_of(plan.milliseconds()) if plan.timed else None, overflow)
-        return overflow
+            timed.tell(times_of(plan.milliseconds()) if plan.timed else None, bool(report[abi.DSOPT_REPORT_SKIPPED]))
+        return self.overflow
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         raise NotImplementedError

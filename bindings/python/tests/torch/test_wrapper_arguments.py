@@ -174,6 +174,9 @@ class Arguments(TestCase):
             for optimizer in (fused, unfused):
                 with self.assertRaisesRegex(NotImplementedError, "loss scale"):
                     optimizer.loss_scale = 4.0
+                for scale in (4.0, None):
+                    with self.assertRaisesRegex(NotImplementedError, "override_loss_scale: there is no loss scale"):
+                        optimizer.override_loss_scale(scale)
 
     def test_keys_of_the_scaler_in_state_dicts(self):
         own = {"optimizer_state_dict", "clip_grad"}

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP16_Optimizer and FP16_UnfusedOptimizer next to those of DeepSpeed."""
+import inspect
+import math
+import sys
+import unittest
+
+import originals
+from support import TestCase, child, main, params_of, run_ranks, torch
+from test_wrapper_arguments import ATTRIBUTES
+from test_wrapper_reports import OVERFLOW, STEP
+
+from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam
+
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+BOTH = (FP16_Optimizer, FP16_UnfusedOptimizer)
+SHAPES = ((7, 3), (5,))
+OLDER = {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+         "min_loss_scale", "_get_norm_with_moe_layers", "step_unfused"}  # which 0.19.6 does not have
+check = unittest.TestCase()
+
+
+def pair(wrapper, dtype=torch.float16, base=None, **more):
+    """Parameters and the wrapper of dsopt.torch in compat mode, and the same with DeepSpeed's."""
+    original = getattr(originals.load(), wrapper.__name__)
+    params, others = [params_of(*SHAPES, dtype=dtype) for _ in range(2)]
+    adam = FusedAdam(params, lr=0.01, adam_w_mode=False, compat="deepspeed")
+    return ((params, wrapper(adam, low_precision_dtype=dtype, **more)),
+            (others, original(torch.optim.Adam(others, lr=0.01), low_precision_dtype=dtype, **more)))
+
+
+def dynamic():
+    return {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.**10, "scale_window": 3, "min_scale": 1.}}
+
+
+def step(params, optimizer, i, bad=False):
+    generator = torch.Generator().manual_seed(i)
+    loss = sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in params)
+    optimizer.zero_grad()
+    optimizer.backward(loss * (math.inf if bad else 1))
+    return bool(optimizer.step())
+
+
+def flat(tensors):
+    return torch.cat([t.detach().float().reshape(-1) for t in tensors])
+
+
+def moments(wrapper, optimizer):
+    states = list(optimizer.optimizer.state.values())
+    return flat([state["exp_avg"] for state in states])
+
+
+def override_is_for_the_backward_pass_alone(rank):
+    """From step 3 to 7 gradients carry 64 and are divided by the scaler's scale, which goes on as before."""
+    for wrapper in BOTH:
+        ours, theirs = pair(wrapper, **dynamic())
+        for i in range(12):
+            if i == 3:
+                ours[1].override_loss_scale(64.)
+                theirs[1].override_loss_scale(64.)
+            bad = i in (5, 9)
+            assert step(*ours, i, bad) == step(*theirs, i, bad) == bad, i
+            assert ours[1].cur_scale == theirs[1].loss_scale_config.cur_scale, i
+            assert ours[1].loss_scale == theirs[1].loss_scale, i
+            assert (ours[1].custom_loss_scaler, ours[1].external_loss_scale) == (
+                theirs[1].custom_loss_scaler, theirs[1].external_loss_scale)
+            torch.testing.assert_close(moments(wrapper, ours[1]), moments(wrapper, theirs[1]), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(flat(ours[0]), flat(theirs[0]), rtol=1e-3, atol=1e-3)
+    assert ours[1].cur_scale != 2.**10
+
+
+def graph_is_freed_with_an_override(rank):
+    """The original ignores retain_graph then; dsopt.torch does not, as docs/compat.md says."""
+    for wrapper in BOTH:
+        for (params, optimizer), kept in zip(pair(wrapper), (True, False)):
+            optimizer.override_loss_scale(4.)
+            loss = (params[0].float() ** 2).sum()
+            optimizer.backward(loss, retain_graph=True)
+            try:
+                optimizer.backward(loss)
+                assert kept
+            except RuntimeError as problem:
+                assert not kept and "second time" in str(problem), problem
+
+
+def scale_and_keys_without_gradient_scaling(rank):
+    scaler = {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"}
+    for wrapper in BOTH:
+        for dtype, more in ((torch.bfloat16, {}), (torch.float16, {"static_loss_scale": 8.}), (torch.float16, dynamic())):
+            ours, theirs = pair(wrapper, dtype, **more)
+            step(*ours, 0)
+            step(*theirs, 0)
+            assert ours[1].loss_scale == theirs[1].loss_scale
+            assert set(ours[1].state_dict()) & scaler == set(theirs[1].state_dict()) & scaler, (wrapper, dtype)
+
+
+def attributes_and_arguments(rank):
+    """The lists of test_wrapper_arguments have all that the originals have."""
+    for wrapper in BOTH:
+        _, (_, original) = pair(wrapper, **dynamic())
+        names = {name for name in list(vars(original)) + list(vars(type(original))) if not name.startswith("__")}
+        check.assertEqual(set(ATTRIBUTES[wrapper]) - OLDER, names)
+        theirs = inspect.signature(type(original)).parameters
+        check.assertEqual(list(inspect.signature(wrapper).parameters)[:len(theirs)], list(theirs))
+
+
+def closures_are_ignored(rank):
+    for wrapper in BOTH:
+        _, (params, original) = pair(wrapper)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        original.step(lambda: check.fail("the closure was called"))
+
+
+def one_float32_parameter_makes_all_float32(rank):
+    """What FP16_Optimizer of dsopt.torch refuses."""
+    original = originals.load().FP16_Optimizer
+    params = params_of((3,), dtype=torch.float16) + params_of((2,))
+    original(torch.optim.Adam(params))
+    assert [p.dtype for p in params] == [torch.float32] * 2
+
+
+def timers_get_the_phases(rank):
+    originals.load()
+    from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+    (params, optimizer), _ = pair(FP16_Optimizer, **dynamic())
+    timers = SynchronizedWallClockTimer()
+    optimizer.timers = timers
+    logged = []
+    timers.log = lambda names, **more: logged.append({name: timers(name).elapsed(reset=True) for name in names})
+    for i in range(3):
+        step(params, optimizer, i, bad=i == 1)
+    assert [sorted(log) for log in logged] == [sorted(STEP), sorted(OVERFLOW), sorted(STEP)]
+    assert logged[0]["basic_step"] > 0 and logged[0]["update_fp16"] == 0
+    for i in range(3):
+        step(params, optimizer, i)
+    del timers.log
+    optimizer.timers = timers
+    step(params, optimizer, 4)  # prints
+    optimizer.timers = NoopTimer()
+    step(params, optimizer, 5)
+
+
+CASES = (override_is_for_the_backward_pass_alone, graph_is_freed_with_an_override,
+         scale_and_keys_without_gradient_scaling, attributes_and_arguments, closures_are_ignored,
+         one_float32_parameter_makes_all_float32, timers_get_the_phases)
+
+
+@unittest.skipUnless(GLOO, "torch has no gloo here")
+class OriginalWrappers(TestCase):
+    @originals.needed
+    def test_next_to_deepspeed(self):
+        run_ranks(self, __file__, "all", ranks=1)
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        rank, file = int(sys.argv[3]), sys.argv[4]
+        child(CASES, rank, file, ranks=1)
+    else:
+        main()
