@@ -184,8 +184,10 @@ class Wrapper(Watched):
 
     @property
     def overflow(self) -> bool:
-        """The last step was skipped. Waits for the device, as all of these do."""
-        return bool(self._reported(abi.DSOPT_REPORT_SKIPPED))
+        """The last step found a gradient that is not finite. It was skipped, or with compat="deepspeed" and without a
+        loss scale it was taken. Waits for the device, as all of these do."""
+        report = self._plan().report
+        return bool(report[abi.DSOPT_REPORT_SKIPPED] + report[abi.DSOPT_REPORT_NONFINITE])  # type: ignore[index]
 
     @property
     def _global_grad_norm(self) -> float:
