@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's own classes on the CPU, for tests that run them next to dsopt.torch.
 
-The 1-bit optimizers have a backend of their own for the exchange. Of those that DeepSpeed 0.19.6 has, `compressed` needs the
-least that a CPU lacks: load() supplies the packing of bits with NumPy, and gloo's all-gather, which unlike NCCL's refuses
-tensors of another shape, with tensors of the same shape. Everything else is DeepSpeed's code.
+The 1-bit optimizers have a backend of their own for the exchange. Of those that DeepSpeed 0.19.6 has, `compressed`
+needs the least that a CPU lacks. load() supplies the packing of bits, with NumPy. It gives gloo's all-gather, which
+unlike NCCL's refuses tensors of another shape, tensors of the same shape. Everything else is DeepSpeed's code.
 """
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ def _reason():
     try:
         found = importlib.metadata.version("deepspeed").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
-        return "DeepSpeed %s is not installed (scripts/requirements/deepspeed.txt)" % VERSION
+        return "DeepSpeed %s is not installed (scripts/requirements/torch-source.txt)" % VERSION
     return None if found == VERSION else "DeepSpeed is %s, and the tests are for %s" % (found, VERSION)
 
 
@@ -65,8 +65,8 @@ class _Packbits:
 
 
 def load():
-    """DeepSpeed's classes. In a process that tests start, after torch.distributed.init_process_group: importing DeepSpeed
-    takes seconds and changes settings of the whole process."""
+    """DeepSpeed's classes. In a process that tests start, after torch.distributed.init_process_group: the import of
+    DeepSpeed takes seconds and changes settings of the whole process."""
     if "deepspeed" in sys.modules:
         return load.found
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -75,7 +75,8 @@ def load():
     import deepspeed.comm
     import deepspeed.ops.op_builder
 
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would compile an all-reduce over shared memory
+    # It would compile an all-reduce over shared memory.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     deepspeed.ops.op_builder.PackbitsBuilder = _Packbits
     import deepspeed.runtime.comm.compressed as compressed

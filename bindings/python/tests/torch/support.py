@@ -59,7 +59,8 @@ class TestCase(unittest.TestCase):
 
 
 def run_ranks(test, program, which, ranks=2):
-    """Run `program --child WHICH RANK FILE` once per rank, and fail with what a rank says if it fails."""
+    """Run `program --child WHICH RANK FILE` once per rank, and fail with what a rank says if it fails. Returns what
+    each says."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, os.path.abspath(program), "--child", which]
         every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "rendezvous")], stdout=subprocess.PIPE,
@@ -67,6 +68,7 @@ def run_ranks(test, program, which, ranks=2):
         said = [process.communicate(timeout=500)[0] for process in every]
     for rank, process in enumerate(every):
         test.assertEqual(process.returncode, 0, "rank %d: %s" % (rank, said[rank]))
+    return said
 
 
 def child(cases, rank, file, ranks=2):

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of dsopt.torch replay the cases that were recorded from the originals (tests/golden), in compat mode."""
+import functools
+import json
+import sys
+import traceback
+import unittest
+
+from support import TestCase, child, main, run_ranks, torch
+
+import dsopt
+import golden
+import replays
+
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+ALONE = "is not a class of dsopt.torch; "
+SCALER = "DynamicLossScaler %sthe wrappers have the rules of theirs, which the fp16_ cases record" % ALONE
+# Cases that the classes cannot express, by how their names begin. The C replay has all of them.
+LEFT_OUT = {
+    "compressed_allreduce_": "the all-reduce alone %sthe 1-bit optimizers call it" % ALONE,
+    "loss_scaler_": SCALER,
+    "fused_lamb_fp16_grads": "FusedLamb.step has no scale and output_params; FP16_UnfusedOptimizer has both",
+    "fp16_scale_rule_hysteresis_ignored": "a hysteresis that has no effect is refused in compat mode (docs/compat.md)",
+}
+
+
+def reason(name):
+    """Why the case is left out, or None."""
+    return next((why for begin, why in LEFT_OUT.items() if name.startswith(begin)), None)
+
+
+def text_of(name, rank):
+    """What is wrong in the replay of a case on this rank: nothing if it is as recorded."""
+    try:
+        wrong = replays.replay(golden.Golden(name), rank)
+    except Exception:
+        return traceback.format_exc()
+    return "" if not wrong else "%d differences, the first: %s" % (len(wrong), wrong[0])
+
+
+@functools.lru_cache(maxsize=None)
+def of_ranks(ranks):
+    """All cases of that many ranks in one set of processes: text_of for each rank and case."""
+    try:
+        said = run_ranks(unittest.TestCase(), __file__, str(ranks), ranks)
+    except AssertionError as problem:  # it would be the same for the next case
+        return [dict.fromkeys(cases_of(ranks), str(problem))]
+    return [dict(json.loads(line[7:]) for line in text.splitlines() if line.startswith("golden ")) for text in said]
+
+
+def cases_of(ranks):
+    return [name for name in golden.names() if reason(name) is None and golden.Golden(name).ranks == ranks]
+
+
+class Recorded(TestCase):
+    """One test per recorded case."""
+
+    def replay(self, name):
+        ranks = golden.Golden(name).ranks
+        if ranks == 1:
+            self.assertEqual(text_of(name, 0), "")
+            return
+        if not GLOO:
+            self.skipTest("torch is built without gloo")
+        for rank, texts in enumerate(of_ranks(ranks)):
+            self.assertEqual(texts[name], "", "rank %d" % rank)
+
+
+@unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
+class LeftOut(TestCase):
+    def test_each_reason_is_of_a_case(self):
+        for begin in LEFT_OUT:
+            self.assertTrue(any(name.startswith(begin) for name in golden.names()), begin)
+
+    def test_ignored_hysteresis_is_refused(self):
+        with self.assertRaisesRegex(dsopt.UnsupportedError, "hysteresis"):
+            replays.replay(golden.Golden("fp16_scale_rule_hysteresis_ignored"))
+
+
+def _add(name):
+    def test(self):
+        self.replay(name)
+
+    setattr(Recorded, "test_" + name, test)
+
+
+for _name in golden.names():
+    if reason(_name) is None:
+        _add(_name)
+
+
+def _report(name, rank):
+    print("golden", json.dumps([name, text_of(name, rank)]), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        count = int(sys.argv[2])
+        child([functools.partial(_report, name) for name in cases_of(count)], int(sys.argv[3]), sys.argv[4], count)
+    else:
+        main()
