@@ -192,9 +192,10 @@ def scale_arguments(golden):
     """Of a wrapper: its loss scale."""
     if golden.metadata.get("dynamic", "1") == "0" or golden.number("loss_scale_static"):
         return {"static_loss_scale": golden.number("loss_scale_static") or golden.number("init_scale")}
-    names = ("init_scale", "min_scale", "scale_window", "delayed_shift")
+    given = {name: golden.number(name) for name in ("init_scale", "min_scale", "scale_window")}
+    given["delayed_shift"] = golden.number("delayed_shift_ignored")  # the original's wrappers have no use for it
     return {"dynamic_loss_scale": True,
-            "dynamic_loss_args": {name: golden.number(name) for name in names if golden.number(name) is not None}}
+            "dynamic_loss_args": {name: value for name, value in given.items() if value is not None}}
 
 
 class Wrapped(Replay):
