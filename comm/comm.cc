@@ -80,10 +80,11 @@ void Comm::fail(int result, const char *what, void *stream) {
     else if (table_.error != nullptr)
         (void)result_of([&] { return table_.error(table_.self, text, sizeof text); });
     if (device_) {
-        // What is still on the stream may write to scratch memory, and giving that back would wait for it.
-        bool over = true;
+        // What is still on the stream may write to scratch memory, and giving that back would wait for it. A library
+        // that knows no streams may write to it at any time.
+        bool over = !provider_.synchronizes;
         try {
-            over = poll(Deadline(200), [&] { return context_->device().finished(stream); });
+            over = over && poll(Deadline(200), [&] { return context_->device().finished(stream); });
         } catch (const std::exception &) {} // the stream has failed: nothing runs any more
         if (!over)
             for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
@@ -110,6 +111,15 @@ void Comm::move(void *to, const void *from, int64_t bytes, Place place, void *st
         std::memmove(to, from, size_t(bytes));
 }
 
+template <class Function> int Comm::call(void *stream, const Function &function) {
+    if (!provider_.synchronizes) return result_of(function);
+    const Device &device = context_->device();
+    device.wait(stream);
+    int result = 0;
+    device.on_device([&] { result = result_of(function); });
+    return result;
+}
+
 /// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
 int Comm::wait_for_enqueued(void *stream) {
     if (!provider_.enqueues) return 0;
@@ -120,7 +130,9 @@ int Comm::wait_for_enqueued(void *stream) {
     return result_of([&] { return table_.error(table_.self, text, sizeof text); });
 }
 
-/// Calls call(send, recv) with both in memory that the provider takes. In place if they are the same.
+/// Calls call(send, recv) with both in memory that the provider takes, in place if they are the same. With
+/// DSOPT_COMM_FLAG_SYNCHRONIZE it is memory of this comm: after a failure the library may still use it, and the engine
+/// does not know for how long.
 template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
                void *stream, const Call &call) {
@@ -128,7 +140,8 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
     check_stream(stream, place);
     lose_if_it_fails([&] {
         int result = 0;
-        if (device.is_host() || (place == Place::backend) == device_) {
+        const bool elsewhere = !device.is_host() && (place == Place::backend) != device_;
+        if (!elsewhere && !provider_.synchronizes) {
             result = call(send, recv);
         } else {
             const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kLine));
@@ -142,8 +155,10 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             if (result == 0) result = wait_for_enqueued(stream);
             if (result == 0) {
                 device.enqueue_copy(recv, staged + second, size_t(received), stream);
-                device.wait(stream); // the next call takes the same memory, or the host reads the result
-                begin();             // an abort ends that wait, too
+                if (elsewhere) {
+                    device.wait(stream); // the next call takes the same memory, or the host reads the result
+                    begin();             // an abort ends that wait, too
+                }
             }
         }
         if (result != 0) fail(result, what, stream);
@@ -152,14 +167,14 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
     return done(DSOPT_COLLECTIVE_ALL_REDUCE,
-                result_of([&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
+                call(stream, [&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
                 count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
 }
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_gather != nullptr)
         return done(DSOPT_COLLECTIVE_ALL_GATHER,
-                    result_of([&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
+                    call(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     char *const rows = static_cast<char *>(recv);
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
@@ -179,7 +194,7 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
 int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_to_all != nullptr)
         return done(DSOPT_COLLECTIVE_ALL_TO_ALL,
-                    result_of([&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
+                    call(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     // Row by row, so that no more memory is needed than for the result. gather() may use `spare_` itself.
     const char *const rows = static_cast<const char *>(send);
@@ -222,7 +237,8 @@ void Comm::reserve(const Messages &messages, void *stream, Place place) {
     const auto spare_rows = [&](int64_t row) { // of gather()
         if (table_.all_gather == nullptr) take(spare_, round_up(row, 4) * ranks());
     };
-    const bool staged = !context_->device().is_host() && (place == Place::backend) != device_;
+    const bool elsewhere = !context_->device().is_host() && (place == Place::backend) != device_;
+    const bool staged = elsewhere || provider_.synchronizes;
     if (ranks() != 1 && staged) take(staging_, messages.all_reduce);
     if (messages.all_to_all != 0 && (ranks() != 1 || table_.all_to_all != nullptr)) {
         const int64_t rows = messages.all_to_all * ranks();

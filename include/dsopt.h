@@ -1505,6 +1505,16 @@ enum dsopt_comm_flags {
      *  - Counters count what is enqueued or captured, not replays.
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,
+    /**
+     * For a TABLE that takes memory of a CUDA context and passes it to a library that knows no streams, such as a
+     * CUDA-aware MPI (dsopt_mpi_comm_device).
+     *  - Before each collective the host waits for `stream`: the data are there when a function of the table is called,
+     *    and the context of the device is current in the calling thread. The result must be there when it returns.
+     *  - The functions get memory of the comm only. The engine copies data there and back on the device. After a failure
+     *    that memory is neither used again nor freed, because the library may still read and write it.
+     * Not together with ENQUEUE. Since: 0.2
+     */
+    DSOPT_COMM_FLAG_SYNCHRONIZE = 2,
     DSOPT_COMM_FLAG_SIGNED = -1
 };
 
@@ -1526,8 +1536,9 @@ enum dsopt_memory {
 
 /**
  * Collectives of the caller (MPI, Gloo, ...). The functions return 0, or an error code of their own; where they know
- * the status, -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when they are done; with
- * DSOPT_MEMORY_BACKEND it is enough to be done in the order of `stream`. An exception of all_reduce, all_to_all,
+ * the status, -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when they are done. With
+ * DSOPT_MEMORY_BACKEND the data are there in the order of `stream`, and it is enough to be done in that order; see
+ * DSOPT_COMM_FLAG_SYNCHRONIZE for functions that cannot use a stream. An exception of all_reduce, all_to_all,
  * all_gather or error is a failed collective, whatever is thrown: DSOPT_ERR_COMM, and the comm is unusable.
  * Optional functions may be NULL. The engine then makes all_to_all from all_gather, and all_gather from all_reduce of
  * I32, at a price in bytes.

@@ -100,6 +100,97 @@ TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
         fails(outcome_of([&] { mine.comm->all_gather(from, to, 6, mine.stream); }), DSOPT_ERR_COMM, "unusable"));
 }
 
+/// A table of two ranks whose functions see what they are called with.
+struct Seen {
+    int calls = 0;
+    cudaStream_t stream = nullptr;
+    std::vector<const void *> of_caller;
+
+    dsopt_comm_table table(bool whole) {
+        dsopt_comm_table table{};
+        table.size = sizeof table;
+        table.self = this;
+        table.ranks = 2;
+        table.memory = DSOPT_MEMORY_BACKEND;
+        table.all_reduce = [](void *self, const void *send, void *recv, int64_t, int32_t, int32_t, void *stream) {
+            return static_cast<Seen *>(self)->see(send, recv, stream);
+        };
+        if (!whole) return table;
+        const auto rows = [](void *self, const void *send, void *recv, int64_t, void *stream) {
+            return static_cast<Seen *>(self)->see(send, recv, stream);
+        };
+        table.all_to_all = rows;
+        table.all_gather = rows;
+        return table;
+    }
+    int see(const void *send, const void *recv, void *given) {
+        ++calls;
+        EXPECT_EQ(given, stream);
+        EXPECT_EQ(cudaStreamQuery(stream), cudaSuccess) << "the stream is not done";
+        int device = -1;
+        EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
+        EXPECT_EQ(device, 1) << "another device is current";
+        for (const void *memory : of_caller) EXPECT_TRUE(send != memory && recv != memory) << "not the comm's memory";
+        return 0;
+    }
+};
+
+TEST(Synchronize, FunctionsGetMemoryOfTheCommWhenTheStreamIsDone) {
+    for (const bool whole : {true, false}) {
+        Seen seen;
+        const dsopt_comm_table table = seen.table(whole);
+        dsopt_comm_desc desc{};
+        desc.size = sizeof desc;
+        desc.kind = DSOPT_COMM_KIND_TABLE;
+        desc.flags = DSOPT_COMM_FLAG_SYNCHRONIZE;
+        desc.table = &table;
+        const Rank mine(cuda_context(1), desc);
+        seen.stream = mine.stream;
+        const DeviceBytes from(Bytes(1 << 20, 1)), to(Bytes(1 << 20, 2));
+        seen.of_caller = {from.data(), to.data()};
+        ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+        const auto busy = [&] { // so that a call that does not wait is early
+            EXPECT_EQ(cudaMemsetAsync(to.data(), 3, 1 << 20, mine.stream), cudaSuccess);
+        };
+        busy();
+        mine.comm->all_reduce(from.data(), 1 << 18, DSOPT_DTYPE_F32, DSOPT_OP_SUM, mine.stream, Place::backend);
+        busy();
+        mine.comm->all_gather(from.data(), to.data(), 1 << 19, mine.stream, Place::backend);
+        busy();
+        mine.comm->all_to_all(from.data(), to.data(), 1 << 19, mine.stream, Place::backend);
+        EXPECT_EQ(seen.calls, whole ? 3 : 4) << "an all-to-all is an all-gather for each rank";
+        EXPECT_EQ(cudaStreamSynchronize(mine.stream), cudaSuccess);
+    }
+}
+
+TEST(Synchronize, IsRefusedWhereItHasNoEffect) {
+    const auto outcome = [](int32_t kind, int32_t memory, int32_t flags, int32_t backend) {
+        dsopt_comm_table table{};
+        table.size = sizeof table;
+        table.ranks = 1;
+        table.memory = memory;
+        table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = kind;
+        desc.flags = flags;
+        desc.table = kind == DSOPT_COMM_KIND_TABLE ? &table : nullptr;
+        const test::Context context = test::make_context(test::context_desc(1, backend));
+        dsopt_comm *comm = nullptr;
+        const dsopt_status status = dsopt_comm_create(context.get(), &desc, &comm);
+        dsopt_comm_destroy(comm);
+        return status;
+    };
+    constexpr int32_t flag = DSOPT_COMM_FLAG_SYNCHRONIZE, cuda = DSOPT_BACKEND_CUDA;
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_BACKEND, flag, cuda), DSOPT_OK) << dsopt_last_error();
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_HOST, flag, cuda), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_BACKEND, flag, DSOPT_BACKEND_CPU), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_SELF, DSOPT_MEMORY_BACKEND, flag, cuda), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_NCCL, DSOPT_MEMORY_BACKEND, flag, cuda), DSOPT_ERR_ARGUMENT) << "no ranks";
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_BACKEND, flag | DSOPT_COMM_FLAG_ENQUEUE, cuda),
+              DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_BACKEND, 4, cuda), DSOPT_ERR_ARGUMENT);
+}
+
 TEST(TableCodes, NegativeStatusIsTakenAsItIs) {
     const struct {
         int code;

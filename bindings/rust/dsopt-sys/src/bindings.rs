@@ -241,6 +241,7 @@ pub const DSOPT_COMM_KIND_TABLE: i32 = 4;
 
 // enum dsopt_comm_flags
 pub const DSOPT_COMM_FLAG_ENQUEUE: i32 = 1;
+pub const DSOPT_COMM_FLAG_SYNCHRONIZE: i32 = 2;
 
 // enum dsopt_op
 pub const DSOPT_OP_SUM: i32 = 0;

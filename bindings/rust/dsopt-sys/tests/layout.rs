@@ -491,6 +491,7 @@ fn constants() {
     assert_eq!(DSOPT_COMM_KIND_HCCL, 3);
     assert_eq!(DSOPT_COMM_KIND_TABLE, 4);
     assert_eq!(DSOPT_COMM_FLAG_ENQUEUE, 1);
+    assert_eq!(DSOPT_COMM_FLAG_SYNCHRONIZE, 2);
     assert_eq!(DSOPT_OP_SUM, 0);
     assert_eq!(DSOPT_OP_MAX, 1);
     assert_eq!(DSOPT_OP_MEAN, 2);
