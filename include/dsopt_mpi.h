@@ -8,7 +8,7 @@
  *     dsopt_comm *comm; dsopt_mpi_comm(ctx, MPI_COMM_WORLD, &comm);
  *
  * Everything here is static and built on the table of dsopt.h. The table takes host memory; data of a CUDA context are
- * staged by the engine.
+ * staged by the engine. dsopt_mpi_comm_device makes a comm that gives device memory to a CUDA-aware MPI.
  *
  *  - Calls that use the comm, and the release of its last owner, call MPI: from the thread, or threads, that
  * MPI_Init_thread allows. dsopt_comm_abort calls no MPI and may come from any thread.
@@ -49,6 +49,7 @@ typedef struct dsopt_mpi_ {
     long process;
     double begin;      /* of the call, for the time-out */
     char *send, *recv; /* pieces: the caller's own memory may be gone when MPI comes back to a call that timed out */
+    MPI_Request *requests; /* NULL: the table takes host memory; else two for each rank */
     char text[256];
 } dsopt_mpi_;
 
@@ -82,6 +83,34 @@ static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int st
         else
             (void)poll(NULL, 0, 1);
     }
+}
+
+/* Row d of `send` to rank d, row s of `recv` from rank s, for `count` ranks from this one on. A step is the distance of
+ * rows in bytes. Device memory goes into messages between two ranks alone: that is what every CUDA-aware MPI takes.
+ * Open MPI's non-blocking collectives do not take it. */
+static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *send, int64_t send_step, char *recv,
+                                      int64_t recv_step, int bytes) {
+    int i, started = 0, code = MPI_SUCCESS;
+    for (i = 0; code == MPI_SUCCESS && i < 2 * count; ++i) {
+        MPI_Request *const request = &self->requests[started];
+        const int receives = i < count; /* all of them first */
+        const int rank = (self->rank + (receives ? self->ranks - i : i - count)) % self->ranks;
+        if (receives)
+            code = MPI_Irecv(recv + rank * recv_step, bytes, MPI_BYTE, rank, 0, self->comm, request);
+        else
+            code = MPI_Isend(send + rank * send_step, bytes, MPI_BYTE, rank, 0, self->comm, request);
+        started += code == MPI_SUCCESS;
+    }
+    if (code != MPI_SUCCESS) return dsopt_mpi_fail_(self, code);
+    for (i = 0; !code && i < started; ++i) code = dsopt_mpi_wait_(self, &self->requests[i], MPI_SUCCESS);
+    return code;
+}
+
+/* Between a piece and memory of the table. From and to a device MPI copies: a message to this rank. */
+static inline int dsopt_mpi_copy_(dsopt_mpi_ *self, void *to, const void *from, size_t bytes) {
+    if (self->requests) return dsopt_mpi_messages_(self, 1, (const char *)from, 0, (char *)to, 0, (int)bytes);
+    memcpy(to, from, bytes);
+    return 0;
 }
 
 /* Do all ranks make this call? MPI itself would mix up calls that differ, or wait for ever. */
@@ -122,7 +151,8 @@ static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, 
         const int part = (int)(count - at < most ? count - at : most);
         const size_t bytes = (size_t)(part * size);
         MPI_Request request;
-        memcpy(self->send, (const char *)send + at * size, bytes);
+        code = dsopt_mpi_copy_(self, self->send, (const char *)send + at * size, bytes);
+        if (code) break;
         if (dtype == DSOPT_DTYPE_I32 || op == DSOPT_OP_MAX) {
             code = MPI_Iallreduce(self->send, self->recv, part, type, what, self->comm, &request);
             code = dsopt_mpi_wait_(self, &request, code);
@@ -134,19 +164,25 @@ static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, 
             code = MPI_Ibcast(self->recv, part, type, 0, self->comm, &request);
             code = dsopt_mpi_wait_(self, &request, code);
         }
-        if (!code) memcpy((char *)recv + at * size, self->recv, bytes);
+        if (!code) code = dsopt_mpi_copy_(self, (char *)recv + at * size, self->recv, bytes);
     }
     return code;
 }
 
 /* Rows of `bytes` from or for every rank, a few columns at a time. */
 static inline int dsopt_mpi_rows_(dsopt_mpi_ *self, const void *send, void *recv, int64_t bytes, int all_to_all) {
-    const int64_t most = DSOPT_MPI_PIECE / self->ranks > 0 ? DSOPT_MPI_PIECE / self->ranks : 1;
+    const int64_t shared = DSOPT_MPI_PIECE / self->ranks > 0 ? DSOPT_MPI_PIECE / self->ranks : 1;
+    const int64_t most = self->requests ? DSOPT_MPI_PIECE : shared;
     int64_t at;
     int row, code = dsopt_mpi_begin_(self, all_to_all ? 2 : 3, bytes, 0, 0);
     for (at = 0; !code && at < bytes; at += most) {
         const int part = (int)(bytes - at < most ? bytes - at : most);
         MPI_Request request;
+        if (self->requests) {
+            code = dsopt_mpi_messages_(self, self->ranks, (const char *)send + at, all_to_all ? bytes : 0,
+                                       (char *)recv + at, bytes, part);
+            continue;
+        }
         for (row = 0; row < (all_to_all ? self->ranks : 1); ++row)
             memcpy(self->send + (int64_t)row * part, (const char *)send + row * bytes + at, (size_t)part);
         if (all_to_all)
@@ -183,12 +219,12 @@ static inline void dsopt_mpi_destroy_(void *of) {
         free(self->send);
         free(self->recv);
     }
+    free(self->requests);
     free(self);
 }
 
-/** dsopt_mpi_comm with a longest wait: milliseconds, 0 = 600000, -1 = none; for this call too. */
-static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
-                                                  dsopt_comm **comm) {
+static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms, int device,
+                                             dsopt_comm **comm) {
     dsopt_mpi_ *self;
     int initialized = 0, finalized = 0, code;
     MPI_Request request;
@@ -221,6 +257,15 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
         dsopt_mpi_destroy_(self);
         return DSOPT_ERR_COMM;
     }
+    if (device) {
+        self->requests = (MPI_Request *)calloc(2 * (size_t)self->ranks, sizeof *self->requests);
+        if (!self->requests) {
+            dsopt_mpi_destroy_(self);
+            return DSOPT_ERR_NOMEM;
+        }
+        table.memory = DSOPT_MEMORY_BACKEND;
+        desc.flags = DSOPT_COMM_FLAG_SYNCHRONIZE;
+    }
     table.self = self;
     table.rank = self->rank;
     table.ranks = self->ranks;
@@ -235,6 +280,32 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
     status = dsopt_comm_create(ctx, &desc, comm);
     if (status != DSOPT_OK) dsopt_mpi_destroy_(self);
     return status;
+}
+
+/** dsopt_mpi_comm with a longest wait: milliseconds, 0 = 600000, -1 = none; for this call too. */
+static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
+                                                  dsopt_comm **comm) {
+    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 0, comm);
+}
+
+/**
+ * dsopt_mpi_comm_timeout for a CUDA-aware MPI: MPI gets device memory of the context, and no bits of an exchange go
+ * through memory of the host unless MPI decides so.
+ *  - The caller knows that its MPI is CUDA-aware; there is no portable way to find out. One that is not reads device
+ *    memory as if it were the host's, which ends most programs. Ranks may be on devices of different machines.
+ *  - All-to-all and all-gather are messages of at most DSOPT_MPI_PIECE bytes between device memory of two ranks. An
+ *    all-reduce adds up in host memory, in the order of dsopt_mpi_comm and with its bits; MPI copies each piece from
+ *    the device and back, as a message of the rank to itself.
+ *  - Order: the host waits for the stream of the call before MPI gets the data, and for MPI before the call goes on.
+ *    Steps with such a comm cannot be captured in a graph. The device's primary context is current during MPI's calls.
+ *  - Ownership: MPI gets memory that belongs to the comm, not the caller's. After DSOPT_ERR_TIMEOUT, _ABORTED or _COMM
+ *    that device memory is left behind with the host's pieces, since MPI may still read and write it. Tensors,
+ *    workspaces and optimizers can be freed. DSOPT_COMM_FLAG_SYNCHRONIZE
+ * @return as dsopt_mpi_comm; DSOPT_ERR_UNSUPPORTED: not a CUDA context. Since: 0.2
+ */
+static inline dsopt_status dsopt_mpi_comm_device(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
+                                                 dsopt_comm **comm) {
+    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 1, comm);
 }
 
 /**

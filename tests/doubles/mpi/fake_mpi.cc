@@ -4,13 +4,16 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
-enum class Kind { duplicate, all_reduce, reduce, broadcast, all_to_all, all_gather };
+enum class Kind { duplicate, all_reduce, reduce, broadcast, all_to_all, all_gather, send, receive };
 struct Call {
     Kind kind;
     int count, type, op, root;
@@ -24,6 +27,14 @@ struct FakeMpiPart {
     std::vector<char> sent; // a copy: in its own time each rank takes what it needs
     void *to = nullptr;
     bool seen = false; // MPI_Test was called
+    bool over = false; // of a message
+};
+/// Messages from one rank to another. A receive that is posted gets its message when the other rank sends it, however
+/// late, and whatever has become of the call that posted it.
+struct Channel {
+    std::list<FakeMpiPart> parts;
+    std::deque<std::vector<char>> sent; // and not yet received
+    std::deque<FakeMpiPart *> receives; // and not yet sent
 };
 struct Meeting {
     std::vector<FakeMpiPart> parts;
@@ -43,14 +54,18 @@ struct FakeMpiShared {
         for (int rank = 0; rank < ranks; ++rank) ends.push_back({this, rank, 0, {}});
     }
     std::vector<FakeMpiEnd> ends;
-    std::map<int64_t, Meeting> meetings; // that not all ranks are done with
-    bool broken = false;                 // a call has failed, and the network tells
+    std::map<int64_t, Meeting> meetings;             // that not all ranks are done with
+    std::map<std::pair<int, int>, Channel> channels; // from and to
+    bool broken = false;                             // a call has failed, and the network tells
 };
 
 namespace {
 
 std::mutex g_mutex; // of everything
 thread_local MPI_Comm t_world = nullptr;
+void copy_on_host(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
+void (*g_copy)(void *to, const void *from, size_t bytes) = copy_on_host;
+std::set<const void *> g_given; // to messages of all communicators
 thread_local int64_t t_calls = 0, t_fail_at = 0;
 
 FakeMpiShared *new_shared(int ranks) {
@@ -82,6 +97,42 @@ int post(MPI_Comm comm, const Call &call, const void *from, size_t bytes, void *
     const auto *const bytes_from = static_cast<const char *>(from);
     part = {comm, number, call, {bytes_from, bytes_from + bytes}, to};
     ++meeting.here;
+    *request = &part;
+    return MPI_SUCCESS;
+}
+
+int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const void *data, MPI_Request *request) {
+    const std::lock_guard lock(g_mutex);
+    Channel &channel = comm->shared->channels[{from, to}];
+    comm->given.insert(data);
+    g_given.insert(data);
+    if (planted(comm)) return MPI_ERR_OTHER;
+    FakeMpiPart &part = channel.parts.emplace_back();
+    part.end = comm;
+    part.call = {kind, int(bytes), MPI_BYTE, 0, 0};
+    const auto deliver = [](FakeMpiPart &receive, const std::vector<char> &message) {
+        if (!message.empty()) g_copy(receive.to, message.data(), message.size());
+        receive.over = true;
+    };
+    if (kind == Kind::send) {
+        std::vector<char> message(bytes);
+        if (bytes != 0) g_copy(message.data(), data, bytes);
+        if (channel.receives.empty()) {
+            channel.sent.push_back(std::move(message));
+        } else {
+            deliver(*channel.receives.front(), message);
+            channel.receives.pop_front();
+        }
+        part.over = true;
+    } else {
+        part.to = const_cast<void *>(data);
+        if (channel.sent.empty()) {
+            channel.receives.push_back(&part);
+        } else {
+            deliver(part, channel.sent.front());
+            channel.sent.pop_front();
+        }
+    }
     *request = &part;
     return MPI_SUCCESS;
 }
@@ -125,6 +176,8 @@ void take(Meeting &meeting, const FakeMpiPart &part) {
     case Kind::all_gather:
         for (size_t r = 0; r < meeting.parts.size(); ++r) copy(r * bytes, meeting.parts[r].sent, 0);
         return;
+    case Kind::send:
+    case Kind::receive: return; // post_message()
     }
 }
 
@@ -140,6 +193,7 @@ int answer(int *out, int value) {
 FakeMpi::FakeMpi(int ranks) :
     shared_([ranks] {
         const std::lock_guard lock(g_mutex);
+        g_given.clear();
         return new_shared(ranks);
     }()) {}
 void FakeMpi::enter(int rank) const { t_world = &shared_->ends[size_t(rank)]; }
@@ -148,6 +202,12 @@ void FakeMpi::fail_at(int64_t n) {
     t_fail_at = n;
 }
 int64_t FakeMpi::calls() { return t_calls; }
+void FakeMpi::copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes)) { g_copy = copy; }
+bool FakeMpi::was_given(const void *begin, size_t bytes) {
+    const std::lock_guard lock(g_mutex);
+    const auto found = g_given.lower_bound(begin);
+    return found != g_given.end() && *found < static_cast<const char *>(begin) + bytes;
+}
 
 MPI_Comm fake_mpi_world() { return t_world; }
 double MPI_Wtime() {
@@ -181,10 +241,16 @@ int MPI_Test(MPI_Request *request, int *over, MPI_Status *) {
     const std::lock_guard lock(g_mutex);
     FakeMpiPart &part = **request;
     FakeMpiShared &shared = *part.end->shared;
-    Meeting &meeting = shared.meetings[part.number];
     if (!part.seen && planted(part.end)) return MPI_ERR_OTHER;
     part.seen = true;
     *over = 0;
+    if (part.call.kind == Kind::send || part.call.kind == Kind::receive) {
+        if (!part.over) return shared.broken ? MPI_ERR_OTHER : MPI_SUCCESS;
+        *over = 1;
+        *request = nullptr;
+        return MPI_SUCCESS;
+    }
+    Meeting &meeting = shared.meetings[part.number];
     if (meeting.here < int(shared.ends.size())) return shared.broken ? MPI_ERR_OTHER : MPI_SUCCESS;
     for (const FakeMpiPart &other : meeting.parts)
         if (other.call != part.call) return MPI_ERR_OTHER;
@@ -193,6 +259,12 @@ int MPI_Test(MPI_Request *request, int *over, MPI_Status *) {
     *request = nullptr;
     if (++meeting.done == int(shared.ends.size())) shared.meetings.erase(part.number);
     return MPI_SUCCESS;
+}
+int MPI_Isend(const void *from, int count, MPI_Datatype type, int to, int, MPI_Comm comm, MPI_Request *request) {
+    return post_message(comm->rank, to, comm, Kind::send, size_t(count) * size_of(type), from, request);
+}
+int MPI_Irecv(void *to, int count, MPI_Datatype type, int from, int, MPI_Comm comm, MPI_Request *request) {
+    return post_message(from, comm->rank, comm, Kind::receive, size_t(count) * size_of(type), to, request);
 }
 int MPI_Iallreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
                    MPI_Request *request) {

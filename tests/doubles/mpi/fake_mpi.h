@@ -14,6 +14,11 @@ public:
     static void fail_at(int64_t n);
     /// Of this thread, since then.
     static int64_t calls();
+    /// Copies what a message between two ranks moves: memcpy, or another function that also knows memory of a device.
+    /// Collectives read and write memory of the host alone, as those of Open MPI that do not block.
+    static void copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes));
+    /// True if a message was given memory that begins in this range, since the last world was made.
+    static bool was_given(const void *begin, size_t bytes);
 
 private:
     struct FakeMpiShared *const shared_;

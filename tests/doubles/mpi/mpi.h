@@ -34,6 +34,8 @@ int MPI_Comm_size(MPI_Comm comm, int *ranks);
 int MPI_Comm_idup(MPI_Comm comm, MPI_Comm *other, MPI_Request *request);
 int MPI_Comm_free(MPI_Comm *comm);
 int MPI_Test(MPI_Request *request, int *over, MPI_Status *status);
+int MPI_Isend(const void *from, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request);
+int MPI_Irecv(void *to, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request);
 int MPI_Iallreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
                    MPI_Request *request);
 int MPI_Ireduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,

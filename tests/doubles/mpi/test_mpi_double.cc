@@ -1,31 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The adapter of dsopt_mpi.h over a double of MPI, whose ranks are threads, and which fails on request.
-#define DSOPT_MPI_PIECE 4096
-#include "dsopt_mpi.h"
-#include "fake_mpi.h"
+#include "mpi_fabric.h"
 #include "support/fault_life.h"
 #include "support/misdeeds.h"
 
 using namespace test;
 
 namespace {
-
-class MpiFabric final : public FailingFabric {
-public:
-    void renew(int ranks) override {
-        world_ = std::make_unique<FakeMpi>(ranks);
-        FakeMpi::fail_at(0);
-    }
-    dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) override {
-        world_->enter(rank);
-        return dsopt_mpi_comm_timeout(context, MPI_COMM_WORLD, timeout_ms, comm);
-    }
-    void fail_at(int64_t n) override { FakeMpi::fail_at(n); }
-    int64_t calls() const override { return FakeMpi::calls(); }
-
-private:
-    std::unique_ptr<FakeMpi> world_;
-};
 
 class MpiFaults : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(, MpiFaults,
