@@ -15,6 +15,9 @@ from ._tensors import Layouts, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
+SHAPED = ("master", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator", "momentum_buffer",
+          "sum")  # state tensors of the parameter's shape
+WRAPPED = ("master", "loss_scale", "scaler")  # under the keys of a wrapper in its state dict
 WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for the state that belongs to no single parameter
 _params_of = itemgetter("params")
 
@@ -168,16 +171,39 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = None
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """As torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its own."""
+        """As torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its own. A load that
+        fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
+        before = self.state, self.param_groups
         self._loading = state_dict
         try:
             super().load_state_dict(state_dict)
+            self._keep_wrapped(before[0])
+            self._after_load()
+        except BaseException:
+            self.state, self.param_groups = before
+            self._plans = None
+            raise
         finally:
             self._loading = None
             if last is not None:
                 last.remove()
+
+    def _keep_wrapped(self, before: Dict[Any, Any]) -> None:
+        """Masters and the loss scale that the state dict does not have stay: the originals save them elsewhere."""
+        params = [param for param in chain.from_iterable(map(_params_of, self.param_groups)) if self.state.get(param)]
+        for param in params:
+            if "master" in before.get(param, {}):
+                self.state[param].setdefault("master", before[param]["master"])
+        for name in WRAPPED[1:]:
+            if params and not any(name in self.state[param] for param in params):
+                self.state[params[0]].update({name: state[name] for state in before.values() if name in state})
+
+    def _after_load(self) -> None:
+        """What follows a load, which fails with it."""
+        if self._wrapper is not None:
+            self._plan()
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -193,6 +219,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             saved, state = loaded["state"].get(place), self.state.get(param)
             if not isinstance(saved, dict) or not state:
                 continue
+            for name in SHAPED:
+                if torch.is_tensor(saved.get(name)) and saved[name].shape != param.shape:
+                    raise wrong("state %r of parameter %s has shape %s, and the parameter %s" %
+                                (name, place, tuple(saved[name].shape), tuple(param.shape)), "SHAPE")
             for name, value in saved.items():
                 if torch.is_tensor(value) and name != "step" and value.dtype != param.dtype:
                     state[name] = value.detach().to(param.device, copy=True)

@@ -11,12 +11,17 @@ from .. import _abi as abi
 from .._errors import StateError
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named
+from ._originals import converted, is_original
 from ._process_group import comm_of
-from ._tensors import unsupported, wrong
+from ._resume import resume
+from ._tensors import is_dense, unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
 
+
+# Attributes of DeepSpeed's engines for "average the gradients": the first is that of pipelines.
+ENGINE_FLAGS = ("pipeline_enable_backward_allreduce", "enable_backward_allreduce")
 
 # What the docstrings below have in common.
 NOTES = """
@@ -81,6 +86,7 @@ class Onebit(Named):
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
     _masks: List[Any] = []  # those that the plans have, so that no other can come to their ids
+    _no_anchors = False  # the state that was loaded has no weights of the last exchange
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
@@ -90,6 +96,10 @@ class Onebit(Named):
             if value:
                 raise unsupported("%s: %s=%r is not supported; %s" % (type(self).__name__, name, value, instead))
         self._group, self._engine = group, deepspeed
+        for name in ENGINE_FLAGS:
+            if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
+                setattr(deepspeed, name, True)
+                break
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
 
@@ -121,7 +131,12 @@ class Onebit(Named):
         return desc, needed + (comm,), hooked or comm is not None
 
     def _plan(self) -> None:
+        has_active = any("active" in state for state in self.state.values())
         super()._plan()
+        if not has_active:
+            self._find_active()
+        if self._no_anchors:
+            self._set_anchors()
         self._masks = [group.get("exp_avg_mask") for group in self.param_groups]
         try:
             for g, mask in enumerate(self._masks):
@@ -149,10 +164,23 @@ class Onebit(Named):
                                     version_of(group.get("exp_avg_mask"))) for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """As torch's. The groups keep their exp_avg_mask, as with the original: a run that goes on with longer
-        sequences trains positions that the run before had masked."""
+        """As torch's, also of the original's state dicts. The stage follows from `step`. The groups keep their
+        exp_avg_mask, as with the original: a run that goes on with longer sequences trains positions that the run
+        before had masked."""
         self._own_masks = [{key: group[key] for key in group if key == "exp_avg_mask"} for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        if is_original(state_dict):
+            fields = self._schedule_fields()
+            state_dict = converted(state_dict, self._algorithm, fields["freeze_step"], fields.get("trust_beta"),
+                                   bool(self._compat))
+        before = self._no_anchors
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self._no_anchors = before
+            raise
+
+    def _after_load(self) -> None:
+        super()._after_load()
         self._tell_engine()
 
     def _restore(self, loaded: Dict[str, Any]) -> None:
@@ -164,8 +192,13 @@ class Onebit(Named):
             for param in group["params"]:
                 if own.get("exp_avg_mask") is None and param in self.state:
                     self.state[param].pop("mask", None)
-        if changed or self._compat:
+        if changed:
             self._reset_errors()
+        states = [self.state[param] for group in self.param_groups for param in group["params"] if self.state.get(param)]
+        resume(states, self._algorithm, self._schedule_fields()["freeze_step"], bool(self._compat))
+        for state in states:
+            state.pop("active", None)  # it follows from the variance, and a run of one rank has none
+        self._no_anchors = not all("anchor" in state for state in states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:
@@ -175,6 +208,11 @@ class Onebit(Named):
         super().add_param_group(param_group)
 
     def _advance(self) -> None:
+        if self._no_anchors:  # of these weights: they may have been loaded after the state
+            if self._plans is None or not self._is_current():
+                self._plan()
+            self._set_anchors()
+            self._no_anchors = False
         if getattr(self, "grad_scale", None) is not None:
             self._unscale()
         super()._advance()
@@ -196,11 +234,37 @@ class Onebit(Named):
                     grad.mul_((1 / self.grad_scale).to(grad.device))
             self.grad_scale = None
 
+    def _find_active(self) -> None:
+        """The elements that exchanges include are those with a variance, found where it last changed: a bit for each,
+        lowest first. Parameters begin at whole words."""
+        for plan in self._plans or ():
+            if "active" not in plan.whole:
+                continue
+            bits: List[torch.Tensor] = []
+            for entry in plan.entries:
+                if self.param_groups[entry.group].get("non_freeze"):
+                    continue
+                param = entry.param.detach()
+                like = param if is_dense(param) else param.contiguous()
+                variance = torch.empty_strided(param.shape, like.stride(), device=param.device)
+                variance.copy_(self.state[entry.param]["exp_avg_sq"])
+                found = variance.as_strided((param.numel(), ), (1, )) != 0
+                bits.append(torch.nn.functional.pad(found.to(torch.int64), (0, -param.numel() % 32)))
+            if bits:
+                weights = 2 ** torch.arange(32, device=plan.device)
+                words = (torch.cat(bits).view(-1, 32) * weights).sum(1)
+                plan.whole["active"].copy_(torch.where(words < 2 ** 31, words, words - 2 ** 32))
+
+    def _set_anchors(self) -> None:
+        """0/1 Adam: the weights, as after an exchange. The originals do not save any."""
+        for state, param in [(self.state[param], param) for group in self.param_groups for param in group["params"]
+                             if "anchor" in self.state.get(param, {})]:
+            state["anchor"].copy_(state.get("master", param.detach()))
+
     def _tell_engine(self) -> None:
         engine = self._engine
         if engine is not None:
-            name = "enable_backward_allreduce"
-            name = "pipeline_" + name if hasattr(engine, "pipeline_" + name) else name
+            name = next((name for name in ENGINE_FLAGS if hasattr(engine, name)), ENGINE_FLAGS[-1])
             setattr(engine, name, self.next_reduction() == "full")
 
     def _schedule(self) -> Any:

@@ -288,7 +288,8 @@ class Family(TestCase):
                     for i in range(3):
                         give_grads(others, seed=i)
                         second.step()
-                    moved = (others[0].detach() != start).tolist()
+                    # Compat mode finds the weights of the last exchange by a difference, which rounds.
+                    moved = ((others[0].detach() - start).abs() > 1e-6).tolist()
                     self.assertEqual(moved, [bool(x) for x in mask or [1, 1, 1, 1]], (kind, compat, mask))
 
     def test_masks_can_change(self):

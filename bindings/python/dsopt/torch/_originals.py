@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts of DeepSpeed's own classes as those of the classes here.
+
+The originals keep counters of the schedule as numbers in the state of each parameter, and FP16_Optimizer keeps one flat
+tensor per group. Here the schedule is one tensor, and moments have the shapes of the parameters.
+"""
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._errors import CheckpointError
+from ._tensors import wrong
+
+State = Dict[str, Any]
+# Entries that only one of the originals has. "step", "exp_avg" and "exp_avg_sq" are in all of them.
+OWN = {"ZeroOneAdam": ("var_interval", "var_counter", "local_step_interval", "local_step_counter"),
+       "OnebitLamb": ("lamb_coeff_freeze", "last_factor", "exp_avg_sq_fresh")}
+NAMES = {abi.DSOPT_ALGORITHM_ONEBIT_ADAM: "OnebitAdam", abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM: "ZeroOneAdam",
+         abi.DSOPT_ALGORITHM_ONEBIT_LAMB: "OnebitLamb"}
+MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+COMMON = ("step", "exp_avg", "exp_avg_sq")
+
+
+def mismatch(text: str) -> CheckpointError:
+    return CheckpointError("%s (DSOPT_ERR_MISMATCH)" % text, abi.DSOPT_ERR_MISMATCH, "DSOPT_ERR_MISMATCH")
+
+
+def is_original(state_dict: Dict[str, Any]) -> bool:
+    """True for state without the tensor "schedule", which each state dict of the 1-bit family here has."""
+    states = [state for state in state_dict["state"].values() if isinstance(state, dict) and state]
+    return bool(states) and not any("schedule" in state for state in states)
+
+
+def converted(state_dict: Dict[str, Any], algorithm: int, frozen_after: int, trust_beta: Optional[float],
+              compat: bool) -> Dict[str, Any]:
+    """State of OnebitAdam, ZeroOneAdam or OnebitLamb of DeepSpeed for the class of this algorithm. `frozen_after` is
+    freeze_step or var_freeze_step. Error feedback is that of one rank and is dropped, as the originals do."""
+    name = NAMES[algorithm]
+    order = [place for group in state_dict["param_groups"] for place in group["params"]]
+    old = {place: state for place, state in state_dict["state"].items() if isinstance(state, dict) and state}
+    _check(name, old)
+    first = next((old[place] for place in order if place in old), None)
+    if first is None:
+        raise mismatch("state_dict['state'] has keys %s, and its groups have parameters %s" % (list(old), order))
+    step = int(first["step"])
+    zero_one, lamb = name == "ZeroOneAdam", name == "OnebitLamb"
+    frozen = step > frozen_after if zero_one else step >= max(frozen_after, 1)
+    counters = [int(first[key]) for key in OWN[name]] if zero_one else [0] * 4
+    new: Dict[Any, State] = {}
+    for place, state in old.items():
+        new[place] = {key: state[key] for key in COMMON}
+        if lamb:
+            new[place].update(_trust(state, step, frozen, trust_beta, compat))
+    home = next(new[place] for place in order if place in new)
+    home["schedule"] = torch.tensor([step, int(frozen)] + counters + [0, 0], dtype=torch.int32)
+    return {**state_dict, "state": new}
+
+
+def _check(name: str, old: Dict[Any, State]) -> None:
+    for place, state in old.items():
+        for kind, keys in OWN.items():
+            if kind != name and keys[0] in state:
+                raise mismatch("state_dict['state'][%r] has %r: it is state of %s, and this is %s" %
+                               (place, keys[0], kind, name))
+        for key in COMMON + OWN.get(name, ()):
+            if key not in state:
+                raise mismatch("state_dict['state'][%r] has no %r, so it is state neither of DeepSpeed's %s nor of this "
+                               "class; it has %s" % (place, key, name, ", ".join(map(str, state))))
+
+
+def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat: bool) -> State:
+    """1-bit LAMB. The running mean of trust ratios begins at 0 in the original. Standard mode divides it by the sum of
+    its weights. Once frozen the original goes on with the mean as it is, so the divisor is 1."""
+    fresh = state["exp_avg_sq_fresh"]
+    new = {"trust_average": torch.tensor(float(state["lamb_coeff_freeze"])),
+           "trust_factor": torch.tensor(float(state["last_factor"]))}
+    if compat:
+        new["trust_scaling"] = torch.tensor(float(state.get("scaling_coeff", 0)))
+    else:
+        weight = 1.0 if frozen or beta is None else 1 - beta ** max(step - 1, 0)
+        new["trust_weight"] = torch.tensor(weight)
+        if frozen and not bool(fresh.any()):  # saved before the freeze, for a larger freeze_step
+            fresh = state["exp_avg_sq"].clone()
+    return {**new, "exp_avg_sq_fresh": fresh}
+
+
+def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Tensor]],
+                  flat: bool) -> Dict[str, Any]:
+    """The optimizer's part of a wrapper's state dict for `groups`, the parameters of this optimizer. The originals
+    leave out parameters that are not trained; with `flat` all others of a group are one tensor."""
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise mismatch("optimizer_state_dict has %d groups, and the optimizer %d" % (len(saved), len(groups)))
+    state: Dict[Any, Any] = {}
+    new_groups: List[Dict[str, Any]] = []
+    begin = 0
+    for g, (group, params) in enumerate(zip(saved, groups)):
+        places = list(range(begin, begin + len(params)))
+        begin += len(params)
+        trained = [(place, param) for place, param in zip(places, params) if param.requires_grad]
+        old = [state_dict["state"].get(place) for place in group["params"]]
+        if flat and len(old) == 1 and _is_flat(old[0], trained):
+            state.update(_split(g, old[0], trained))
+        elif len(old) in (len(places), len(trained)):
+            targets = places if len(old) == len(places) else [place for place, _ in trained]
+            state.update((place, entry) for place, entry in zip(targets, old) if entry is not None)
+        else:
+            raise mismatch("optimizer_state_dict: group %d has %d tensors, and the optimizer %d parameters" %
+                           (g, len(old), len(places)))
+        new_groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": places})
+    known = {place for group in saved for place in group["params"]}
+    state.update((key, value) for key, value in state_dict["state"].items() if key not in known)
+    return {**state_dict, "state": state, "param_groups": new_groups}
+
+
+def _is_flat(state: Any, trained: List[Tuple[int, torch.Tensor]]) -> bool:
+    if len(trained) != 1:
+        return True
+    moment = state.get("exp_avg") if isinstance(state, dict) else None
+    return torch.is_tensor(moment) and moment.shape != trained[0][1].shape
+
+
+def _split(g: int, state: Any, trained: List[Tuple[int, torch.Tensor]]) -> Dict[int, State]:
+    """Each tensor of the flat master's size is split into those of the parameters. Numbers are copied."""
+    if not isinstance(state, dict):  # the original has made no step
+        return {}
+    sizes = [param.numel() for _, param in trained]
+    new: Dict[int, State] = {place: {} for place, _ in trained}
+    for key, value in state.items():
+        if key in MOMENTS and (not torch.is_tensor(value) or value.numel() != sum(sizes)):
+            raise wrong("optimizer_state_dict: %r of group %d has %s elements, and the group's parameters %d" %
+                        (key, g, value.numel() if torch.is_tensor(value) else "no", sum(sizes)), "SHAPE")
+        parts: Sequence[Any] = [value] * len(sizes)
+        if key in MOMENTS:
+            parts = value.detach().reshape(-1).split(sizes)
+        for (place, param), part in zip(trained, parts):
+            new[place][key] = part.reshape(param.shape).clone() if key in MOMENTS else part
+    return new
