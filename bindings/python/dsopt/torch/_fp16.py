@@ -12,9 +12,10 @@ import torch
 from .. import _abi as abi
 from .._errors import StateError
 from .._handles import Scaler
-from ._base import EngineOptimizer, number
+from ._base import WRAPPED, EngineOptimizer, number
 from ._gone import GONE
-from ._loss_scale import LossScaleConfig, options_of
+from ._loss_scale import LossScaleConfig, more_of_scale, options_of, saved_scale
+from ._originals import mismatch, per_parameter
 from ._plan import Plan
 from ._process_group import comm_of
 from ._tensors import asserted, unsupported, wrong
@@ -393,32 +394,61 @@ class Wrapper(Watched):
         if self.dynamic_loss_scale:
             saved.update(last_overflow_iter=self.last_overflow_iter, scale_factor=self.scale_factor,
                          scale_window=self.scale_window)
-        return saved
+        return {**saved, **more_of_scale(self)}
 
     def load_state_dict(self, state_dict: Dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Without optimizer states the masters are loaded, and moments and counters stay."""
-        saved, masters = state_dict[self._masters_key], self.masters()
-        if len(saved) != len(masters):
-            raise wrong("%s has %d groups, and the optimizer %d" % (self._masters_key, len(saved), len(masters)),
-                        "SHAPE")
-        values = [self._unpack(new, old) for new, old in zip(saved, masters)]
-        for g, (new, old) in enumerate(zip(values, masters)):
-            if [x.shape for x in new] != [x.shape for x in old]:
-                raise wrong("%s[%d] is not of this optimizer's shapes" % (self._masters_key, g), "SHAPE")
+        """Load a state dict of this class, or of the original. Without optimizer states the masters and the loss scale
+        are loaded, and moments and counters stay. A scale that override_loss_scale has set stays in use. A load that
+        fails changes nothing."""
+        targets, values = self._saved_masters(state_dict)
+        try:
+            clip = float(state_dict.get("clip_grad", self.clip_grad))
+        except (TypeError, ValueError):
+            raise wrong("clip_grad of the state dict is %r, and must be a number" % (state_dict["clip_grad"],)) from None
+        arguments, scaler = self._scale_args, None
+        if arguments is not None:
+            arguments, scaler = saved_scale(state_dict, arguments, self._words().tolist())
+            Scaler(self._plan().context, **arguments)  # refuses what no scaler can have
         if load_optimizer_states:
-            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        masters = [[self.state[param].setdefault("master", old) for param, old in zip(self._with_master(group), olds)]
-                   for group, olds in zip(self.param_groups, masters)]
-        for new, old in zip(values, masters):
+            if "optimizer_state_dict" not in state_dict:
+                raise mismatch("the state dict has no 'optimizer_state_dict'; give load_optimizer_states=False to load "
+                               "the masters alone")
+            inner = per_parameter(state_dict["optimizer_state_dict"], [group["params"] for group in self.param_groups],
+                                  self._masters == abi.DSOPT_MASTERS_FLAT)
+            # The wrapper's own keys have these.
+            inner["state"] = {key: {name: value for name, value in state.items() if name not in WRAPPED}
+                              if isinstance(state, dict) else state for key, state in inner["state"].items()}
+            self.optimizer.load_state_dict(inner)
+        for new, old in zip(values, targets):
             for source, target in zip(new, old):
                 target.copy_(source)
-        self.clip_grad = state_dict.get("clip_grad", self.clip_grad)
-        if self._scale_args is not None:
-            self._write_scaler(self._scale_of(state_dict["cur_scale"]), None, updates=state_dict["cur_iter"],
-                               last_overflow=state_dict.get("last_overflow_iter", -1))
+        self._scale_args = arguments
+        self.clip_grad = clip
+        if scaler is not None:
+            whole = self._plan().whole
+            whole["scaler"].copy_(torch.tensor(scaler, dtype=torch.int32))
+            info = self._scaler()
+            whole["loss_scale"].fill_(info.scale)
 
-    def _with_master(self, group: Dict[str, Any]) -> List[torch.Tensor]:
-        return [param for param in group["params"] if param.requires_grad or self.state.get(param)]
+    def _saved_masters(self, state_dict: Dict[str, Any]) -> Tuple[List[List[torch.Tensor]], List[List[torch.Tensor]]]:
+        """The masters, and their values in a state dict."""
+        key, masters = self._masters_key, self.masters()
+        if key not in state_dict:
+            raise mismatch("the state dict has no %r, so it is not one of %s; it has %s" %
+                           (key, type(self).__name__, ", ".join(map(str, state_dict))))
+        saved = state_dict[key]
+        if len(saved) != len(masters):
+            raise wrong("%s has %d groups, and the optimizer %d" % (key, len(saved), len(masters)), "SHAPE")
+        values = []
+        for g, (new, old) in enumerate(zip(saved, masters)):
+            if not old and len(new) and self.low_precision_dtype == torch.float32:  # of the original, which has copies
+                old = masters[g] = [param.detach() for param in self.fp16_groups[g]]
+            values.append(self._unpack(new, old))
+            shapes = [tuple(x.shape) for x in values[-1] if torch.is_tensor(x)]
+            if shapes != [tuple(x.shape) for x in old]:
+                raise wrong("%s[%d] has tensors of shapes %s, and the optimizer's masters %s" %
+                            (key, g, shapes, [tuple(x.shape) for x in old]), "SHAPE")
+        return masters, values
 
     def __getattr__(self, name: str) -> Any:
         """Of what is not there."""

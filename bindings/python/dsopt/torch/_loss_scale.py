@@ -2,10 +2,12 @@
 """The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer as DeepSpeed's engine gives and reads it."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Optional
+import struct
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
+from ._originals import mismatch
 from ._tensors import wrong
 
 if TYPE_CHECKING:
@@ -88,3 +90,47 @@ def options_of(config: Any, profile: str, dtype: torch.dtype) -> Optional[Dict[s
         return {"static": True, "init": config.cur_scale}
     return {"profile": profile, "init": config.cur_scale, "factor": config.scale_factor or 2.0,
             "window": config.scale_window or 1000, "min": config.min_loss_scale or 0}
+
+
+def more_of_scale(wrapper: Wrapper) -> Dict[str, Any]:
+    """What a state dict has of a dynamic scale beyond the keys of the original: all that the next steps depend on."""
+    if not wrapper.dynamic_loss_scale:
+        return {}
+    return {"min_loss_scale": wrapper.loss_scale_config.min_loss_scale,
+            "cur_hysteresis": int(wrapper._scaler().hysteresis)}
+
+
+def saved_scale(saved: Dict[str, Any], arguments: Dict[str, Any],
+                words: List[int]) -> Tuple[Dict[str, Any], List[int]]:
+    """The scale of a wrapper's state dict: arguments of dsopt.Scaler, and the words of the state tensor "scaler". Those
+    given are the current ones, of which an override and what the state dict does not have stay."""
+    def value(key: str, least: float, most: float = 3.4e38, above: bool = False) -> Any:
+        if key not in saved:
+            raise mismatch("the state dict has no %r, and this wrapper has a %s loss scale" %
+                           (key, "static" if static else "dynamic"))
+        try:
+            found = float(saved[key])
+        except (TypeError, ValueError, RuntimeError):
+            found = float("nan")
+        if not (least < found if above else least <= found) or not found <= most:
+            raise mismatch("%s of the state dict is %r, and must be a number %s %g" %
+                           (key, saved[key], "above" if above else "of at least", least))
+        return found
+
+    static = bool(arguments.get("static"))
+    if bool(saved.get("dynamic_loss_scale", not static)) == static:
+        raise mismatch("dynamic_loss_scale of the state dict is %r, and the loss scale of this wrapper is %s; make the "
+                       "wrapper with dynamic_loss_scale=%s" % (saved["dynamic_loss_scale"], "static" if static else
+                                                               "dynamic", static))
+    arguments, words = dict(arguments), list(words)
+    words[0:2] = struct.unpack("<2i", struct.pack("<d", value("cur_scale", 0, above=True)))
+    words[4] = int(value("cur_iter", 0, 2 ** 31 - 1))
+    if not static:
+        words[5] = int(value("last_overflow_iter", -1, 2 ** 31 - 1))
+        arguments["factor"] = value("scale_factor", 1, above=True)
+        arguments["window"] = int(value("scale_window", 1, 2 ** 31 - 1))
+        if "min_loss_scale" in saved:
+            arguments["min"] = value("min_loss_scale", 0)
+        budget = arguments.get("hysteresis", 1)
+        words[6] = min(int(value("cur_hysteresis", 1)), budget) if "cur_hysteresis" in saved else budget
+    return arguments, words
