@@ -404,7 +404,7 @@ class Wrapper(Watched):
         try:
             clip = float(state_dict.get("clip_grad", self.clip_grad))
         except (TypeError, ValueError):
-            raise wrong("clip_grad of the state dict is %r, and must be a number" % (state_dict["clip_grad"],)) from None
+            raise wrong("clip_grad of the state dict is %r, and must be a number" % state_dict["clip_grad"]) from None
         arguments, scaler = self._scale_args, None
         if arguments is not None:
             arguments, scaler = saved_scale(state_dict, arguments, self._words().tolist())

@@ -194,7 +194,8 @@ class Onebit(Named):
                     self.state[param].pop("mask", None)
         if changed:
             self._reset_errors()
-        states = [self.state[param] for group in self.param_groups for param in group["params"] if self.state.get(param)]
+        params = [param for group in self.param_groups for param in group["params"]]
+        states = [self.state[param] for param in params if self.state.get(param)]
         resume(states, self._algorithm, self._schedule_fields()["freeze_step"], bool(self._compat))
         for state in states:
             state.pop("active", None)  # it follows from the variance, and a run of one rank has none

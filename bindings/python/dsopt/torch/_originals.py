@@ -67,8 +67,8 @@ def _check(name: str, old: Dict[Any, State]) -> None:
                                (place, keys[0], kind, name))
         for key in COMMON + OWN.get(name, ()):
             if key not in state:
-                raise mismatch("state_dict['state'][%r] has no %r, so it is state neither of DeepSpeed's %s nor of this "
-                               "class; it has %s" % (place, key, name, ", ".join(map(str, state))))
+                raise mismatch("state_dict['state'][%r] has no %r, so it is neither state of DeepSpeed's %s nor of "
+                               "this class; it has %s" % (place, key, name, ", ".join(map(str, state))))
 
 
 def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat: bool) -> State:

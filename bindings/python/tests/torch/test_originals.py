@@ -96,7 +96,8 @@ class Replay:
                 recorded = self.case.get("%s/p%d" % (name, i))
                 found = param.detach() if name == "param" else state[name]
                 most = (found - recorded[t]).abs().max().item()
-                assert most <= 2e-5 * recorded.abs().max().item(), "call %d: %s of p%d differs by %g" % (t, name, i, most)
+                limit = 2e-5 * recorded.abs().max().item()
+                assert most <= limit, "call %d: %s of p%d differs by %g" % (t, name, i, most)
             for name, recorded in (("trust_average", "lamb_coeff_freeze"), ("trust_factor", "last_factor")):
                 if name in state:
                     torch.testing.assert_close(state[name].double(), self.case.get(recorded)[t, i], rtol=1e-4, atol=0)
@@ -120,8 +121,8 @@ class Replay:
             else:
                 own.update({name: recorded("%s/p%d" % (name, i)) for name in ("worker_error", "server_error")})
             if self.kind is ZeroOneAdam:
-                own.update({name: int(recorded(name)) for name in ("var_interval", "var_counter", "local_step_interval",
-                                                                   "local_step_counter")}, lrs=recorded("lrs")[i].item())
+                counters = ("var_interval", "var_counter", "local_step_interval", "local_step_counter")
+                own.update({name: int(recorded(name)) for name in counters}, lrs=recorded("lrs")[i].item())
             state[i] = own
         return {"state": state, "param_groups": [{**self.optimizer.state_dict()["param_groups"][0]}]}
 
@@ -215,7 +216,8 @@ class StateOfTheOriginal(TestCase):
             param.data.fill_(3)
         give_grads(params)
         optimizer.step()
-        self.assert_same([optimizer.state[param]["anchor"] for param in params], [torch.full_like(p, 3) for p in params])
+        for param in params:
+            self.assert_same([optimizer.state[param]["anchor"]], [torch.full_like(param, 3)])
 
     def test_trust_of_onebit_lamb(self):
         for freeze, step, compat, expected in (
@@ -338,7 +340,7 @@ class StateOfTheOriginal(TestCase):
 
         cases = [(True, lambda s: s.update(fp32_groups_flat=[torch.zeros(25)]), "fp32_groups_flat has 25 elements"),
                  (True, lambda s: s.update(fp32_groups_flat=[]), "fp32_groups_flat has 0 groups"),
-                 (True, lambda s: s.update(fp32_groups=s.pop("fp32_groups_flat")), "no 'fp32_groups_flat'.*fp32_groups"),
+                 (True, lambda s: s.update(fp32_groups=s.pop("fp32_groups_flat")), "'fp32_groups_flat'.*fp32_groups"),
                  (False, lambda s: s.pop("fp32_groups"), "no 'fp32_groups'"),
                  (False, lambda s: s["fp32_groups"][0].pop(), r"fp32_groups\[0\] has tensors of shapes \[\(7, 3\)\]"),
                  (True, lambda s: s.pop("optimizer_state_dict"), "no 'optimizer_state_dict'"),

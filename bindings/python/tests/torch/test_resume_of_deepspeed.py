@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that DeepSpeed 0.19.6, the last version with the 1-bit optimizers, begins and dsopt.torch continues, next to
+DeepSpeed's own continuation. Skipped where that version is not installed."""
+import contextlib
+import copy
+import importlib.util
+import io
+import os
+import sys
+import types
+import unittest
+
+from support import TestCase, child, main, run_ranks, torch
+
+import dsopt.torch
+
+try:
+    from importlib.metadata import version
+    FOUND = version("deepspeed") if importlib.util.find_spec("deepspeed") else None
+except ImportError:
+    FOUND = None
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+SHAPES = ((7, 3), (5,), (33,))
+KINDS = {"OnebitAdam": ("adam", "freeze_step", "FP16_Optimizer"),
+         "ZeroOneAdam": ("zoadam", "var_freeze_step", "FP16_Optimizer"),
+         "OnebitLamb": ("lamb", "freeze_step", "FP16_UnfusedOptimizer")}
+SCALE = dict(init_scale=256.0, scale_window=4, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+
+
+class Pack:
+    """The op of DeepSpeed's backend "compressed", which is built for XPUs: 1 where a value is not negative."""
+
+    def packbits(self, values, numel, rank):
+        bits = (values >= 0).to(torch.uint8).view(-1, 8)
+        return (bits << torch.arange(7, -1, -1, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+    def unpackbits(self, packed, numel, rank):
+        bits = packed.view(-1, 1) >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1
+        return bits.view(-1).float() * 2 - 1
+
+
+def deepspeeds():
+    """DeepSpeed's classes by name, for processes with gloo and without a GPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import deepspeed.comm
+    import deepspeed.runtime.comm.compressed as backend
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would compile a library
+    deepspeed.init_distributed("gloo", verbose=False)
+    backend.PackbitsBuilder = type("Builder", (), {"load": lambda self: Pack()})
+    # gloo compares the shapes of an all-gather, and the backend's scales have none.
+    backend.dist = types.SimpleNamespace(**{name: getattr(deepspeed.comm, name) for name in dir(deepspeed.comm)
+                                            if not name.startswith("__")})
+    backend.dist.all_gather = lambda out, value, group=None: deepspeed.comm.all_gather(
+        out, value.reshape(out[0].shape), group=group)
+    from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
+    found = {"FP16_Optimizer": fused_optimizer.FP16_Optimizer,
+             "FP16_UnfusedOptimizer": unfused_optimizer.FP16_UnfusedOptimizer}
+    for name, (module, _, _) in KINDS.items():
+        found[name] = getattr(importlib.import_module("deepspeed.runtime.fp16.onebit." + module), name)
+    return found
+
+
+class Run:
+    """An optimizer of `classes` with its parameters on one rank. The caller averages gradients when it is asked to."""
+
+    def __init__(self, classes, name, wrapped, freeze_step, rank, **options):
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.float16 if wrapped else torch.float32
+        self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+        self.engine = types.SimpleNamespace(enable_backward_allreduce=True, mpu=None, local_rank=rank)
+        _, freeze, wrapper = KINDS[name]
+        self.rank, self.count = rank, 0
+        self.inner = self.optimizer = classes[name](self.params, self.engine, lr=0.01, comm_backend_name="compressed"
+                                                    if "compat" not in options else "nccl", **{freeze: freeze_step},
+                                                    **options)
+        if wrapped:
+            self.optimizer = classes[wrapper](self.inner, dynamic_loss_scale=True, dynamic_loss_args=SCALE,
+                                              clip_grad=1.0, verbose=False)
+
+    def step(self, scale):
+        self.count += 1
+        generator = torch.Generator().manual_seed(100 * self.count + self.rank)
+        for param in self.params:
+            grad = torch.randn(param.shape, generator=generator) * scale
+            if self.engine.enable_backward_allreduce:
+                torch.distributed.all_reduce(grad)
+                grad /= 2
+            param.grad = grad.to(param.dtype)
+        self.optimizer.step()
+
+    def steps(self, count):
+        for _ in range(count):
+            self.step(self.optimizer.loss_scale if self.optimizer is not self.inner else 1)
+
+
+def continued(rank, classes, name, wrapped, freeze_step, steps):
+    """Rank 0's checkpoint, from which three runs go on: DeepSpeed's, ours in compat mode, and ours in standard mode."""
+    ours = {key: getattr(dsopt.torch, key) for key in classes}
+    run = Run(classes, name, wrapped, freeze_step, rank)
+    run.steps(steps)
+    saved = [copy.deepcopy(run.optimizer.state_dict()), [param.detach() for param in run.params]]
+    torch.distributed.broadcast_object_list(saved)
+    frozen = steps + wrapped > freeze_step
+    weights = []
+    for which, options in ((classes, {}), (ours, {"compat": "deepspeed"}), (ours, {"compat": None})):
+        again = Run(which, name, wrapped, freeze_step, rank, **options)
+        if which is classes and not wrapped:
+            for param in again.params:  # the first call of the original does nothing, also after a load
+                param.grad = torch.zeros_like(param)
+            again.optimizer.step()
+        again.count = run.count
+        for param, value in zip(again.params, saved[1]):
+            param.data.copy_(value)
+        again.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        flag = again.engine.enable_backward_allreduce
+        # After its load the original's 0/1 Adam adapts the variance, and does not ask for averaged gradients.
+        again.engine.enable_backward_allreduce |= which is classes and name == "ZeroOneAdam"
+        if which is ours:
+            forgets = name == "ZeroOneAdam" and options["compat"]
+            assert again.inner.frozen == (frozen and not forgets), (name, options)
+            assert flag == (again.inner.next_reduction() == "full"), (name, options)
+        again.steps(6)
+        weights.append(torch.cat([param.detach().float().reshape(-1) for param in again.params]))
+        if options.get("compat", "") is None and name != "ZeroOneAdam":
+            both = [torch.empty_like(weights[-1]) for _ in range(2)]
+            torch.distributed.all_gather(both, weights[-1])
+            assert torch.equal(*both), name
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-5, msg=lambda text: "%s: %s" % (name, text))
+    if not frozen:
+        torch.testing.assert_close(weights[2], weights[0], rtol=1e-5, atol=1e-5)
+
+
+def runs_go_on(rank):
+    with contextlib.redirect_stdout(io.StringIO()):  # the originals print
+        classes = deepspeeds()
+        for name in KINDS:
+            for wrapped in (False, True):
+                for freeze_step, steps in ((100, 6), (4, 12)):
+                    continued(rank, classes, name, wrapped, freeze_step, steps)
+
+
+@unittest.skipUnless(GLOO and FOUND == "0.19.6", "DeepSpeed 0.19.6 is not installed (found: %s)" % FOUND)
+class TwoProcesses(TestCase):
+    def test_runs_go_on(self):
+        run_ranks(self, __file__, "all")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child([runs_go_on], int(sys.argv[3]), sys.argv[4])
+    else:
+        main()
