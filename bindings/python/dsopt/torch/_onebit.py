@@ -33,7 +33,8 @@ NOTES = """
                         element whose gradient is always 0, such as a position that no sequence reaches, would be moved
                         by noise; a 0 here keeps it. Broadcastable to each parameter, or with FP16_Optimizer also of one
                         dimension for all parameters of the group. load_state_dict keeps the mask of this optimizer and
-                        ignores the checkpoint's. Where the two differ, error feedback starts again with zeros
+                        ignores the checkpoint's. Where the two differ, error feedback starts again with zeros.
+                        Each step reads it: it can be replaced, changed in place, set and removed at any time
     non_freeze          True: the group is never compressed, and its variance never freezes (OnebitAdam)
 
     The constructor's arguments:
@@ -59,14 +60,6 @@ FREEZE = """
                         steps"""
 
 
-def version_of(mask: Optional[torch.Tensor]) -> int:
-    """Rises with each change of the tensor in place."""
-    try:
-        return getattr(mask, "_version", 0)
-    except RuntimeError:  # a tensor of inference mode has none
-        return 0
-
-
 def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     if a is None or b is None:
         return a is b
@@ -85,7 +78,7 @@ class Onebit(Named):
     _engine: Any = None
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
-    _masks: List[Any] = []  # those that the plans have, so that no other can come to their ids
+    _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
     _no_anchors = False  # the state that was loaded has no weights of the last exchange
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
@@ -132,36 +125,57 @@ class Onebit(Named):
 
     def _plan(self) -> None:
         has_active = any("active" in state for state in self.state.values())
+        self._masked = []
+        for g, group in enumerate(self.param_groups):
+            if group.get("exp_avg_mask") is not None:
+                self._masked.append(g)
+                continue
+            for param in group["params"]:
+                if "mask" in self.state.get(param, {}):
+                    del self.state[param]["mask"]  # of a mask that was removed
         super()._plan()
         if not has_active:
             self._find_active()
         if self._no_anchors:
             self._set_anchors()
-        self._masks = [group.get("exp_avg_mask") for group in self.param_groups]
         try:
-            for g, mask in enumerate(self._masks):
-                if mask is not None:
-                    self._fill_masks(g, mask)
+            self._fill_masks()
         except BaseException:
             self._plans = None
             raise
 
-    def _fill_masks(self, g: int, mask: torch.Tensor) -> None:
+    def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
+        # In each step: a write through `.data` or NumPy does not raise the tensor's version.
+        self._fill_masks()
+        super()._run(i, scale, found_inf)
+
+    def _fill_masks(self) -> None:
+        for g in self._masked:
+            self._fill_mask(g)
+
+    def _fill_mask(self, g: int) -> None:
         """Copy exp_avg_mask of a group to the state. With FP16_Optimizer, whose original has one flat master per group,
         it may have one dimension for all parameters of the group, one after the other."""
         params = [param for param in self.param_groups[g]["params"] if "mask" in self.state.get(param, {})]
+        mask = self.param_groups[g]["exp_avg_mask"]
+        if not torch.is_tensor(mask):
+            raise wrong("param_groups[%d]: exp_avg_mask is a %s, and must be a tensor or None" %
+                        (g, type(mask).__name__))
+        if params and mask.device != params[0].device:
+            # Once, as the original does: a copy from the host in each step would wait for the device.
+            mask = self.param_groups[g]["exp_avg_mask"] = mask.to(params[0].device)
         sizes = [param.numel() for param in params]
         flat = getattr(self._wrapper, "_masters", None) == abi.DSOPT_MASTERS_FLAT and mask.shape == (sum(sizes), )
         for param, part in zip(params, mask.split(sizes) if flat else [mask] * len(params)):
             try:
-                self.state[param]["mask"].copy_(part.reshape(param.shape) if flat else part)
+                self.state[param]["mask"].copy_(part.detach().reshape(param.shape) if flat else part.detach())
             except RuntimeError:
                 raise wrong("param_groups[%d]: exp_avg_mask has shape %s, and must be broadcastable to that of each "
                             "parameter, %s" % (g, tuple(mask.shape), tuple(param.shape)), "SHAPE") from None
 
     def _fixed(self) -> List[Any]:
-        return super()._fixed() + [(bool(group.get("non_freeze")), id(group.get("exp_avg_mask")),
-                                    version_of(group.get("exp_avg_mask"))) for group in self.param_groups]
+        return super()._fixed() + [(bool(group.get("non_freeze")), group.get("exp_avg_mask") is not None)
+                                   for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch's, also of the original's state dicts. The stage follows from `step`. The groups keep their
