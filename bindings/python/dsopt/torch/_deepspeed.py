@@ -12,6 +12,18 @@ from ._lion import Lion
 from ._tensors import refused, unsupported, wrong
 
 
+class ReadOnly(property):
+    """A property whose refusal to be set names it, as Python's own does from 3.11 on only."""
+
+    _name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        raise unsupported("%s of %s cannot be set" % (self._name, type(owner).__name__))
+
+
 class Named(EngineOptimizer):
     """DeepSpeed's defaults and attributes. compat="deepspeed" also takes its quirks (docs/compat.md)."""
 
@@ -128,7 +140,19 @@ class FusedLion(StepArguments, Lion):
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
 
-class FusedLamb(Named):
+class TrustRatios(EngineOptimizer):
+    """What the two LAMBs report."""
+
+    def get_lamb_coeffs(self) -> List[float]:
+        """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
+        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].tolist()]
+
+    @ReadOnly
+    def lamb_coeffs(self) -> List[torch.Tensor]:
+        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].unbind()]
+
+
+class FusedLamb(TrustRatios, Named):
     __doc__ = """deepspeed.ops.lamb.FusedLamb (You et al. 2019). Each parameter's update is scaled by its trust ratio,
     the norm of the weights divided by the norm of the update.
     """ + COMMON + LAMB + """
@@ -172,11 +196,3 @@ class FusedLamb(Named):
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g) + tuple(
             number(group[key], g, key) for key in ("max_grad_norm", "min_coeff", "max_coeff"))
-
-    def get_lamb_coeffs(self) -> List[float]:
-        """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
-        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].tolist()]
-
-    @property
-    def lamb_coeffs(self) -> List[torch.Tensor]:
-        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].unbind()]

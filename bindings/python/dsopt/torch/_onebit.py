@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from ctypes import byref
+from math import gcd
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
 from .. import _abi as abi
-from .._errors import StateError
+from .._errors import StateError, UnsupportedError
 from ._base import VERSION, number
-from ._deepspeed import COMMON, DECAY, LAMB, Named
+from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
 from ._originals import converted, is_original
-from ._process_group import comm_of
+from ._process_group import Default, check_backend, comm_of, ranks_of
 from ._resume import resume
 from ._tensors import is_dense, unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
+NCCL = Default("nccl")
+# Arguments that the originals accept and ignore. Standard mode refuses what has no effect.
+IGNORED = {"eps_inside_sqrt": "eps is added to the root", "max_grad_norm": "use clip_grad of FP16_Optimizer"}
 
 
 # Attributes of DeepSpeed's engines for "average the gradients": the first is that of pipelines.
@@ -43,11 +47,12 @@ MORE = """
     deepspeed           None: the step averages gradients. Or an engine that does so itself when its attribute
                         enable_backward_allreduce is set, which each step does
     bias_correction     no effect
-    eps_inside_sqrt     must be False
-    max_grad_norm       must be 0; clip with FP16_Optimizer(..., clip_grad=...)
+    eps_inside_sqrt     must be False; with compat="deepspeed" it is ignored
+    max_grad_norm       must be 0; clip with FP16_Optimizer(..., clip_grad=...). With compat="deepspeed" it is ignored
     amsgrad             must be False
-    cuda_aware          no effect
-    comm_backend_name   no effect: the backend is that of `group`
+    cuda_aware          must be False: the backend of `group` decides which memory is sent
+    comm_backend_name   "nccl", "mpi", "hccl", "gloo" or "compressed". The exchange is over `group`; a name that is not
+                        that of its backend is refused, except "compressed", which goes with any. Left out, any will do
     group               process group of the data-parallel ranks; None: the default group of torch.distributed, or one
                         rank without it
     compat              None: standard mode; "deepspeed": also the quirks of the original, step by step
@@ -73,9 +78,13 @@ class Onebit(Named):
     # the exchange. With this it leaves skipping to the step, which agrees on it.
     _step_supports_amp_scaling = VERSION >= (2, 0)
     _fields = Named._fields[:-1]
+    _kept = Named._kept + ("_eps_mode", "_comm_backend_name")
     _at_once = True
     _group: Any = None
     _engine: Any = None
+    _comm: Any = None
+    _eps_mode = 1
+    _comm_backend_name: str = NCCL
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
     _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
@@ -83,11 +92,16 @@ class Onebit(Named):
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
-               **more: Any) -> None:
-        for name, value, instead in (("eps_inside_sqrt", eps_inside_sqrt, "eps is added to the root"),
-                                     ("max_grad_norm", max_grad_norm, "use clip_grad of FP16_Optimizer")):
-            if value:
-                raise unsupported("%s: %s=%r is not supported; %s" % (type(self).__name__, name, value, instead))
+               cuda_aware: bool, comm_backend_name: str, **more: Any) -> None:
+        if eps_inside_sqrt and not compat:
+            raise self._ignored(type(self).__name__, "eps_inside_sqrt", eps_inside_sqrt)
+        if max_grad_norm and not compat:
+            raise self._ignored(type(self).__name__, "max_grad_norm", max_grad_norm)
+        if cuda_aware:
+            raise unsupported("%s: cuda_aware=%r is not supported; a process group with backend nccl exchanges device "
+                              "memory, and all others host memory" % (type(self).__name__, cuda_aware))
+        check_backend(comm_backend_name, group)
+        self._eps_mode, self._comm_backend_name = 0 if eps_inside_sqrt else 1, comm_backend_name
         self._group, self._engine = group, deepspeed
         for name in ENGINE_FLAGS:
             if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
@@ -96,13 +110,41 @@ class Onebit(Named):
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
 
+    @staticmethod
+    def _ignored(where: str, name: str, value: Any) -> UnsupportedError:
+        return unsupported("%s: %s=%r is not supported; %s" % (where, name, value, IGNORED[name]))
+
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g)[:5]
 
     def _schedule_fields(self) -> Dict[str, Any]:
+        """Fields of dsopt_group that are attributes here."""
         raise NotImplementedError
 
+    def _value(self, name: str, low: float, below: float, whole: bool = False) -> Any:
+        """An attribute that a program may have set, checked."""
+        value = getattr(self, name)
+        try:
+            found = float("nan") if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            found = float("nan")
+        if not low <= found < below or (whole and found != int(found)):
+            raise wrong("%s of %s is %r, and must be a %snumber in [%g, %g)" %
+                        (name, type(self).__name__, value, "whole " if whole else "", low, below))
+        return int(found) if whole else found
+
+    def _count(self, name: str) -> int:
+        return self._value(name, 1, 2**31 - 1, whole=True)  # type: ignore[no-any-return]
+
+    def _freeze_step(self, name: str) -> int:
+        if not self._compat:
+            return self._count(name)
+        # The original tests it after its second call at the earliest, so all numbers below 1 act as 1.
+        return max(1, self._value(name, -2**31, 2**31 - 1, whole=True))
+
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
+        if group.get("max_grad_norm") and not self._compat:
+            raise self._ignored("a group of " + type(self).__name__, "max_grad_norm", group["max_grad_norm"])
         flags = abi.DSOPT_GROUP_NON_FREEZE if group.get("non_freeze") else 0
         return self._algorithm, flags, self._schedule_fields()
 
@@ -114,7 +156,8 @@ class Onebit(Named):
         desc, needed, hooked = super()._engine_desc(context)
         desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family has none without
         desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # what enters an exchange stays in its errors
-        comm = comm_of(self._group, context, torch.device(context.backend, context.device)
+        check_backend(self._comm_backend_name, self._group)
+        self._comm = comm = comm_of(self._group, context, torch.device(context.backend, context.device)
                        if context.backend == "cuda" else torch.device("cpu"))
         self._rank_key = "" if comm is None else "_rank%dof%d" % (comm.rank, comm.ranks)
         if comm is not None:
@@ -174,8 +217,9 @@ class Onebit(Named):
                             "parameter, %s" % (g, tuple(mask.shape), tuple(param.shape)), "SHAPE") from None
 
     def _fixed(self) -> List[Any]:
-        return super()._fixed() + [(bool(group.get("non_freeze")), group.get("exp_avg_mask") is not None)
-                                   for group in self.param_groups]
+        return super()._fixed() + list(self._schedule_fields().values()) + [
+            (bool(group.get("non_freeze")), group.get("exp_avg_mask") is not None, bool(group.get("max_grad_norm")))
+            for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """As torch's, also of the original's state dicts. The stage follows from `step`. The groups keep their
@@ -216,6 +260,8 @@ class Onebit(Named):
         self._no_anchors = not all("anchor" in state for state in states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if param_group.get("max_grad_norm") and not self._compat:
+            raise self._ignored("a group of " + type(self).__name__, "max_grad_norm", param_group["max_grad_norm"])
         if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:
             raise StateError("the variance is frozen, and new parameters would have none; add groups before the "
                              "freeze, or with non_freeze=True (DSOPT_ERR_STATE)", abi.DSOPT_ERR_STATE,
@@ -286,8 +332,12 @@ class Onebit(Named):
         """dsopt_schedule_info. Waits for the device."""
         if not self._plans or not self._is_current():
             self._plan()
-        plan = self._plans[0]  # type: ignore[index]
-        info, words = abi.dsopt_schedule_info(), plan.whole["schedule"].cpu()
+        info = abi.dsopt_schedule_info()
+        if not self._plans:  # no parameter is trained
+            info.reduction = abi.DSOPT_REDUCTION_FULL
+            return info
+        plan = self._plans[0]
+        words = plan.whole["schedule"].cpu()
         abi.check(abi.lib.dsopt_schedule_decode(plan.handle, words.data_ptr(), byref(info)))
         return info
 
@@ -297,10 +347,58 @@ class Onebit(Named):
         averages itself (no `deepspeed`), the gradients are each rank's own in any case."""
         return REDUCTIONS[self._schedule().reduction]
 
-    @property
+    @ReadOnly
     def frozen(self) -> bool:
         """The variance does not change any more."""
-        return bool(self._schedule().frozen)
+        return bool(self.state) and bool(self._schedule().frozen)
+
+    # ------------------------------------------------------------------------- attributes of the originals, read only
+    @ReadOnly
+    def initialize(self) -> bool:
+        """A step has been made."""
+        return bool(self.state) and self._schedule().step > 0
+
+    @ReadOnly
+    def size(self) -> int:
+        """Number of ranks that exchange."""
+        return ranks_of(self._group)
+
+    @ReadOnly
+    def divider(self) -> int:
+        """In compat mode a tensor is padded to a multiple of size times this."""
+        return self.size * 8 // gcd(self.size, 8)
+
+    @ReadOnly
+    def eps_mode(self) -> int:
+        """0 with eps_inside_sqrt, which has no effect."""
+        return self._eps_mode
+
+    @ReadOnly
+    def cuda_aware(self) -> bool:
+        return False
+
+    @ReadOnly
+    def comm_backend_name(self) -> str:
+        return str(self._comm_backend_name)
+
+    @ReadOnly
+    def comm_backend_handle(self) -> Any:
+        """The dsopt.Comm over the process group; None on one rank and before the first step."""
+        return self._comm
+
+    @ReadOnly
+    def using_pipeline(self) -> bool:
+        return self._comm_backend_name != "mpi" and hasattr(self._engine, "pipeline_enable_backward_allreduce")
+
+    @property
+    def deepspeed(self) -> Any:
+        """The argument. Setting it counts from the next step on."""
+        return self._engine
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        self._engine = value
+        self._plans = None
 
 
 class OnebitAdam(Onebit):
@@ -323,18 +421,22 @@ class OnebitAdam(Onebit):
                  max_grad_norm: float = 0.,
                  amsgrad: bool = False,
                  cuda_aware: bool = False,
-                 comm_backend_name: str = "nccl",
+                 comm_backend_name: str = NCCL,
                  *,
                  group: Any = None,
                  compat: Optional[str] = None) -> None:
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name)
 
     def _schedule_fields(self) -> Dict[str, Any]:
-        return {"freeze_step": self.freeze_step}
+        return {"freeze_step": self._freeze_step("freeze_step")}
 
-    @property
+    # The original sets these once, and never again.
+    comm_time = step_time = bk_time = 0.0
+    ave_step = 1
+
+    @ReadOnly
     def adam_freeze_key(self) -> bool:
         return self.frozen
 
@@ -369,25 +471,32 @@ class ZeroOneAdam(Onebit):
                  local_step_clipper: int = 16,
                  amsgrad: bool = False,
                  cuda_aware: bool = False,
-                 comm_backend_name: str = "nccl",
+                 comm_backend_name: str = NCCL,
                  *,
                  group: Any = None,
                  compat: Optional[str] = None) -> None:
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name)
 
     def _schedule_fields(self) -> Dict[str, Any]:
-        return {"freeze_step": self.var_freeze_step, "var_interval_steps": self.var_update_scaler,
-                "local_interval_steps": self.local_step_scaler, "max_local_interval": self.local_step_clipper}
+        return {"freeze_step": self._freeze_step("var_freeze_step"),
+                "var_interval_steps": self._count("var_update_scaler"),
+                "local_interval_steps": self._count("local_step_scaler"),
+                "max_local_interval": self._count("local_step_clipper")}
 
-    @property
+    @ReadOnly
     def freeze_key(self) -> bool:
         return self.frozen
 
+    @ReadOnly
+    def reinitial_error_buffer(self) -> bool:
+        """Errors began again with zeros, as they do when the variance freezes."""
+        return self.frozen
 
-class OnebitLamb(Onebit):
+
+class OnebitLamb(TrustRatios, Onebit):
     __doc__ = """deepspeed.runtime.fp16.onebit.lamb.OnebitLamb (Li et al. 2021): LAMB whose variance freezes, after
     which ranks exchange 1 bit per element. From then on a parameter's trust ratio is the running mean of its ratios,
     times a factor that follows the variance as it would have gone on.
@@ -415,7 +524,7 @@ class OnebitLamb(Onebit):
                  min_coeff: float = 0.01,
                  amsgrad: bool = False,
                  cuda_aware: bool = False,
-                 comm_backend_name: str = "nccl",
+                 comm_backend_name: str = NCCL,
                  coeff_beta: float = 0.9,
                  factor_max: float = 4.,
                  factor_min: float = 0.5,
@@ -426,20 +535,20 @@ class OnebitLamb(Onebit):
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad, max_coeff=max_coeff, min_coeff=min_coeff)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name, max_coeff=max_coeff, min_coeff=min_coeff)
 
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("min_coeff", "max_coeff"))
 
     def _schedule_fields(self) -> Dict[str, Any]:
-        return {
-            "freeze_step": self.freeze_step,
-            "trust_beta": self.coeff_beta,
-            "trust_threshold": self.factor_threshold,
-            "trust_min_change": self.factor_min,
-            "trust_max_change": self.factor_max
-        }
+        largest = self._value("factor_max", 0, float("inf"))
+        if self._value("factor_min", 0, float("inf")) > largest:
+            raise wrong("factor_min of OnebitLamb is %r, and must not be above factor_max, %r" %
+                        (self.factor_min, self.factor_max))
+        return {"freeze_step": self._freeze_step("freeze_step"), "trust_beta": self._value("coeff_beta", 0, 1),
+                "trust_threshold": self._value("factor_threshold", 0, 1), "trust_min_change": float(self.factor_min),
+                "trust_max_change": largest}
 
-    @property
+    @ReadOnly
     def lamb_freeze_key(self) -> bool:
         return self.frozen

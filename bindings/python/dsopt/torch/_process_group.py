@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from .. import _abi as abi
 from .._handles import Comm, Context
-from ._tensors import unsupported
+from ._tensors import unsupported, wrong
 
+BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo")  # DeepSpeed's names of its own backends, and gloo
 DTYPES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F64: torch.float64, abi.DSOPT_DTYPE_I32: torch.int32}
 SIZES = {torch.float32: 4, torch.float64: 8, torch.int32: 4, torch.uint8: 1}
 
@@ -83,9 +84,35 @@ class Collectives:
             work.wait()
 
 
+class Default(str):
+    """The default of comm_backend_name, which is equal to the name that a caller may pass."""
+
+
+def check_backend(name: Any, group: Any) -> None:
+    """Refuse a comm_backend_name that is unknown, or that contradicts the backend of the process group."""
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise wrong("comm_backend_name is %r, and must be one of %s" % (name, ", ".join(map(repr, BACKENDS))))
+    # "compressed" of DeepSpeed works over any backend of torch.distributed.
+    if isinstance(name, Default) or name == "compressed" or not is_distributed():
+        return
+    backend = str(dist.get_backend(group))
+    if name not in backend.lower():
+        raise wrong("comm_backend_name is %r, and the backend of the process group is %r; leave comm_backend_name out, "
+                    "or pass a process group with that backend as `group`" % (name, backend))
+
+
+def is_distributed() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def ranks_of(group: Any) -> int:
+    """Number of ranks of a process group; 1 without torch.distributed."""
+    return int(dist.get_world_size(group)) if is_distributed() else 1
+
+
 def comm_of(group: Any, context: Context, device: torch.device) -> Optional[Comm]:
     """A comm over a process group; None: the default group, if there is one. One rank needs no comm."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not is_distributed():
         if group is not None:
             raise unsupported("group: torch.distributed is not initialized")
         return None

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes and group entries of DeepSpeed's classes that a program sets between steps."""
+import copy
 import itertools
+import pickle
 import sys
 import unittest
 
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
-from dsopt.torch import OnebitAdam, OnebitLamb, ZeroOneAdam
+import dsopt
+from dsopt.torch import FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 FAMILY = ((OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}), (OnebitLamb, {"freeze_step": 2}))
 MODES = tuple(itertools.product(FAMILY, (None, "deepspeed")))
+# Attributes with a value for the constructor and one to set.
+SCHEDULES = ((OnebitAdam, "freeze_step", 4, 7), (OnebitAdam, "freeze_step", 100, 3),
+             (ZeroOneAdam, "var_freeze_step", 4, 7), (ZeroOneAdam, "var_freeze_step", 100, 3),
+             (ZeroOneAdam, "var_update_scaler", 16, 2), (ZeroOneAdam, "local_step_scaler", 100, 2),
+             (ZeroOneAdam, "local_step_clipper", 16, 2), (OnebitLamb, "freeze_step", 4, 7),
+             (OnebitLamb, "freeze_step", 100, 3), (OnebitLamb, "coeff_beta", 0.9, 0.5),
+             (OnebitLamb, "factor_max", 4.0, 1.01), (OnebitLamb, "factor_min", 0.5, 0.99),
+             (OnebitLamb, "factor_threshold", 0.1, 0.01))
+DEFAULTS = {OnebitAdam: {"freeze_step": 4}, OnebitLamb: {"freeze_step": 4},
+            ZeroOneAdam: {"var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 4}}
 
 
 def moved_by_a_step(params, optimizer, seed):
@@ -64,7 +77,48 @@ def masks_change(rank=0):
         expect([0, 0, 1, 1])
 
 
-CASES = [masks_change]
+def attributes_are_read_by_each_step(rank=0):
+    """An optimizer whose attribute is set goes on as one that is made with that value and gets its state."""
+    for kind, name, first, then in SCHEDULES:
+        for when in (1, 6):  # before and after the freeze
+            params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
+            ours = kind(params, lr=0.01, **{**DEFAULTS[kind], name: first})
+            theirs = kind(others, lr=0.01, **{**DEFAULTS[kind], name: then})
+            for seed in range(14):
+                if seed == when:
+                    setattr(ours, name, then)
+                    with torch.no_grad():
+                        for p, q in zip(params, others):
+                            q.copy_(p)
+                    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+                give_grads(params, others, seed=100 * rank + seed)
+                ours.step()
+                if seed >= when:
+                    theirs.step()
+                    assert ours.frozen == theirs.frozen, (kind, name, when, seed)
+                    assert ours.next_reduction() == theirs.next_reduction(), (kind, name, when, seed)
+                    assert all(map(torch.equal, params, others)), (kind, name, when, seed)
+
+
+def comm_backend_names(rank):
+    """Over gloo."""
+    for kind in (OnebitAdam, ZeroOneAdam, OnebitLamb):
+        for options in ({}, {"comm_backend_name": "gloo"}, {"comm_backend_name": "compressed"}):
+            optimizer = kind(params_of((4,)), **options)
+            assert optimizer.comm_backend_name == options.get("comm_backend_name", "nccl")
+            assert (optimizer.size, optimizer.divider, optimizer.comm_backend_handle) == (2, 8, None)
+            give_grads(optimizer.param_groups[0]["params"])
+            optimizer.step()
+            assert (optimizer.comm_backend_handle.rank, optimizer.comm_backend_handle.ranks) == (rank, 2)
+        for name in ("nccl", "mpi", "hccl"):
+            try:
+                kind(params_of((4,)), comm_backend_name=name)
+                raise AssertionError("no exception for %s" % name)
+            except ValueError as problem:
+                assert "comm_backend_name is %r, and the backend of the process group is 'gloo'" % name in str(problem)
+
+
+CASES = [masks_change, attributes_are_read_by_each_step, comm_backend_names]
 
 
 class Masks(TestCase):
@@ -85,6 +139,248 @@ class Masks(TestCase):
         optimizer.param_groups[0]["exp_avg_mask"] = None
         optimizer.step()
         self.assertFalse(torch.equal(params[0], start))
+
+
+class Schedules(TestCase):
+    def test_attributes_are_read_by_each_step(self):
+        attributes_are_read_by_each_step()
+
+    def test_what_is_set_before_it_matters_acts_as_in_the_constructor(self):
+        """In both modes; in compat mode a load would begin parts of the state again."""
+        for (kind, name, first, then), compat in itertools.product(SCHEDULES, (None, "deepspeed")):
+            if name == "coeff_beta":  # matters from the first full step on
+                continue
+            params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
+            ours = kind(params, lr=0.01, compat=compat, **{**DEFAULTS[kind], name: first})
+            theirs = kind(others, lr=0.01, compat=compat, **{**DEFAULTS[kind], name: then})
+            for seed in range(14):
+                if seed == 1:
+                    setattr(ours, name, then)
+                give_grads(params, others, seed=seed)
+                ours.step()
+                theirs.step()
+            self.assert_same(params, others)
+
+    def test_freeze_step_before_and_after_the_freeze(self):
+        """A step tests it at its end, as the original's does. What is frozen stays so."""
+        for kind, name in ((OnebitAdam, "freeze_step"), (OnebitLamb, "freeze_step"), (ZeroOneAdam, "var_freeze_step")):
+            for compat in (None, "deepspeed"):
+                params = params_of((4,))
+                optimizer = kind(params, compat=compat, **{name: 100})
+                for seed in range(6):
+                    give_grads(params, seed=seed)
+                    optimizer.step()
+                setattr(optimizer, name, 3)
+                self.assertFalse(optimizer.frozen)
+                variance = optimizer.state[params[0]]["exp_avg_sq"].clone()
+                optimizer.step()
+                self.assertTrue(optimizer.frozen)
+                self.assertFalse(torch.equal(optimizer.state[params[0]]["exp_avg_sq"], variance))
+                setattr(optimizer, name, 100)
+                variance = optimizer.state[params[0]]["exp_avg_sq"].clone()
+                optimizer.step()
+                self.assertTrue(optimizer.frozen)
+                self.assert_same([optimizer.state[params[0]]["exp_avg_sq"]], [variance])
+
+    def test_wrong_values_are_refused_and_the_next_step_goes_on(self):
+        for kind, name, good, _ in SCHEDULES:
+            params = params_of((4,))
+            optimizer = kind(params, **DEFAULTS[kind])
+            give_grads(params)
+            optimizer.step()
+            start = params[0].detach().clone()
+            for value in ("3", None, float("nan"), -1, float("inf"), [1]):
+                setattr(optimizer, name, value)
+                with self.assertRaisesRegex(ValueError, "%s of %s is " % (name, kind.__name__)):
+                    optimizer.step()
+            setattr(optimizer, name, good)
+            self.assert_same(params, [start])
+            optimizer.step()
+            self.assertFalse(torch.equal(params[0], start))
+        with self.assertRaisesRegex(ValueError, "freeze_step of OnebitAdam is 2.5, and must be a whole number"):
+            optimizer = OnebitAdam(params, freeze_step=2.5)
+            optimizer.step()
+        optimizer = OnebitAdam(params, freeze_step=1e3)  # as a file of JSON may have it
+        optimizer.step()
+        optimizer = OnebitAdam(params, freeze_step=0)
+        with self.assertRaisesRegex(ValueError, "freeze_step of OnebitAdam is 0"):
+            optimizer.step()
+
+    def test_freeze_steps_below_1_act_as_1_in_compat_mode(self):
+        for kind, name in ((OnebitAdam, "freeze_step"), (OnebitLamb, "freeze_step"), (ZeroOneAdam, "var_freeze_step")):
+            for value in (1, 0, -5):
+                params = params_of((4,))
+                optimizer, frozen = kind(params, compat="deepspeed", **{name: value}), []
+                for seed in range(3):
+                    give_grads(params, seed=seed)
+                    optimizer.step()
+                    frozen.append(optimizer.frozen)
+                self.assertEqual(frozen, [False, True, True], (kind, value))
+
+
+class Modes(TestCase):
+    def test_eps_mode_and_adam_w_mode_are_read_by_each_step(self):
+        for kind, name, option, compat in ((FusedLamb, "eps_mode", "eps_inside_sqrt", None),
+                                           (FusedLamb, "eps_mode", "eps_inside_sqrt", "deepspeed"),
+                                           (FusedAdam, "adam_w_mode", "adam_w_mode", None),
+                                           (FusedAdam, "adam_w_mode", "adam_w_mode", "deepspeed")):
+            params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
+            ours = kind(params, eps=0.1, weight_decay=0.5, compat=compat)
+            for i, mode in enumerate((0, 0, 1, 0, 1, 1)):
+                value = not mode if option == "eps_inside_sqrt" else bool(mode)
+                theirs = kind(others, eps=0.1, weight_decay=0.5, compat=compat, **{option: value})
+                theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+                setattr(ours, name, mode)
+                give_grads(params, others, seed=i)
+                ours.step()
+                theirs.step()
+                self.assert_same(params, others)
+
+
+class Attributes(TestCase):
+    NAMES = {
+        OnebitAdam: "comm_time step_time bk_time ave_step adam_freeze_key freeze_step",
+        ZeroOneAdam: "var_freeze_step var_update_scaler local_step_scaler local_step_clipper freeze_key "
+                     "reinitial_error_buffer",
+        OnebitLamb: "lamb_freeze_key freeze_step coeff_beta factor_max factor_min factor_threshold lamb_coeffs",
+    }
+    COMMON = ("eps_mode deepspeed initialize cuda_aware using_pipeline comm_backend_name comm_backend_handle size "
+              "divider")
+
+    def test_attributes_of_the_originals_before_the_first_step(self):
+        for kind, names in self.NAMES.items():
+            params = params_of((4,))
+            optimizer = kind(params)
+            found = {name: getattr(optimizer, name) for name in (names + " " + self.COMMON).split()}
+            self.assertFalse(optimizer.state, "reading attributes must not make state")
+            for name in found:
+                if name.endswith("freeze_key") or name in ("initialize", "cuda_aware", "using_pipeline",
+                                                           "reinitial_error_buffer"):
+                    self.assertIs(found[name], False, name)
+            self.assertEqual([found[name] for name in ("eps_mode", "deepspeed", "comm_backend_name", "size", "divider",
+                                                       "comm_backend_handle")], [1, None, "nccl", 1, 8, None])
+            self.assertEqual(found.get("lamb_coeffs", []), [])
+        optimizer = OnebitAdam(params)
+        self.assertEqual((optimizer.comm_time, optimizer.step_time, optimizer.bk_time, optimizer.ave_step),
+                         (0.0, 0.0, 0.0, 1))
+
+    def test_attributes_follow_the_steps(self):
+        for kind, options in FAMILY:
+            params = params_of((4,))
+            optimizer, seen = kind(params, **options), []
+            for seed in range(3):
+                give_grads(params, seed=seed)
+                optimizer.step()
+                key = {OnebitAdam: "adam_freeze_key", OnebitLamb: "lamb_freeze_key", ZeroOneAdam: "freeze_key"}[kind]
+                seen.append((optimizer.initialize, getattr(optimizer, key)))
+            self.assertEqual(seen, [(True, False), (True, True), (True, True)])
+            again = pickle.loads(pickle.dumps(optimizer))
+            self.assertTrue(again.initialize and again.frozen and again.comm_backend_name == "nccl")
+        self.assertEqual(len(optimizer.get_lamb_coeffs()), 1)
+        self.assertEqual(optimizer.get_lamb_coeffs(), [float(x) for x in optimizer.lamb_coeffs])
+
+    def test_what_follows_from_the_state_cannot_be_set(self):
+        for kind, names in self.NAMES.items():
+            optimizer = kind(params_of((4,)))
+            every = (names + " " + self.COMMON).split()
+            for name in [name for name in every if name in ("initialize", "size", "divider", "eps_mode", "cuda_aware",
+                                                            "comm_backend_name", "comm_backend_handle", "lamb_coeffs",
+                                                            "using_pipeline", "reinitial_error_buffer") or
+                         name.endswith("freeze_key")]:
+                with self.assertRaisesRegex(dsopt.UnsupportedError, "%s of %s cannot be set" % (name, kind.__name__)):
+                    setattr(optimizer, name, 1)
+
+    def test_lamb_coeffs_of_1_bit_lamb_are_the_ratios_of_the_step(self):
+        params = params_of((4,), (3, 2))
+        optimizer = OnebitLamb(params, lr=0.01, freeze_step=3, max_coeff=0.5, min_coeff=0.5)
+        for seed in range(3):
+            give_grads(params, seed=seed)
+            optimizer.step()
+            self.assertEqual(optimizer.get_lamb_coeffs(), [0.5, 0.5])
+        give_grads(params, seed=3)
+        optimizer.step()
+        factors = [float(optimizer.state[p]["trust_factor"]) for p in params]
+        self.assert_close(optimizer.get_lamb_coeffs(), [0.5 * factor for factor in factors])
+
+    def test_engine_can_be_set(self):
+        class Engine:
+            pipeline_enable_backward_allreduce = True
+
+        params = params_of((4,))
+        optimizer = OnebitAdam(params, freeze_step=2)
+        give_grads(params)
+        optimizer.step()
+        optimizer.deepspeed = engine = Engine()
+        self.assertTrue(optimizer.using_pipeline and optimizer.deepspeed is engine)
+        optimizer.step()
+        self.assertFalse(engine.pipeline_enable_backward_allreduce)
+        self.assertFalse(OnebitAdam(params, engine, comm_backend_name="mpi").using_pipeline)
+
+
+class Arguments(TestCase):
+    def test_comm_backend_names(self):
+        for kind, _ in FAMILY:
+            for name in ("nccl", "mpi", "hccl", "compressed", "gloo"):  # nothing is exchanged here
+                params = params_of((4,))
+                optimizer = kind(params, comm_backend_name=name)
+                give_grads(params)
+                optimizer.step()
+                self.assertEqual(optimizer.comm_backend_name, name)
+            for name in ("foo", "", "NCCL", None, 1):
+                with self.assertRaisesRegex(ValueError, "comm_backend_name is .*, and must be one of 'nccl', 'mpi'"):
+                    kind(params, comm_backend_name=name)
+
+    def test_cuda_aware_is_refused(self):
+        for kind, _ in FAMILY:
+            for name in ("nccl", "mpi"):
+                with self.assertRaisesRegex(dsopt.UnsupportedError, kind.__name__ + ": cuda_aware=True is not sup"):
+                    kind(params_of((4,)), cuda_aware=True, comm_backend_name=name)
+
+    def test_what_the_originals_ignore_is_ignored_in_compat_mode(self):
+        for kind, options in FAMILY:
+            params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
+            ours = kind([{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 1e-6}], max_grad_norm=1e-6,
+                        eps_inside_sqrt=True, compat="deepspeed", **options)
+            theirs = kind(others, compat="deepspeed", **options)
+            self.assertEqual((ours.eps_mode, theirs.eps_mode), (0, 1))
+            self.assertEqual(ours.param_groups[0]["max_grad_norm"], 1e-6)
+            self.assertEqual(pickle.loads(pickle.dumps(ours)).eps_mode, 0)
+            for seed in range(5):
+                give_grads(params, others, seed=seed)
+                ours.step()
+                theirs.step()
+            self.assert_same(params, others)
+
+    def test_what_the_originals_ignore_is_refused_in_standard_mode(self):
+        for kind, _ in FAMILY:
+            params = params_of((4,))
+            for options in ({"max_grad_norm": 1.0}, {"eps_inside_sqrt": True}):
+                with self.assertRaisesRegex(dsopt.UnsupportedError, kind.__name__ + ": %s=" % list(options)[0]):
+                    kind(params, **options)
+            with self.assertRaisesRegex(dsopt.UnsupportedError, "a group of %s: max_grad_norm=1.0" % kind.__name__):
+                kind([{"params": params, "max_grad_norm": 1.0}])
+            optimizer = kind(params)
+            give_grads(params)
+            optimizer.step()
+            optimizer.param_groups[0]["max_grad_norm"] = 2.0
+            with self.assertRaisesRegex(dsopt.UnsupportedError, "max_grad_norm=2.0 .* use clip_grad"):
+                optimizer.step()
+
+    def test_groups_without_trained_parameters(self):
+        for kind, options in (*FAMILY, (FusedAdam, {}), (FusedLamb, {})):
+            idle = params_of((3,))[0].requires_grad_(False)
+            params = params_of((4,))
+            optimizer = kind([{"params": []}, {"params": [idle]}, {"params": params}], **options)
+            start = params[0].detach().clone()
+            for seed in range(5):
+                give_grads(params, seed=seed)
+                optimizer.step()
+            self.assertFalse(torch.equal(params[0], start))
+            self.assertEqual(set(optimizer.state), set(params))
+            optimizer = kind([{"params": []}, {"params": [idle]}], **options)
+            optimizer.step()
+            if kind not in (FusedAdam, FusedLamb):
+                self.assertEqual((optimizer.frozen, optimizer.next_reduction()), (False, "full"))
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
