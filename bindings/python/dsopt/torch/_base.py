@@ -41,6 +41,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
     _loading: Optional[Dict[str, Any]] = None
+    _given: Any = None  # what a step was given besides its closure, _step_arguments.Given
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -69,6 +70,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _steps_of(self, state: Dict[str, Any]) -> float:
         """How many steps a parameter has made, by its state."""
         return float(state.get("step", 0))
+
+    def _starts_at(self, group: Dict[str, Any], g: int) -> float:
+        """How many steps a parameter counts as made that has no state yet."""
+        return 0.0
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
         """Is this the state of a parameter that has made a step?"""
@@ -117,6 +122,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self,
             *(None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in (scale, found_inf)))
 
+    def _has_grad(self, param: torch.Tensor) -> bool:
+        return param.grad is not None if self._given is None else param in self._given.grads
+
     def _is_current(self) -> bool:
         """Are groups, parameters and state tensors those that the plans were made for?"""
         groups, seen = self.param_groups, self._seen
@@ -124,7 +132,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
                     all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
                     len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
-                    seen.has_state() and all(p.grad is None for p in seen.idle) and
+                    seen.has_state() and
+                    (all(p.grad is None for p in seen.idle) if self._given is None else
+                     not any(map(self._has_grad, seen.idle))) and
                     self._fixed() == seen.fixed)
         except TypeError:  # something else than tensors in the state
             return False
@@ -159,7 +169,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if param in known:
                     raise wrong("%s is also %s" % (name, known[param]), "OVERLAP")
                 known[param] = name
-                if self.state.get(param) or param.grad is not None or (self._at_once and param.requires_grad):
+                if self.state.get(param) or self._has_grad(param) or (self._at_once and param.requires_grad):
                     entries.append(Entry(g, name, param))
                 else:
                     idle.append(param)

@@ -9,6 +9,7 @@ import torch
 from .. import _abi as abi
 from ._base import EngineOptimizer, number
 from ._lion import Lion
+from ._step_arguments import given_of
 from ._tensors import refused, unsupported, wrong
 
 
@@ -52,6 +53,20 @@ class Named(EngineOptimizer):
 
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g) + (float(bool(group["bias_correction"])),)
+
+    def _step(self, closure: Optional[Callable[[], Any]], grads: Any, output_params: Any = None, scale: Any = 1.0,
+              grad_norms: Any = None) -> Any:
+        """step() with the arguments of the originals."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._given = given_of(self.param_groups, grads, output_params, scale, grad_norms)
+        try:
+            self._advance()
+        finally:
+            self._given = None
+        return loss
 
     def _flags(self, group: Dict[str, Any]) -> int:
         return 0 if group["bias_correction"] else int(abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
@@ -116,6 +131,14 @@ class FusedAdam(StepArguments, Named):
         self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay))
+
+    def _starts_at(self, group: Dict[str, Any], g: int) -> float:
+        """Old checkpoints have the number of steps in the group."""
+        step = number(group.get("step", 0), g, "step")
+        if not 0 <= step < 2**31 - 1 or step != int(step):
+            raise wrong("param_groups[%d]: step is %r, and must be a whole number in [0, 2^31 - 1)" %
+                        (g, group["step"]))
+        return step
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_ADAMW if self.adam_w_mode else abi.DSOPT_ALGORITHM_ADAM, self._flags(group), {}
@@ -196,3 +219,18 @@ class FusedLamb(TrustRatios, Named):
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g) + tuple(
             number(group[key], g, key) for key in ("max_grad_norm", "min_coeff", "max_coeff"))
+
+    def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None, output_params: Any = None,
+             scale: float = 1., grad_norms: Any = None) -> Any:
+        """One step. Returns what `closure` returns, which is called first.
+
+        grads          gradients: None: those of the parameters; a list or generator for group 0; a list of such lists,
+                       one per group. For an entry None the parameter's own is taken. What is behind the end of a
+                       list is left alone
+        output_params  tensors for the new weights, in the same forms, of any floating dtype of the engine. They are
+                       written where there is a gradient
+        scale          gradients are divided by it
+        grad_norms     L2 norms of the gradients, with their scale, one per group, for max_grad_norm. None: the step
+                       takes them
+        """
+        return self._step(closure, grads, output_params, scale, grad_norms)

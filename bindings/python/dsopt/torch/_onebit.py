@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import byref
 from math import gcd
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
@@ -267,6 +267,15 @@ class Onebit(Named):
                              "freeze, or with non_freeze=True (DSOPT_ERR_STATE)", abi.DSOPT_ERR_STATE,
                              "DSOPT_ERR_STATE")
         super().add_param_group(param_group)
+
+    def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None) -> Any:
+        """One step. Returns what `closure` returns, which is called first. `grads` are gradients: None: those of the
+        parameters; a list or generator for group 0; a list of such lists, one per group. For an entry None the
+        parameter's own is taken. What is behind the end of a list has no gradient."""
+        if grads is not None and getattr(self, "grad_scale", None) is not None:
+            raise unsupported("%s.step: grads is not supported with GradScaler, which looks at the gradients of the "
+                              "parameters; use FP16_Optimizer" % type(self).__name__)
+        return self._step(closure, grads)
 
     def _advance(self) -> None:
         if self._no_anchors:  # of these weights: they may have been loaded after the state

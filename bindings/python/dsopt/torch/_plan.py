@@ -169,13 +169,15 @@ class Plan:
             for param, copy in zip(self.params, dense):
                 if not is_dense(param):
                     param.detach().copy_(copy)
-            self.steps_seen.copy_(self.steps)
+            self.steps_seen.add_(self.steps)
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
         """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one
         tensor, which is copied from and to that list. Where torch's state has no `step`, none is put there."""
         count = len(self.entries)
-        old = [owner._steps_of(owner.state[p]) for p in self.params]
+        states = [owner.state[p] for p in self.params]
+        old = [owner._steps_of(state) if state else owner._starts_at(owner.param_groups[entry.group], entry.group)
+               for entry, state in zip(self.entries, states)]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps_seen = torch.tensor(old, dtype=dtype, device=self.device)
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -245,8 +247,12 @@ class Plan:
             now = owner._hyper(group, g)
             if now != self.hyper[g]:
                 self._set(owner, g, now)
-        staged, copies = self._gather()
-        call = self.call
+        given, call = owner._given, self.call
+        staged, copies = self._gather(given)
+        call.out = call.grad_norms = None
+        if given is not None:
+            scale = self._take_given(given, scale)
+            copies += [*given.grads.values(), *given.outputs.values()]
         call.stream = self._stream()
         call.grad_scale = None if scale is None else scale.data_ptr()
         call.skip = None if skip is None else skip.data_ptr()
@@ -260,7 +266,38 @@ class Plan:
             param.copy_(copy)
         del copies  # a kernel that reads them comes first on the stream
         if _bump is not None:
-            _bump(self.params)
+            _bump(self.params if given is None else self.params + list(given.outputs.values()))
+
+    def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """Outputs and norms of this step go into the call. Returns the scale of the gradients."""
+        if given.outputs:
+            self.out_list = (abi.dsopt_tensor * max(len(self.params), 1))()
+            for place, entry, numel in zip(self.out_list, self.entries, self.numels):
+                out = given.outputs.get(entry.param)
+                if out is not None and numel:
+                    self._check_output(entry, out)
+                    place.dtype, factor = dtype_of(out, "the output of " + entry.name)
+                    place.data, place.numel = out.data_ptr(), numel * factor
+            self.call.out = ctypes.addressof(self.out_list)
+        if given.norms is not None:
+            self.norms = torch.tensor(given.norms, dtype=torch.float32, device=self.device)
+            self.call.grad_norms = self.norms.data_ptr()
+        if given.scale != 1:
+            scale = given.scale * (1 if scale is None else scale)
+            self.scale = scale = torch.as_tensor(scale, dtype=torch.float32).to(self.device)
+        return scale
+
+    def _check_output(self, entry: Entry, out: torch.Tensor) -> None:
+        what, param = "the output of " + entry.name, entry.param
+        if out.shape != param.shape:
+            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(out.shape), tuple(param.shape)), "SHAPE")
+        if out.device != self.device:
+            raise wrong("%s is on device %s, and the parameter on %s" % (what, out.device, self.device), "DEVICE")
+        if out.layout != torch.strided or not is_dense(param) or strides_of(out) != strides_of(param):
+            raise unsupported("%s does not have the strides of the parameter, or there are gaps between elements; make "
+                              "it with torch.empty_like(parameter, dtype=...), and parameters contiguous" % what)
+        if out.is_complex() != param.is_complex():
+            raise wrong("%s is %s, and the parameter %s" % (what, out.dtype, param.dtype), "DTYPE")
 
     def milliseconds(self) -> List[float]:
         """dsopt_report.ms of the last step. Waits for the device."""
@@ -281,11 +318,11 @@ class Plan:
     def _stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
-    def _gather(self) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
+    def _gather(self, given: Any) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
         """Put the addresses of parameters and gradients into the lists. Returns the parameters whose new values will be
         in a copy, with that copy; and the copies of gradients, which must live until the call has been made."""
         params = self.params
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params] if given is None else [given.grads.get(p) for p in params]
         if not self.plain:
             return self._arrange(grads)
         present = grads

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of DeepSpeed's optimizers take besides a closure: gradients, output copies, a scale and norms."""
+from __future__ import annotations
+
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from ._base import number
+from ._tensors import unsupported, wrong
+
+
+class Given(NamedTuple):
+    """Of one step."""
+    grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; one that is not here has no gradient
+    outputs: Dict[torch.Tensor, torch.Tensor]  # by parameter
+    scale: float  # gradients are this much too large
+    norms: Optional[List[float]]  # of the gradients of each group; None: the step takes them where it clips
+
+
+def _per_group(groups: List[Dict[str, Any]], values: Any, what: str) -> List[Optional[List[Any]]]:
+    """None: nothing for any group. A list of tensors, or a generator: for group 0. A list of lists: for each group.
+    Groups without a list are left out at the end."""
+    if values is None:
+        return [None] * len(groups)
+    if torch.is_tensor(values) or isinstance(values, (str, bytes, dict)):
+        raise wrong("%s is a %s, and must be None, a list of tensors, or a list of such lists" %
+                    (what, type(values).__name__))
+    try:
+        values = list(values)
+        if any(hasattr(entry, "__iter__") and not torch.is_tensor(entry) for entry in values):
+            lists = [None if entry is None else list(entry) for entry in values]
+        else:
+            lists = [values]
+    except TypeError:
+        raise wrong("%s is a %s, and must be None, a list of tensors, or a list of such lists" %
+                    (what, type(values).__name__)) from None
+    if len(lists) > len(groups):
+        raise wrong("%s has %d lists, and the optimizer %d groups" % (what, len(lists), len(groups)))
+    for g, (entries, group) in enumerate(zip(lists, groups)):
+        if entries is not None and len(entries) > len(group["params"]):
+            raise wrong("%s has %d tensors for param_groups[%d], which has %d parameters" %
+                        (what, len(entries), g, len(group["params"])))
+    return lists
+
+
+def _tensors(groups: List[Dict[str, Any]], values: Any,
+             what: str) -> Iterator[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
+    """Each parameter with what there is for it. Parameters behind the end of their list are left out, as by the
+    originals."""
+    for g, (group, entries) in enumerate(zip(groups, _per_group(groups, values, what))):
+        for i, (param, entry) in enumerate(zip(group["params"], [None] * len(group["params"])
+                                               if entries is None else entries)):
+            if entry is not None and not torch.is_tensor(entry):
+                raise wrong("%s[%d][%d] is a %s, and must be a tensor or None" % (what, g, i, type(entry).__name__))
+            yield param, entry
+
+
+def _norms(groups: List[Dict[str, Any]], values: Any) -> Optional[List[float]]:
+    """One norm per group. They have an effect where a group has max_grad_norm."""
+    if values is None or not any(group.get("max_grad_norm") for group in groups):
+        return None
+    values = [values] if torch.is_tensor(values) and values.dim() == 0 else list(values)
+    if len(values) != len(groups):
+        raise wrong("grad_norms has %d entries, and the optimizer %d groups" % (len(values), len(groups)))
+    norms = []
+    for g, (value, group) in enumerate(zip(values, groups)):
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, (list, tuple)) or torch.is_tensor(value) and value.numel() != 1:
+            raise unsupported("grad_norms[%d] has a norm per parameter, which is not supported; give one norm per "
+                              "group, or None for grad_norms, and the step takes the norms" % g)
+        if value is None and group.get("max_grad_norm"):
+            raise wrong("grad_norms[%d] is None, and the group has max_grad_norm" % g)
+        norms.append(0.0 if value is None else number(value, g, "grad_norms"))
+    return norms
+
+
+def given_of(groups: List[Dict[str, Any]], grads: Any, output_params: Any, scale: Any,
+             grad_norms: Any) -> Optional[Given]:
+    """None: the step is a plain one."""
+    factor = number(scale, 0, "scale")
+    if not 0 < factor < 3.4e38:
+        raise wrong("scale is %r, and must be positive and finite" % (scale,))
+    if grads is None and output_params is None and grad_norms is None and factor == 1:
+        return None
+    visited = {param: param.grad if grad is None else grad for param, grad in _tensors(groups, grads, "grads")}
+    present = {param: grad for param, grad in visited.items() if grad is not None}
+    outputs = {param: output for param, output in _tensors(groups, output_params, "output_params")
+               if output is not None and param in present}
+    return Given(present, outputs, factor, _norms(groups, grad_norms))
