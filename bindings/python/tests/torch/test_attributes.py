@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes and group entries of DeepSpeed's classes that a program sets between steps."""
 import copy
+import inspect
 import itertools
+import pathlib
 import pickle
+import re
 import sys
 import unittest
 
@@ -118,7 +121,24 @@ def comm_backend_names(rank):
                 assert "comm_backend_name is %r, and the backend of the process group is 'gloo'" % name in str(problem)
 
 
-CASES = [masks_change, attributes_are_read_by_each_step, comm_backend_names]
+def parameters_without_elements(rank=0):
+    """They change nothing for the others. 1-bit LAMB of DeepSpeed removes them from its groups."""
+    for (kind, options), compat in MODES:
+        params, others = params_of((4,), (0,), (3, 2), (0, 5)), params_of((4,), (3, 2))
+        with torch.no_grad():
+            others[1].copy_(params[2])
+        ours = kind([{"params": params[:2]}, {"params": params[2:]}], lr=0.01, compat=compat, **options)
+        theirs = kind([{"params": others[:1]}, {"params": others[1:]}], lr=0.01, compat=compat, **options)
+        for seed in range(8):
+            give_grads(others, seed=10 * seed + rank)
+            give_grads([params[1], params[3]])
+            params[0].grad, params[2].grad = others[0].grad, others[1].grad
+            ours.step()
+            theirs.step()
+            assert torch.equal(params[0], others[0]) and torch.equal(params[2], others[1]), (kind, compat, seed)
+
+
+CASES = [masks_change, attributes_are_read_by_each_step, comm_backend_names, parameters_without_elements]
 
 
 class Masks(TestCase):
@@ -317,6 +337,33 @@ class Attributes(TestCase):
         self.assertFalse(OnebitAdam(params, engine, comm_backend_name="mpi").using_pipeline)
 
 
+class Table(TestCase):
+    """The tables "Arguments and attributes of DeepSpeed's classes" of the README."""
+    README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+
+    def test_what_is_there_is_there(self):
+        text = self.README.read_text(encoding="utf-8")
+        for kind in (FusedAdam, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb):
+            (part,) = re.findall(r"^#### %s\n(.*?)(?=^#|\Z)" % kind.__name__, text, re.M | re.S)
+            rows = [row for row in re.findall(r"^\| (.*?) \| (.*?) \|$", part, re.M) if row[0] not in ("name", "---")]
+            params = params_of((4,))
+            optimizer = kind(params)
+            give_grads(params)
+            optimizer.step()
+            arguments, seen = inspect.signature(kind).parameters, set()
+            for first, second in rows:
+                names = [name.partition("(")[0] for name in re.findall("`(.*?)`", first)]
+                seen.update(names)
+                for name in names if second.startswith("there") else ():
+                    if first.endswith("of `state`"):
+                        self.assertIn(name, [*optimizer.state[params[0]], "state"], kind)
+                    elif not first.endswith("of a group"):
+                        self.assertTrue(name in arguments or hasattr(optimizer, name), "%s: %s" % (kind, name))
+            common = set(inspect.signature(OnebitAdam).parameters if kind in (ZeroOneAdam, OnebitLamb) else ())
+            own = {name for name, argument in arguments.items() if argument.kind is not argument.KEYWORD_ONLY}
+            self.assertEqual(own - common - seen, set(), kind)
+
+
 class Arguments(TestCase):
     def test_comm_backend_names(self):
         for kind, _ in FAMILY:
@@ -365,6 +412,9 @@ class Arguments(TestCase):
             optimizer.param_groups[0]["max_grad_norm"] = 2.0
             with self.assertRaisesRegex(dsopt.UnsupportedError, "max_grad_norm=2.0 .* use clip_grad"):
                 optimizer.step()
+
+    def test_parameters_without_elements(self):
+        parameters_without_elements()
 
     def test_groups_without_trained_parameters(self):
         for kind, options in (*FAMILY, (FusedAdam, {}), (FusedLamb, {})):
