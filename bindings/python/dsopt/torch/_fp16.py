@@ -19,7 +19,7 @@ from ._originals import mismatch, per_parameter
 from ._plan import Plan
 from ._process_group import comm_of
 from ._tensors import asserted, unsupported, wrong
-from ._watch import Watched, measures
+from ._watch import LOG, Watched, measures
 
 
 class Wrapper(Watched):
@@ -258,7 +258,9 @@ class Wrapper(Watched):
             refuse = asserted if self._profile == "fused" else unsupported
             raise refuse("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have one" %
                          self.low_precision_dtype)
-        scale = None if loss_scale is None else self._scale_of(loss_scale)
+        scale, before = None if loss_scale is None else self._scale_of(loss_scale), self.external_loss_scale
+        if self.verbose and scale != before:
+            LOG.info("override of the loss scale: %s -> %s", before, scale)
         if getattr(self.optimizer, "_compat", None) == "deepspeed":
             self._external, scale = scale, None
         self._write_scaler(self.cur_scale, scale)

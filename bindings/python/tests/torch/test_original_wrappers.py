@@ -86,7 +86,8 @@ def graph_is_freed_with_an_override(rank):
 def scale_and_keys_without_gradient_scaling(rank):
     scaler = {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"}
     for wrapper in BOTH:
-        for dtype, more in ((torch.bfloat16, {}), (torch.float16, {"static_loss_scale": 8.}), (torch.float16, dynamic())):
+        for dtype, more in ((torch.bfloat16, {}), (torch.float16, {"static_loss_scale": 8.}),
+                            (torch.float16, dynamic())):
             ours, theirs = pair(wrapper, dtype, **more)
             step(*ours, 0)
             step(*theirs, 0)

@@ -73,8 +73,8 @@ class Arguments(TestCase):
     def test_every_argument_by_position(self):
         (param, ) = params_of((3,), dtype=torch.float16)
         engine, timers = object(), None
-        fused = FP16_Optimizer(FusedAdam([param]), engine, None, torch.float16, 1.0, True, 2.**9, None, False, None, 0.5,
-                               True, False, timers)
+        fused = FP16_Optimizer(FusedAdam([param]), engine, None, torch.float16, 1.0, True, 2.**9, None, False, None,
+                               0.5, True, False, timers)
         self.assertEqual((fused.deepspeed, fused.loss_scale, fused.verbose, fused.clip_grad, fused.fused_adam_legacy,
                           fused.has_moe_layers), (engine, 2**9, False, 0.5, True, False))
         (param, ) = params_of((3,), dtype=torch.float16)
@@ -168,7 +168,8 @@ class Arguments(TestCase):
         for dtype in (torch.bfloat16, torch.float32):
             _, fused = self.make(FP16_Optimizer, dtype=dtype)
             _, unfused = self.make(FP16_UnfusedOptimizer, dtype=dtype)
-            self.assertEqual((fused.loss_scale, fused.cur_scale, unfused.loss_scale, unfused.cur_scale), (None, 1, 1, 1))
+            self.assertEqual((fused.loss_scale, fused.cur_scale, unfused.loss_scale, unfused.cur_scale),
+                             (None, 1, 1, 1))
             self.assertEqual(fused.scale_if_loss(torch.tensor(2.0)).item(), 2)
             self.assertEqual(fused.unscale_and_clip_grads([], 1.0), 1)
             for optimizer in (fused, unfused):

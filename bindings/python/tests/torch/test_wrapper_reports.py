@@ -135,10 +135,21 @@ class Reports(TestCase):
             self.step(params, optimizer, bad=0)
         self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records], ["loss scale 64 -> 32"])
 
+    def test_log_has_overrides(self):
+        for compat in (None, "deepspeed"):
+            params, optimizer = self.make(FP16_Optimizer, options={"compat": compat})
+            with self.assertLogs("dsopt", logging.INFO) as logs:
+                for scale in (4.0, 4.0, None):
+                    optimizer.override_loss_scale(scale)
+                    self.step(params, optimizer)
+            self.assertEqual([record.getMessage() for record in logs.records],
+                             ["override of the loss scale: None -> 4.0", "override of the loss scale: 4.0 -> None"])
+
     def test_without_verbose_nothing_is_logged(self):
         params, optimizer = self.make(FP16_Optimizer, verbose=False)
         with self.assertLogs("dsopt", logging.INFO) as logs:
             logging.getLogger("dsopt").info("nothing else")
+            optimizer.override_loss_scale(4.0)
             self.step(params, optimizer, bad=0)
         self.assertEqual(len(logs.records), 1)
 
