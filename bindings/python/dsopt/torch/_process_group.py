@@ -95,8 +95,10 @@ def check_backend(name: Any, group: Any) -> None:
     # "compressed" of DeepSpeed works over any backend of torch.distributed.
     if isinstance(name, Default) or name == "compressed" or not is_distributed():
         return
-    backend = str(dist.get_backend(group))
-    if name not in backend.lower():
+    backend = str(dist.get_backend(group)).lower()
+    if backend == "undefined" and hasattr(dist, "get_backend_config"):  # torch chose one per device
+        backend = str(dist.get_backend_config(group)).lower()
+    if name not in backend:
         raise wrong("comm_backend_name is %r, and the backend of the process group is %r; leave comm_backend_name out, "
                     "or pass a process group with that backend as `group`" % (name, backend))
 

@@ -7,12 +7,13 @@ import pathlib
 import pickle
 import re
 import sys
+import tempfile
 import unittest
 
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
 import dsopt
-from dsopt.torch import FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from dsopt.torch import FP16_Optimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 FAMILY = ((OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}), (OnebitLamb, {"freeze_step": 2}))
@@ -144,6 +145,23 @@ CASES = [masks_change, attributes_are_read_by_each_step, comm_backend_names, par
 class Masks(TestCase):
     def test_a_mask_counts_from_the_next_step_on(self):
         masks_change()
+
+    def test_with_a_wrapper(self):
+        """FP16_Optimizer takes a flat mask for the group as well."""
+        params = params_of((2, 2), (4,), dtype=torch.float16)
+        optimizer = FP16_Optimizer(OnebitAdam(params, lr=0.1, freeze_step=2))
+        for mask in (None, None, None, torch.ones(8), torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1]), None,
+                     torch.tensor([[0.0, 1], [1, 0]]).reshape(4).repeat(2), "in place"):
+            if isinstance(mask, str):
+                optimizer.param_groups[0]["exp_avg_mask"][1] = 0
+                mask = torch.tensor([0.0, 0, 1, 0, 0, 1, 1, 0])
+            else:
+                optimizer.param_groups[0]["exp_avg_mask"] = mask
+            before = torch.cat(optimizer.fp32_groups_flat)
+            give_grads(params)
+            optimizer.step()
+            moved = (torch.cat(optimizer.fp32_groups_flat) != before).float()
+            self.assert_same([moved], [torch.ones(8) if mask is None else mask])
 
     def test_what_is_no_tensor_is_refused_and_the_next_step_goes_on(self):
         params = params_of((4,))
@@ -376,6 +394,20 @@ class Arguments(TestCase):
             for name in ("foo", "", "NCCL", None, 1):
                 with self.assertRaisesRegex(ValueError, "comm_backend_name is .*, and must be one of 'nccl', 'mpi'"):
                     kind(params, comm_backend_name=name)
+
+    @unittest.skipUnless(GLOO, "torch is built without gloo")
+    def test_backends_that_torch_chose_per_device(self):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                torch.distributed.init_process_group(init_method="file://%s/rendezvous" % folder, rank=0, world_size=1)
+            except (RuntimeError, ValueError) as problem:  # torch 1.13 wants a backend
+                self.skipTest(str(problem))
+            try:
+                self.assertEqual(OnebitAdam(params_of((4,)), comm_backend_name="gloo").size, 1)
+                with self.assertRaisesRegex(ValueError, "comm_backend_name is 'mpi', and the backend"):
+                    OnebitAdam(params_of((4,)), comm_backend_name="mpi")
+            finally:
+                torch.distributed.destroy_process_group()
 
     def test_cuda_aware_is_refused(self):
         for kind, _ in FAMILY:
