@@ -41,7 +41,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
     _loading: Optional[Dict[str, Any]] = None
-    _given: Any = None  # what a step was given besides its closure, _step_arguments.Given
+    _given: Any = None  # during a step with more arguments than a closure: _step_arguments.Given
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -72,7 +72,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return float(state.get("step", 0))
 
     def _starts_at(self, group: Dict[str, Any], g: int) -> float:
-        """How many steps a parameter counts as made that has no state yet."""
+        """Returns the step count of a parameter that has no state yet."""
         return 0.0
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:

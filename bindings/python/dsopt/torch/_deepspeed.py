@@ -225,8 +225,8 @@ class FusedLamb(TrustRatios, Named):
         """One step. Returns what `closure` returns, which is called first.
 
         grads          gradients: None: those of the parameters; a list or generator for group 0; a list of such lists,
-                       one per group. For an entry None the parameter's own is taken. What is behind the end of a
-                       list is left alone
+                       one per group. For an entry None the parameter's own is taken. Parameters past the end of
+                       a list are left alone
         output_params  tensors for the new weights, in the same forms, of any floating dtype of the engine. They are
                        written where there is a gradient
         scale          gradients are divided by it

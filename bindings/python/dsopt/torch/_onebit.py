@@ -271,7 +271,7 @@ class Onebit(Named):
     def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None) -> Any:
         """One step. Returns what `closure` returns, which is called first. `grads` are gradients: None: those of the
         parameters; a list or generator for group 0; a list of such lists, one per group. For an entry None the
-        parameter's own is taken. What is behind the end of a list has no gradient."""
+        parameter's own is taken. Parameters past the end of a list have no gradient."""
         if grads is not None and getattr(self, "grad_scale", None) is not None:
             raise unsupported("%s.step: grads is not supported with GradScaler, which looks at the gradients of the "
                               "parameters; use FP16_Optimizer" % type(self).__name__)

@@ -269,7 +269,7 @@ class Plan:
             _bump(self.params if given is None else self.params + list(given.outputs.values()))
 
     def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """Outputs and norms of this step go into the call. Returns the scale of the gradients."""
+        """Put outputs and norms into the call. Returns the scale of the gradients."""
         if given.outputs:
             self.out_list = (abi.dsopt_tensor * max(len(self.params), 1))()
             for place, entry, numel in zip(self.out_list, self.entries, self.numels):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of DeepSpeed's optimizers take besides a closure: gradients, output copies, a scale and norms."""
+"""Arguments of the steps of DeepSpeed's optimizers: gradients, output copies, a scale and norms."""
 from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
@@ -11,7 +11,7 @@ from ._tensors import unsupported, wrong
 
 
 class Given(NamedTuple):
-    """Of one step."""
+    """The arguments of one step."""
     grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; one that is not here has no gradient
     outputs: Dict[torch.Tensor, torch.Tensor]  # by parameter
     scale: float  # gradients are this much too large
@@ -19,8 +19,8 @@ class Given(NamedTuple):
 
 
 def _per_group(groups: List[Dict[str, Any]], values: Any, what: str) -> List[Optional[List[Any]]]:
-    """None: nothing for any group. A list of tensors, or a generator: for group 0. A list of lists: for each group.
-    Groups without a list are left out at the end."""
+    """Returns a list for each of the first groups, None where a group has none. `values` None has no list for any
+    group; tensors in a list or generator are the list of group 0; a list of lists has one per group."""
     if values is None:
         return [None] * len(groups)
     if torch.is_tensor(values) or isinstance(values, (str, bytes, dict)):
@@ -46,7 +46,7 @@ def _per_group(groups: List[Dict[str, Any]], values: Any, what: str) -> List[Opt
 
 def _tensors(groups: List[Dict[str, Any]], values: Any,
              what: str) -> Iterator[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """Each parameter with what there is for it. Parameters behind the end of their list are left out, as by the
+    """Yields parameters, each with its entry. Parameters past the end of their list are left out, as by the
     originals."""
     for g, (group, entries) in enumerate(zip(groups, _per_group(groups, values, what))):
         for i, (param, entry) in enumerate(zip(group["params"], [None] * len(group["params"])
@@ -57,7 +57,7 @@ def _tensors(groups: List[Dict[str, Any]], values: Any,
 
 
 def _norms(groups: List[Dict[str, Any]], values: Any) -> Optional[List[float]]:
-    """One norm per group. They have an effect where a group has max_grad_norm."""
+    """Returns one norm per group, or None if no group has max_grad_norm: then the original does not read them."""
     if values is None or not any(group.get("max_grad_norm") for group in groups):
         return None
     values = [values] if torch.is_tensor(values) and values.dim() == 0 else list(values)
@@ -78,7 +78,7 @@ def _norms(groups: List[Dict[str, Any]], values: Any) -> Optional[List[float]]:
 
 def given_of(groups: List[Dict[str, Any]], grads: Any, output_params: Any, scale: Any,
              grad_norms: Any) -> Optional[Given]:
-    """None: the step is a plain one."""
+    """Returns None if all arguments have their defaults."""
     factor = number(scale, 0, "scale")
     if not 0 < factor < 3.4e38:
         raise wrong("scale is %r, and must be positive and finite" % (scale,))

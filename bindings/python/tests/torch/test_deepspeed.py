@@ -60,9 +60,42 @@ DEEPSPEED = {
                                 low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False,
                                 dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False),
 }
+STEPS = {
+    **dict.fromkeys((FusedAdam, FusedLion), dict(closure=None, grads=None, output_params=None, scale=None,
+                                                 grad_norms=None, grad_scaler=None)),
+    FusedLamb: dict(closure=None, grads=None, output_params=None, scale=1., grad_norms=None),
+    **dict.fromkeys((OnebitAdam, ZeroOneAdam, OnebitLamb), dict(closure=None, grads=None)),
+}
 
 
 class Signatures(TestCase):
+    def test_arguments_of_steps_are_those_of_deepspeed(self):
+        for kind, expected in STEPS.items():
+            found = [(name, parameter.default) for name, parameter in inspect.signature(kind.step).parameters.items()]
+            self.assertEqual(found[1:], list(expected.items()), kind.__name__)
+
+    def test_positional_use(self):
+        params = params_of((3,))
+        onebit = OnebitAdam(params, None, 0.1, 5, True, (0.8, 0.9), 1e-6, False, 0.2, 0., False, False, "gloo")
+        zero_one = ZeroOneAdam(params, None, 0.1, True, (0.8, 0.9), 1e-6, False, 0.2, 0., 5, 6, 7, 8, False, False,
+                               "mpi")
+        lamb = OnebitLamb(params, None, 0.1, 5, True, (0.8, 0.9), 1e-6, False, 0.2, 0., 9., 0.3, False, False, "gloo",
+                          0.7, 3., 0.4, 0.2)
+        for optimizer in (onebit, zero_one, lamb,
+                          FusedAdam(params, 0.1, True, (0.8, 0.9), 1e-6, False, 0.2, False, False),
+                          FusedLamb(params, 0.1, True, (0.8, 0.9), 1e-6, True, 0.2, 0., 9., 0.3, False)):
+            group = optimizer.param_groups[0]
+            self.assertEqual([group[key] for key in ("lr", "bias_correction", "betas", "eps", "weight_decay")],
+                             [0.1, True, (0.8, 0.9), 1e-6, 0.2], type(optimizer).__name__)
+            give_grads(params)
+            optimizer.step()
+        self.assertEqual([onebit.freeze_step, onebit.comm_backend_name, zero_one.comm_backend_name], [5, "gloo", "mpi"])
+        self.assertEqual([zero_one.var_freeze_step, zero_one.var_update_scaler, zero_one.local_step_scaler,
+                          zero_one.local_step_clipper], [5, 6, 7, 8])
+        self.assertEqual([lamb.freeze_step, lamb.coeff_beta, lamb.factor_max, lamb.factor_min, lamb.factor_threshold],
+                         [5, 0.7, 3., 0.4, 0.2])
+        self.assertEqual((lamb.param_groups[0]["max_coeff"], lamb.param_groups[0]["min_coeff"]), (9., 0.3))
+
     def test_arguments_are_those_of_deepspeed(self):
         for kind, expected in DEEPSPEED.items():
             found = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()
