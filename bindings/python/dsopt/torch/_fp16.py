@@ -216,7 +216,6 @@ class Wrapper(Watched):
         whole = self._plan().whole
         whole["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
         whole["loss_scale"].fill_(own if override is None else override)
-        self._told_scale = None
 
     def _scale_of(self, value: Any) -> float:
         scale = number(value, 0, "loss_scale")
@@ -260,7 +259,7 @@ class Wrapper(Watched):
                          self.low_precision_dtype)
         scale, before = None if loss_scale is None else self._scale_of(loss_scale), self.external_loss_scale
         if self.verbose and scale != before:
-            LOG.info("override of the loss scale: %s -> %s", before, scale)
+            LOG.info("the override of the loss scale changed from %s to %s", before, scale)
         if getattr(self.optimizer, "_compat", None) == "deepspeed":
             self._external, scale = scale, None
         self._write_scaler(self.cur_scale, scale)

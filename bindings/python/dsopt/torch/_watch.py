@@ -27,7 +27,7 @@ def log_step(report: Sequence[float], before: float, name_of: Any) -> None:
     """INFO for a step that was skipped, and for a loss scale that is another one than `before`. `report` has the places
     of DSOPT_REPORT_SKIPPED and others; `name_of` gives the name of a parameter of the plan."""
     after, bad = report[abi.DSOPT_REPORT_SCALE_NEXT], int(report[abi.DSOPT_REPORT_FIRST_BAD])
-    scale = "loss scale %g" % before if after == before else "loss scale %g -> %g" % (before, after)
+    scale = "the loss scale " + ("is %g" % before if after == before else "changed from %g to %g" % (before, after))
     if report[abi.DSOPT_REPORT_SKIPPED]:
         mask = int(report[abi.DSOPT_REPORT_REASONS])
         reasons = ", ".join(word for bit, word in sorted(REASONS.items()) if mask & bit)
@@ -102,15 +102,13 @@ class Watched:
     _plan: Callable[[], Plan]
     _scale_in_use: Callable[[], float]
     _timers: Any = None
-    _told_scale: Optional[float] = None  # the loss scale that the log knows
 
     def _step(self, closure: Optional[Callable[[], Any]], drops_grads: bool) -> bool:
         if closure is not None:
             warnings.warn("%s.step does not call its closure; call it before the step" % type(self).__name__,
                           stacklevel=3)
         logs = self.verbose and LOG.isEnabledFor(logging.INFO)
-        if logs and self._told_scale is None:
-            self._told_scale = self._scale_in_use()
+        before = self._scale_in_use() if logs else 1.0
         with Timed(self._timers) as timed:
             self.optimizer.step()
         if drops_grads:
@@ -118,8 +116,7 @@ class Watched:
         plan = self._plan()
         report = plan.report.tolist()  # type: ignore[union-attr]
         if logs:
-            log_step(report, self._told_scale or 1.0, lambda i: plan.entries[i].name)
-            self._told_scale = report[abi.DSOPT_REPORT_SCALE_NEXT]
+            log_step(report, before, lambda i: plan.entries[i].name)
         if self._timers:
             timed.tell(times_of(plan.milliseconds()) if plan.timed else None, bool(report[abi.DSOPT_REPORT_SKIPPED]))
         return self.overflow

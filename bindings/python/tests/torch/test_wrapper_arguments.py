@@ -10,7 +10,7 @@ from support import TestCase, main, params_of, torch
 
 from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 
-README = pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md"
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 BOTH = (FP16_Optimizer, FP16_UnfusedOptimizer)
 EVERY = ((FusedAdam, {}), (FusedLamb, {}), (OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}),
          (OnebitLamb, {"freeze_step": 2}))
@@ -34,7 +34,7 @@ ATTRIBUTES = {
 def table():
     """README's rows: attribute -> the text next to it."""
     text = README.read_text(encoding="utf-8")
-    (found, ) = re.findall(r"^#### The wrappers\n(.*?)(?=^##|\Z)", text, re.M | re.S)
+    (found, ) = re.findall(r"^#### FP16_Optimizer and FP16_UnfusedOptimizer\n(.*?)(?=^##|\Z)", text, re.M | re.S)
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.splitlines() if line[:3] == "| `"]
     return {name: row[-1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
 
@@ -67,6 +67,9 @@ class Arguments(TestCase):
                         getattr(optimizer, name)
                 else:
                     self.assertTrue(hasattr(optimizer, name), name)
+                if rows[name].startswith("there; read only"):
+                    with self.assertRaises(AttributeError):
+                        setattr(optimizer, name, 1)
             with self.assertRaisesRegex(AttributeError, "has no nothing$"):
                 optimizer.nothing
 

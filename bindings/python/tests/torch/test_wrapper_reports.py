@@ -111,15 +111,15 @@ class Reports(TestCase):
                     for i in range(8):
                         self.step(params, optimizer, i, bad=1 if i == 6 else None)
                 grown, skipped = [record.getMessage() for record in logs.records]
-                self.assertEqual(grown, "loss scale 1024 -> 2048")
+                self.assertEqual(grown, "the loss scale changed from 1024 to 2048")
                 self.assertRegex(skipped, r"^skipped a step \(gradients.*; not finite: param_groups\[0\]\['params'\]"
-                                 r"\[1\]\); loss scale 2048 -> 1024$")
+                                 r"\[1\]\); the loss scale changed from 2048 to 1024$")
                 self.assertEqual({record.levelno for record in logs.records}, {logging.INFO})
 
     def test_log_of_a_static_scale_and_of_none(self):
         for options, text in ((dict(dynamic_loss_scale=False, dynamic_loss_args=None, static_loss_scale=8.0),
-                               "^skipped a step .*; loss scale 8$"),
-                              (dict(dtype=torch.bfloat16), "^skipped a step .*; loss scale 1$")):
+                               "^skipped a step .*; the loss scale is 8$"),
+                              (dict(dtype=torch.bfloat16), "^skipped a step .*; the loss scale is 1$")):
             params, optimizer = self.make(FP16_UnfusedOptimizer, options={"compat": "deepspeed"}, **options)
             with self.assertLogs("dsopt", logging.INFO) as logs:
                 self.step(params, optimizer, bad=0)
@@ -133,7 +133,7 @@ class Reports(TestCase):
             optimizer.loss_scale = 64.0
             self.step(params, optimizer)
             self.step(params, optimizer, bad=0)
-        self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records], ["loss scale 64 -> 32"])
+        self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records], ["the loss scale changed from 64 to 32"])
 
     def test_log_has_overrides(self):
         for compat in (None, "deepspeed"):
@@ -143,7 +143,8 @@ class Reports(TestCase):
                     optimizer.override_loss_scale(scale)
                     self.step(params, optimizer)
             self.assertEqual([record.getMessage() for record in logs.records],
-                             ["override of the loss scale: None -> 4.0", "override of the loss scale: 4.0 -> None"])
+                             ["the override of the loss scale changed from None to 4.0",
+                              "the override of the loss scale changed from 4.0 to None"])
 
     def test_without_verbose_nothing_is_logged(self):
         params, optimizer = self.make(FP16_Optimizer, verbose=False)
