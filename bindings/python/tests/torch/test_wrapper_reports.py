@@ -2,13 +2,16 @@
 """What the wrappers report about steps: the log, timers, phase_times."""
 import logging
 import math
+import sys
 import time
+import unittest
 
-from support import TestCase, main, params_of, torch
+from support import TestCase, child, main, params_of, run_ranks, torch
 
 import dsopt
 from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 
+GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 SHAPES = ((7, 3), (5,))
 EVERY = ((FusedAdam, {}), (FusedLamb, {}), (OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}),
          (OnebitLamb, {"freeze_step": 2}))
@@ -88,7 +91,45 @@ class Noop:
         self.logged.append(names)
 
 
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def one_rank_logs(rank):
+    """Ranks with different levels of the log send the same messages to one another. With timers of all ranks the times
+    of compression and exchange are in basic_step."""
+    messages, log = Messages(), logging.getLogger("dsopt")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for kind, options in EVERY[2:]:
+        for timers in (None, Wall(True)):
+            params = params_of(*SHAPES, dtype=torch.float16)
+            optimizer = FP16_Optimizer(kind(params, lr=0.01, **options), dynamic_loss_scale=True, timers=timers,
+                                       dynamic_loss_args={"init_scale": 64.0})
+            messages.texts.clear()
+            for i in range(8):
+                generator = torch.Generator().manual_seed(8 * rank + i)
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=generator).half()
+                    if i == 6 and rank == 1:
+                        p.grad.fill_(math.nan)
+                assert optimizer.step() == (i == 6)
+                assert timers is None or optimizer.phase_times()["basic_step"] > 0
+            assert len(messages.texts) == 1 - rank, messages.texts
+            assert all("peer); the loss scale changed from 64 to 32" in text for text in messages.texts), messages.texts
+    log.removeHandler(messages)
+
+
 class Reports(TestCase):
+    @unittest.skipUnless(GLOO, "torch has no gloo here")
+    def test_two_ranks(self):
+        run_ranks(self, __file__, "all")
+
     def make(self, wrapper, kind=FusedAdam, options=None, dtype=torch.float16, **more):
         params = params_of(*SHAPES, dtype=dtype)
         more.setdefault("dynamic_loss_scale", True)
@@ -133,7 +174,8 @@ class Reports(TestCase):
             optimizer.loss_scale = 64.0
             self.step(params, optimizer)
             self.step(params, optimizer, bad=0)
-        self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records], ["the loss scale changed from 64 to 32"])
+        self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records],
+                         ["the loss scale changed from 64 to 32"])
 
     def test_log_has_overrides(self):
         for compat in (None, "deepspeed"):
@@ -222,4 +264,7 @@ class Reports(TestCase):
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        child([one_rank_logs], int(sys.argv[3]), sys.argv[4])
+    else:
+        main()
