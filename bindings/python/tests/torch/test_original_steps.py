@@ -57,13 +57,15 @@ class Side:
         return getattr(self.engine, "pipeline_enable_backward_allreduce",
                        getattr(self.engine, "enable_backward_allreduce", None))
 
-    def step(self, grads, average):
+    def step(self, grads, average, form=None):
         if average and self.flag:
             for grad in grads:
                 torch.distributed.all_reduce(grad)
                 grad.div_(torch.distributed.get_world_size())
         for param, grad in zip(self.params, grads):
-            param.grad = grad.to(param.dtype)
+            param.grad = None if form or grad is None else grad.to(param.dtype)
+        if form:
+            return self.optimizer.step(grads=form(grads))
         return (self.wrapper or self.optimizer).step()
 
     def state_of(self, i, name):
@@ -83,7 +85,7 @@ class Pair:
             self.ours.wrap(dsopt.torch, wrapper, **wrapper_options)
         self.masters = wrapper and {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}[wrapper]
 
-    def steps(self, begin, end, average=True, scale=1.0, bad=()):
+    def steps(self, begin, end, average=True, scale=1.0, bad=(), form=None):
         for t in range(begin, end):
             what = "%s, step %d" % (self.name, t)
             assert self.ours.flag == self.theirs.flag, "%s: %s, and the original has %s" % (what, self.ours.flag,
@@ -91,7 +93,7 @@ class Pair:
             grads = gradients(t, self.rank, scale)
             if (t, self.rank) in bad:
                 grads[1][3] = float("inf")
-            results = [side.step([grad.clone() for grad in grads], average) for side in (self.theirs, self.ours)]
+            results = [side.step([grad.clone() for grad in grads], average, form) for side in (self.theirs, self.ours)]
             self.compare(what, results)
 
     def compare(self, what, results=(None, None)):
@@ -148,6 +150,36 @@ def groups_that_never_freeze(rank):
     Pair("OnebitAdam", rank, groups=[{"params": [0, 2]}, {"params": [1], "non_freeze": True}]).steps(0, 12)
 
 
+def hyper_parameters_that_change(rank):
+    for name in OPTIONS:
+        pair = Pair(name, rank)
+        for begin, change in ((0, {}), (3, {"lr": 5e-3}), (5, {"betas": (0.8, 0.95)}), (8, {"eps": 1e-3}),
+                              (11, {"weight_decay": 0.1})):
+            for side in (pair.ours, pair.theirs):
+                side.optimizer.param_groups[0].update(change)
+            pair.steps(begin, begin + 3)
+
+
+def a_freeze_step_that_changes(rank):
+    for name, attribute in (("OnebitAdam", "freeze_step"), ("OnebitLamb", "freeze_step"),
+                            ("ZeroOneAdam", "var_freeze_step")):
+        for begin, value in ((3, 9), (2, 4)):
+            pair = Pair(name, rank)
+            pair.steps(0, begin)
+            for side in (pair.ours, pair.theirs):
+                setattr(side.optimizer, attribute, value)
+            pair.steps(begin, 14)
+
+
+def gradients_that_are_passed(rank):
+    """A list or a generator is for the parameters of one group, a list of lists for those of each group."""
+    one = [{"params": [0, 1, 2]}]
+    for name in OPTIONS:
+        for groups, form in ((one, list), (one, lambda grads: (grad for grad in grads)),
+                             (None, lambda grads: [grads[:2], grads[2:]])):
+            Pair(name, rank, groups=groups).steps(0, 10, form=form)
+
+
 def a_load_sets_stage_and_engine(rank):
     """A rollback to a checkpoint of the warm-up, and a new optimizer that loads one of the compressed stage."""
     for name in OPTIONS:
@@ -200,6 +232,8 @@ ALL = {
     "2": (steps_are_those_of_the_original, an_engine_with_a_pipeline_is_told_too,
           masks_hold_in_the_step_in_which_they_are_set, groups_that_never_freeze, wrappers_around_the_1_bit_family),
     "load": (a_load_sets_stage_and_engine,),
+    "change": (hyper_parameters_that_change, a_freeze_step_that_changes),
+    "passed": (gradients_that_are_passed,),
     "3": (steps_are_those_of_the_original,),
 }
 
@@ -214,6 +248,12 @@ class Originals(TestCase):
 
     def test_three_ranks(self):
         run_ranks(self, __file__, "3", 3)
+
+    def test_changes(self):
+        run_ranks(self, __file__, "change")
+
+    def test_gradients_that_are_passed(self):
+        run_ranks(self, __file__, "passed")
 
     def test_load(self):
         run_ranks(self, __file__, "load")
