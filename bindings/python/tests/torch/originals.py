@@ -43,8 +43,7 @@ class PipelineEngine(Engine):
 
     def __init__(self, mpu=None):
         super().__init__(mpu)
-        del self.enable_backward_allreduce
-        self.pipeline_enable_backward_allreduce = True
+        self.enable_backward_allreduce, self.pipeline_enable_backward_allreduce = False, True
 
 
 class _Packbits:
