@@ -77,6 +77,46 @@ class LeftOut(TestCase):
             replays.replay(golden.Golden("fp16_scale_rule_hysteresis_ignored"))
 
 
+def alter(values, row, peak):
+    """Change the first value of a row by a little more than what is allowed."""
+    flat = values.reshape(len(values), -1)[row]
+    if values.dtype in (torch.float16, torch.bfloat16):
+        flat.view(torch.int16)[0] += 3
+    elif values.dtype == torch.uint8:
+        flat[0] ^= 1
+    else:
+        flat[0] += (2e-5 * peak or 1) if values.dtype.is_floating_point else 1
+
+
+@unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
+class Comparisons(TestCase):
+    """A wrong record is noticed."""
+
+    NAMES = ("fused_lamb", "fp16_fused_adam_static", "onebit_lamb_n1", "zero_one_adam_n1")
+
+    def test_one_value(self):
+        for name in self.NAMES:
+            case = golden.Golden(name)
+            tried = set(golden.INPUTS) | set(golden.HIDDEN)
+            for key in sorted(case.tensors):
+                quantity = key.split("/")[0]
+                if quantity in tried or quantity.endswith("_init"):
+                    continue
+                tried.add(quantity)
+                whole, row = case.tensors[key], case.steps // 2
+                case.tensors[key] = whole.clone()
+                alter(case.tensors[key], row, golden.Comparison(case).peak(key))
+                wrong = replays.replay(case)
+                self.assertEqual(len(wrong), 1, (name, key, wrong))
+                self.assertIn("%s, call %d, element 0" % (key, row), wrong[0])
+                case.tensors[key] = whole
+
+    def test_a_tensor_that_nothing_is_compared_with(self):
+        case = golden.Golden("fused_adam_l2")
+        case.tensors["third_moment/p0"] = case.tensors["exp_avg/p0"]
+        self.assertEqual(replays.replay(case), ["third_moment/p0 was compared in 0 of 10 calls"])
+
+
 def _add(name):
     def test(self):
         self.replay(name)
