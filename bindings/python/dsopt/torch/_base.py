@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
+from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._tensors import Layouts, refused, unsupported, wrong
 
@@ -135,7 +136,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     seen.has_state() and
                     (all(p.grad is None for p in seen.idle) if self._given is None else
                      not any(map(self._has_grad, seen.idle))) and
-                    self._fixed() == seen.fixed)
+                    self._fixed() == seen.fixed and agrees_over_data(self) == seen.agrees)
         except TypeError:  # something else than tensors in the state
             return False
 
@@ -274,7 +275,7 @@ class Seen:
             self.state_at = list(map(torch.Tensor.data_ptr, tensors))
             self.layouts = Layouts(tensors)
             self.memory = list(map(torch.Tensor.detach, tensors))
-        self.idle, self.fixed = idle, owner._fixed()
+        self.idle, self.fixed, self.agrees = idle, owner._fixed(), agrees_over_data(owner)
 
     def _tensors(self) -> List[torch.Tensor]:
         return list(chain.from_iterable(map(dict.values, self.states)))

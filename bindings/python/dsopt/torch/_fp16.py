@@ -16,10 +16,17 @@ from ._base import WRAPPED, EngineOptimizer, number
 from ._gone import GONE
 from ._loss_scale import LossScaleConfig, more_of_scale, options_of, saved_scale
 from ._originals import mismatch, per_parameter
+from ._parallel import mean_of_data_ranks
 from ._plan import Plan
-from ._process_group import comm_of
 from ._tensors import asserted, unsupported, wrong
 from ._watch import LOG, Watched, measures
+
+
+# The end of the docstrings of both wrappers.
+EXPERTS = """expert_groups         a dict of process groups in which ranks hold different experts. Parameters with the
+                          attribute allreduce=False name theirs by their attribute group_name (ep_size_2), or by 'name'
+                          of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported
+    """
 
 
 class Wrapper(Watched):
@@ -27,7 +34,8 @@ class Wrapper(Watched):
     in one pass. Masters are in `state` of the optimizer, as "master".
 
     init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
-    deepspeed             kept as an attribute, without effect
+    deepspeed             an engine. While its enable_backward_allreduce is False (pipeline_enable_backward_allreduce, if
+                          there is an mpu and it has that), all data-parallel ranks agree on overflow
     loss_scale_config     a number counts as static_loss_scale, which was here in older versions of DeepSpeed. Otherwise
                           a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
                           dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
@@ -38,7 +46,9 @@ class Wrapper(Watched):
     dynamic_loss_scale    the scale is halved where a gradient is not finite, and doubled after scale_window good steps
     dynamic_loss_args     a dict of init_scale, scale_window, min_scale, delayed_shift and consecutive_hysteresis
     verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
-    mpu                   gives the model-parallel process group by get_model_parallel_group()
+    mpu                   gives the model-parallel process group by get_model_parallel_group(). Norms and overflow are
+                          agreed over it. Parameters with `model_parallel` or `tensor_model_parallel` are shards; those
+                          with `ds_pipe_replicated` count in another pipeline stage
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time.
     """
 
@@ -46,6 +56,7 @@ class Wrapper(Watched):
     _profile = ""
     norm_type = 2
     has_moe_layers = False
+    expert_groups: Optional[Dict[str, Any]] = None
     clip_grad_norm = staticmethod(torch.nn.utils.clip_grad_norm_)
 
     def __init__(self, init_optimizer: Any, deepspeed: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype,
@@ -133,17 +144,7 @@ class Wrapper(Watched):
             scaler = Scaler(context, **self._scale_args)
             desc.scaler = scaler.handle
             needed += (scaler,)
-        if self.mpu is not None:
-            comm = comm_of(self.mpu.get_model_parallel_group(), context, device)
-            if comm is not None:
-                desc.model = comm.handle
-                needed, hooked = needed + (comm,), True
         return needed, hooked
-
-    def _param_flags(self, param: torch.Tensor) -> int:
-        sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
-        return (abi.DSOPT_PARAM_MODEL_PARALLEL * bool(sharded and self.mpu is not None) |
-                abi.DSOPT_PARAM_REPLICATED * bool(getattr(param, "ds_pipe_replicated", False)))
 
     def _plan(self) -> Plan:
         """The plan; it is made if need be, and with it the masters."""
@@ -464,10 +465,11 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__).rstrip() + """
     initial_dynamic_scale the first scale with dynamic_loss_scale, unless dynamic_loss_args has init_scale
     fused_adam_legacy     steps leave the gradients as they are
-    has_moe_layers        must be False: norms of experts are not supported
+    has_moe_layers        with compat="deepspeed": groups with 'moe' have their own part in the norm; False: they count
+                          as dense parameters. Without compat parameters of experts are found by themselves
     timers                deepspeed.utils.timer.SynchronizedWallClockTimer, or an object like it, which gets the times
                           of the phases of each step. All ranks must have one, or none
-    """
+    """ + EXPERTS
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", "fp32_groups_flat"
 
     def __init__(self, init_optimizer: Any, deepspeed: Any = None, loss_scale_config: Any = None,
@@ -475,11 +477,9 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
                  dynamic_loss_scale: bool = False, initial_dynamic_scale: float = 2.**32,
                  dynamic_loss_args: Optional[Dict[str, Any]] = None, verbose: bool = True, mpu: Any = None,
                  clip_grad: float = 0.0, fused_adam_legacy: bool = False, has_moe_layers: bool = False,
-                 timers: Any = None) -> None:
-        if has_moe_layers:
-            raise unsupported("FP16_Optimizer: has_moe_layers=True is not supported; wrap the optimizers of "
-                              "the experts and of all other parameters apart")
+                 timers: Any = None, *, expert_groups: Optional[Dict[str, Any]] = None) -> None:
         self.fused_adam_legacy, self._timers, self.has_executed_step = fused_adam_legacy, timers, False
+        self.has_moe_layers, self.expert_groups = bool(has_moe_layers), expert_groups
         super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
                          dynamic_loss_scale, initial_dynamic_scale, 2.**32, dynamic_loss_args, verbose, mpu, clip_grad)
 
@@ -512,6 +512,11 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
             grad.detach().mul_(1 / scale)
         return scale
 
+    def _get_norm_with_moe_layers(self, all_groups_norm: Any) -> float:
+        """The mean of the data-parallel ranks' norms, by which DeepSpeed clipped in 2023 with experts. Collective.
+        Steps have a norm over all experts in its place (docs/compat.md)."""
+        return mean_of_data_ranks(all_groups_norm, self)
+
     def _pack(self, masters: List[torch.Tensor]) -> torch.Tensor:
         return torch.cat([master.reshape(-1) for master in masters]) if masters else torch.empty(0)
 
@@ -537,7 +542,7 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(
         Wrapper.__doc__).rstrip() + """
     fused_lamb_legacy     kept as an attribute: steps are the same
-    """
+    """ + EXPERTS
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
 
     def __init__(self,
@@ -551,8 +556,10 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
                  verbose: bool = True,
                  mpu: Any = None,
                  clip_grad: float = 0.0,
-                 fused_lamb_legacy: bool = False) -> None:
-        self.fused_lamb_legacy = fused_lamb_legacy
+                 fused_lamb_legacy: bool = False,
+                 *,
+                 expert_groups: Optional[Dict[str, Any]] = None) -> None:
+        self.fused_lamb_legacy, self.expert_groups = fused_lamb_legacy, expert_groups
         super().__init__(init_optimizer, deepspeed, loss_scale_config, low_precision_dtype, static_loss_scale,
                          dynamic_loss_scale, 2.**16, 2.**16, dynamic_loss_args, verbose, mpu, clip_grad)
 

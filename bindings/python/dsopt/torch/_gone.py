@@ -6,13 +6,11 @@ from typing import Dict
 
 _SCALE = ": the step updates the loss scale on the device; set loss_scale or use override_loss_scale"
 _OVERFLOW = ": the step checks the gradients; read overflow after it"
-_NORM = ": the step computes the norm; read _global_grad_norm after it"
 _MASK = ": the step reads the attributes model_parallel, tensor_model_parallel and ds_pipe_replicated of each parameter"
 
 GONE: Dict[str, str] = {
     "_update_scale": _SCALE,
     "overflow_checker": _OVERFLOW,
-    "_get_norm_with_moe_layers": _NORM,
     "flatten_grad_norm_mask_list": _MASK,
     "_get_norm_mask_idx": _MASK,
     "_require_avoid_recompute_norm": _MASK,

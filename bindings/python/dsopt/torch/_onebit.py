@@ -13,6 +13,7 @@ from .._errors import StateError, UnsupportedError
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
 from ._originals import converted, is_original
+from ._parallel import data_group_of
 from ._process_group import Default, check_backend, comm_of, ranks_of
 from ._resume import resume
 from ._tensors import is_dense, unsupported, wrong
@@ -53,8 +54,8 @@ MORE = """
     cuda_aware          must be False: the backend of `group` decides which memory is sent
     comm_backend_name   "nccl", "mpi", "hccl", "gloo" or "compressed". The exchange is over `group`; a name that is not
                         that of its backend is refused, except "compressed", which goes with any. Left out, any will do
-    group               process group of the data-parallel ranks; None: the default group of torch.distributed, or one
-                        rank without it
+    group               process group of the data-parallel ranks; None: that of deepspeed.mpu, or of a wrapper's mpu;
+                        without an mpu the default group of torch.distributed, or one rank without it
     compat              None: standard mode; "deepspeed": also the quirks of the original, step by step
                         (docs/compat.md). A load then starts error feedback again with zeros
     """
@@ -156,8 +157,9 @@ class Onebit(Named):
         desc, needed, hooked = super()._engine_desc(context)
         desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family has none without
         desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # what enters an exchange stays in its errors
-        check_backend(self._comm_backend_name, self._group)
-        self._comm = comm = comm_of(self._group, context, torch.device(context.backend, context.device)
+        group = data_group_of(self)
+        check_backend(self._comm_backend_name, group)
+        self._comm = comm = comm_of(group, context, torch.device(context.backend, context.device)
                        if context.backend == "cuda" else torch.device("cpu"))
         self._rank_key = "" if comm is None else "_rank%dof%d" % (comm.rank, comm.ranks)
         if comm is not None:
@@ -370,7 +372,7 @@ class Onebit(Named):
     @ReadOnly
     def size(self) -> int:
         """Number of ranks that exchange."""
-        return ranks_of(self._group)
+        return ranks_of(data_group_of(self))
 
     @ReadOnly
     def divider(self) -> int:

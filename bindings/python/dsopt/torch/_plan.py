@@ -17,6 +17,7 @@ import torch
 from .. import _abi as abi
 from .._handle import Handle
 from .._hooks import gate
+from ._parallel import Parallel, agrees_over_data
 from ._tensors import STATES, Layouts, context_of, dtype_of, is_dense, put, strides_of, unsupported, words_of, wrong
 
 if TYPE_CHECKING:
@@ -59,15 +60,18 @@ class Plan:
         desc, needed, hooked = owner._engine_desc(self.context)
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
+        parallel = Parallel(owner, self.context, device, entries, desc)
         # The functional form keeps no times, and has the engine compare the lists of ranks in the first step of a plan.
         self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
         self.step_of = abi.lib.dsopt_optimizer_step if self.timed else abi.lib.dsopt_optimizer_apply
-        self.engine = Engine(self.context, desc, *needed)
+        self.engine = Engine(self.context, desc, *needed, *parallel.comms)
         self.handle = self.engine.handle
-        self.gate = gate if hooked else _ungated
+        self.gate = gate if hooked or parallel.hooked else _ungated
+        # In compat mode data-parallel ranks agree on a reason to skip that the caller gives, and not on overflow alone.
+        self.skip = torch.zeros(1, device=device) if agrees_over_data(owner) else None
         self.stream: Optional[int] = None
         self.hyper: List[Tuple[float, ...]] = []
-        self._register(owner)
+        self._register(owner, parallel)
         self._list_params()
         self._list_state(owner)
         self.report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device) if owner._reports else None
@@ -85,7 +89,7 @@ class Plan:
                                    report=self.report.data_ptr() if self.report is not None else None)
 
     # ------------------------------------------------------------------------------------------------------- set-up
-    def _register(self, owner: EngineOptimizer) -> None:
+    def _register(self, owner: EngineOptimizer, parallel: Parallel) -> None:
         """Groups and parameters, without memory."""
         for g, group in enumerate(owner.param_groups):
             algorithm, flags, fields = owner._rule(group)
@@ -106,8 +110,7 @@ class Plan:
                 if len(shape) <= 8:
                     place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
                 place.flags = owner._param_flags(group, entry.param)
-                if owner._wrapper is not None:
-                    place.flags |= owner._wrapper._param_flags(entry.param)
+                parallel.describe(place, entry)
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)),
                       "param_groups[%d]: " % g)
 
@@ -255,6 +258,7 @@ class Plan:
             copies += [*given.grads.values(), *given.outputs.values()]
         call.stream = self._stream()
         call.grad_scale = None if scale is None else scale.data_ptr()
+        skip = self.skip if skip is None else skip
         call.skip = None if skip is None else skip.data_ptr()
         self.steps.copy_(self.steps_seen)
         with self.gate:

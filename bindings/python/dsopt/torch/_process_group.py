@@ -112,17 +112,20 @@ def ranks_of(group: Any) -> int:
     return int(dist.get_world_size(group)) if is_distributed() else 1
 
 
-def comm_of(group: Any, context: Context, device: torch.device) -> Optional[Comm]:
-    """A comm over a process group; None: the default group, if there is one. One rank needs no comm."""
+def comm_of(group: Any, context: Context, device: torch.device, what: str = "group") -> Optional[Comm]:
+    """A comm over a process group; None: the default group, if there is one. One rank needs no comm. `what` names the
+    group in the error."""
     if not is_distributed():
         if group is not None:
-            raise unsupported("group: torch.distributed is not initialized")
+            raise unsupported("%s: torch.distributed is not initialized" % what)
         return None
+    if dist.get_rank(group) < 0:
+        raise wrong("%s does not have this rank" % what)
     if dist.get_world_size(group) == 1:
         return None
     backend = str(dist.get_backend(group))
     own = device.type == "cuda" and "nccl" in backend
     if "nccl" in backend and "gloo" not in backend and not own:
-        raise unsupported("group: its backend nccl has no collectives for parameters on %s" % device)
+        raise unsupported("%s: its backend nccl has no collectives for parameters on %s" % (what, device))
     collectives = Collectives(group, device if own else torch.device("cpu"))
     return Comm.table(context, collectives, collectives.rank, collectives.ranks, memory="backend" if own else "host")

@@ -117,7 +117,6 @@ class Signatures(TestCase):
 
     def test_refusals_say_what_to_do(self):
         params = params_of((3,))
-        half = params_of((3,), dtype=torch.float16)
 
         def sparse():
             embedding = torch.nn.Embedding(4, 2, sparse=True)
@@ -131,7 +130,6 @@ class Signatures(TestCase):
         cases += [(lambda: dsopt.torch.AdamW(params, differentiable=True), "=True is not supported; use "),
                   (lambda: dsopt.torch.AdamW([{"params": params, "amsgrad": True}]), r"param_groups\[0\]: .* use "),
                   (lambda: OnebitAdam(params, max_grad_norm=1.0), "max_grad_norm=1.0 is not supported; use clip_grad"),
-                  (lambda: FP16_Optimizer(FusedAdam(half), has_moe_layers=True), "is not supported; wrap "),
                   (lambda: FusedLion(params).step(scale=2.0), "scale is not supported; use FP16_Optimizer"),
                   (sparse, "is sparse, and must be dense; use ")]
         for call, text in cases:

@@ -160,8 +160,6 @@ class Wrapped(TestCase):
                 wrapper(base)
             with self.assertRaisesRegex(RuntimeError, "state_dict"):
                 copy.deepcopy(optimizer)
-        with self.assertRaisesRegex(NotImplementedError, "has_moe_layers"):
-            FP16_Optimizer(FusedAdam(params), has_moe_layers=True)
 
     class Config:
         """What deepspeed.runtime.fp16.loss_scaler.LossScaleConfig is."""

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model parallelism: four processes with gloo, two model-parallel ranks times two data-parallel ranks."""
+import functools
+import math
+import sys
+import unittest
+
+from support import TestCase, child, main, params_of, run_ranks, torch
+
+import dsopt
+from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+
+dist = torch.distributed
+GLOO = dist.is_available() and dist.is_gloo_available()
+KINDS = {"adam": (OnebitAdam, {"freeze_step": 3}), "lamb": (OnebitLamb, {"freeze_step": 3}),
+         "zero_one": (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3})}
+WRAPPERS = ((FP16_Optimizer, FusedAdam), (FP16_UnfusedOptimizer, FusedLamb))
+SCALE = 2.0 ** 4
+
+
+def groups_of(rank, *lists):
+    """Makes process groups of these ranks, and returns the one that has `rank`."""
+    made = [dist.new_group(ranks) for ranks in lists]
+    return next(group for group, ranks in zip(made, lists) if rank in ranks)
+
+
+class Mpu:
+    """Model-parallel ranks are neighbours."""
+
+    def __init__(self, rank):
+        self.rank = rank % 2
+        self.data = groups_of(rank, [0, 2], [1, 3])
+        self.model = groups_of(rank, [0, 1], [2, 3])
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_model_parallel_rank(self):
+        return self.rank
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+
+class Stages(Mpu):
+    """Two pipeline stages of two tensor-parallel ranks: the model-parallel group has all four."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.data = groups_of(rank, *([r] for r in range(4)))
+        self.model = groups_of(rank, [0, 1, 2, 3])
+
+    def get_model_parallel_world_size(self):
+        return 4
+
+    def get_slice_parallel_rank(self):
+        return self.rank % 2
+
+    def get_slice_parallel_world_size(self):
+        return 2
+
+
+class Engine:
+    enable_backward_allreduce = True
+
+    def __init__(self, mpu=None):
+        self.mpu = mpu
+
+
+def gathered(tensor, group=None):
+    tensor = tensor.detach().float().contiguous()
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, tensor, group=group)
+    return every
+
+
+def give(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
+
+
+def mean(params, group):
+    for param in params:
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= dist.get_world_size(group)
+
+
+def exchange_is_within_the_data_parallel_group(rank, name):
+    """`deepspeed.mpu` gives the group: the bits are those of an optimizer that has it as `group`."""
+    kind, options = KINDS[name]
+    mpu = Mpu(rank)
+    params, others = params_of((40,), (3, 7), seed=rank % 2), params_of((40,), (3, 7), seed=rank % 2)
+    engine, plain = Engine(mpu), Engine()
+    optimizer = kind(params, engine, lr=0.01, **options)
+    reference = kind(others, plain, lr=0.01, group=mpu.data, **options)
+    last = 0
+    while last < 9 or optimizer.next_reduction() != "compressed":
+        for some, one, told in ((params, optimizer, engine), (others, reference, plain)):
+            give(some, 10 * last + rank)
+            if told.enable_backward_allreduce:
+                mean(some, mpu.data)
+            one.step()
+        last += 1
+        assert engine.enable_backward_allreduce == plain.enable_backward_allreduce, last
+    give(params, 10 * last + rank)
+    give(others, 10 * last + rank)
+    optimizer.step()
+    reference.step()
+    assert "worker_error_rank%dof2" % (rank // 2) in optimizer.state[params[0]], list(optimizer.state[params[0]])
+    for param, other in zip(params, others):
+        assert torch.equal(param, other)
+        momentum = gathered(optimizer.state[param]["exp_avg"])
+        weights = gathered(param)
+        assert not torch.equal(momentum[0], momentum[1]) and not torch.equal(momentum[2], momentum[3])
+        if name != "zero_one":  # whose ranks have their own moments between the exchanges of changes
+            assert torch.equal(momentum[0], momentum[2]) and torch.equal(momentum[1], momentum[3])
+        assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
+
+
+def onebit_skips_on_all_model_parallel_ranks(rank, name, compat):
+    """Without a wrapper too: shards of one model stay at the same step, and the engines at the same stage."""
+    kind, options = KINDS[name]
+    mpu = Mpu(rank)
+    params = params_of((40,), seed=rank % 2)
+    engine = Engine(mpu)
+    optimizer = kind(params, engine, lr=0.01, compat=compat, **options)
+    for i in range(10):
+        give(params, 10 * i + rank)
+        if rank == 1 and i in (2, 6):
+            params[0].grad[3] = math.inf if i == 2 else math.nan
+        if engine.enable_backward_allreduce:
+            mean(params, mpu.data)
+        before = params[0].detach().clone()
+        optimizer.step()
+        same = torch.equal(before, params[0])
+        # The first call of the originals consumes a gradient.
+        assert same == (i in (2, 6) or (compat is not None and i == 0)), (i, same)
+        flags = gathered(torch.tensor([float(engine.enable_backward_allreduce)]))
+        assert len({float(flag) for flag in flags}) == 1, (i, flags)
+
+
+def wrapped_onebit_takes_the_mpu_of_the_wrapper(rank, name):
+    """The 1-bit class has no `deepspeed`. Norms are of the whole model, and an overflow of one rank skips on all."""
+    kind, options = KINDS[name]
+    mpu = Mpu(rank)
+    wrapper = FP16_UnfusedOptimizer if name == "lamb" else FP16_Optimizer
+    params = params_of((40,), seed=rank % 2, dtype=torch.float16)
+    params[0].model_parallel = True
+    optimizer = wrapper(kind(params, lr=0.01, **options), mpu=mpu, clip_grad=0.5, dynamic_loss_scale=True,
+                        dynamic_loss_args={"init_scale": SCALE, "scale_window": 100})
+    for i in range(8):
+        give(params, 10 * i + rank, SCALE)
+        if i == 0:
+            total = params[0].grad.float() / SCALE
+            dist.all_reduce(total, group=mpu.data)
+            norm = math.sqrt(sum(float((x / 2).double().square().sum()) for x in gathered(total, mpu.model)))
+        if rank == 3 and i == 5:
+            params[0].grad[0] = math.inf
+        skipped = optimizer.step()
+        assert skipped == (i == 5), (i, skipped)
+        if i == 0:
+            assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
+    assert optimizer.cur_scale == SCALE / 2
+    while optimizer.optimizer.next_reduction() == "local":
+        give(params, 77, SCALE)
+        optimizer.step()
+    give(params, 78 + rank, SCALE)
+    optimizer.step()
+    masters = gathered(optimizer.masters()[0][0])
+    assert torch.equal(masters[0], masters[2]) and torch.equal(masters[1], masters[3])
+    assert not torch.equal(masters[0], masters[1])
+
+
+def the_mpu_without_a_data_parallel_group_is_refused(rank):
+    class Partial:
+        def get_model_parallel_group(self):
+            return None
+
+    params = params_of((4,))
+    optimizer = OnebitAdam(params, Engine(Partial()))
+    give(params, 0)
+    try:
+        optimizer.step()
+    except dsopt.ArgumentError as problem:
+        assert "mpu is a Partial without get_data_parallel_group()" in str(problem), problem
+    else:
+        raise AssertionError("no exception")
+
+
+def model_of(rank, seed=0):
+    """A shard, a tensor that all tensor-parallel ranks have, and one that another pipeline stage counts."""
+    shard, = params_of((6, 4), seed=100 + rank % 2 + seed, dtype=torch.float16)
+    same, copied = params_of((5,), (9,), seed=200 + seed, dtype=torch.float16)
+    (shard.model_parallel, copied.ds_pipe_replicated) = True, True
+    return [shard, same, copied]
+
+
+def give_model(params, rank, step):
+    give(params[:1], 1000 + 10 * step + rank % 2, SCALE)
+    give(params[1:], 2000 + 10 * step, SCALE)
+
+
+def square(*tensors):
+    return sum(float((t.detach().double() / SCALE).square().sum()) for t in tensors)
+
+
+def norms_are_of_the_whole_model(rank, index, compat):
+    wrapper, kind = WRAPPERS[index]
+    mpu = Mpu(rank)
+    for given in (mpu, None):
+        params = model_of(rank)
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=given, clip_grad=0.25, static_loss_scale=SCALE)
+        shown = SCALE if compat and wrapper is FP16_UnfusedOptimizer else 1.0  # the original's has the loss scale
+        for i in range(3):
+            give_model(params, rank, i)
+            shards = gathered(params[0].grad, mpu.model) if given else [params[0].grad]
+            norm = math.sqrt(square(*shards, params[1].grad)) * shown
+            assert not optimizer.step()
+            assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
+        # One divisor for all, so what model-parallel ranks share stays equal.
+        for master in optimizer.masters()[0][1:]:
+            a, b = gathered(master, mpu.model)
+            assert torch.equal(a, b) == (given is not None), given
+
+
+def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
+    wrapper, kind = WRAPPERS[index]
+    mpu = Mpu(rank)
+    for given in (mpu, None):
+        params = model_of(rank)
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=given, dynamic_loss_scale=True,
+                            dynamic_loss_args={"init_scale": SCALE, "scale_window": 100})
+        give_model(params, rank, 0)
+        assert not optimizer.step()
+        give_model(params, rank, 1)
+        if rank == 1:
+            params[0].grad[0, 0] = math.inf
+        skipped = optimizer.step()
+        assert skipped == (rank in (0, 1) if given else rank == 1), (given, skipped)
+        assert optimizer.cur_scale == (SCALE / 2 if skipped else SCALE)
+
+
+def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, compat):
+    """While the engine does not average in its backward pass, of the mpu's groups; without an mpu all ranks."""
+    wrapper, kind = WRAPPERS[index]
+    mpu = Mpu(rank)
+    for given in (mpu, None):
+        params, engine = model_of(rank), Engine(mpu)
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), engine, mpu=given, dynamic_loss_scale=True,
+                            dynamic_loss_args={"init_scale": SCALE, "scale_window": 100})
+        for i, averages in enumerate((True, False, False, True)):
+            engine.enable_backward_allreduce = averages
+            give_model(params, rank, i)
+            if rank == 1 and i > 1:
+                params[0].grad[0, 0] = math.inf
+            skipped = optimizer.step()
+            expected = i > 1 and (not averages or (rank in (0, 1) if given else rank == 1))
+            assert skipped == expected, (given, i, skipped)
+
+
+def every_pipeline_stage_counts(rank, compat):
+    """Tensors that are not sharded count on tensor-parallel rank 0 of each stage, which is rank 2 of the group too."""
+    mpu = Stages(rank)
+    params = model_of(rank, seed=rank // 2)
+    optimizer = FP16_Optimizer(FusedAdam(params, lr=0.01, compat=compat), mpu=mpu, clip_grad=0.25,
+                               static_loss_scale=SCALE)
+    for i in range(2):
+        give(params[:1], 1000 + 10 * i + rank, SCALE)
+        give(params[1:], 2000 + 10 * i + rank // 2, SCALE)
+        shards, same = gathered(params[0].grad), gathered(params[1].grad)
+        norm = math.sqrt(square(*shards, same[0], same[2]))
+        assert not optimizer.step()
+        assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
+
+
+def lamb_over_pipeline_stages_is_refused(rank):
+    """Trust ratios would be of shards of different tensors. Compat mode has one per shard."""
+    mpu = Stages(rank)
+    for wrapper, kind in ((FP16_UnfusedOptimizer, FusedLamb), (FP16_UnfusedOptimizer, OnebitLamb)):
+        try:
+            wrapper(kind(model_of(rank)), mpu=mpu)
+        except dsopt.UnsupportedError as problem:
+            assert "several pipeline stages, and %s takes one trust ratio" % kind.__name__ in str(problem), problem
+        else:
+            raise AssertionError("no exception")
+    params = model_of(rank)
+    optimizer = FP16_UnfusedOptimizer(FusedLamb(params, compat="deepspeed"), mpu=mpu, static_loss_scale=SCALE)
+    give_model(params, rank, 0)
+    assert not optimizer.step()
+
+
+def trust_ratios_are_of_whole_tensors(rank):
+    """FusedLamb on shards steps as FusedLamb on the tensor."""
+    mpu = Mpu(rank)
+    whole, = params_of((8, 4), dtype=torch.float16)
+    shard = torch.nn.Parameter(whole.detach()[4 * (rank % 2):][:4].clone())
+    shard.tensor_model_parallel = True
+    ours = FP16_UnfusedOptimizer(FusedLamb([shard], lr=0.1), mpu=mpu)
+    reference = FP16_UnfusedOptimizer(FusedLamb([whole], lr=0.1))
+    for i in range(3):
+        give([whole], i)
+        shard.grad = whole.grad[4 * (rank % 2):][:4].clone()
+        ours.step()
+        reference.step()
+    torch.testing.assert_close(ours.masters()[0][0], reference.masters()[0][0][4 * (rank % 2):][:4])
+
+
+FOUR = [functools.partial(exchange_is_within_the_data_parallel_group, name=name) for name in KINDS]
+FOUR += [functools.partial(onebit_skips_on_all_model_parallel_ranks, name=name, compat=None) for name in KINDS]
+FOUR += [functools.partial(onebit_skips_on_all_model_parallel_ranks, name="adam", compat="deepspeed")]
+FOUR += [functools.partial(wrapped_onebit_takes_the_mpu_of_the_wrapper, name=name) for name in KINDS]
+FOUR += [functools.partial(case, index=index, compat=compat) for index in range(2) for compat in (None, "deepspeed")
+         for case in (norms_are_of_the_whole_model, overflow_is_agreed_by_model_parallel_ranks,
+                      overflow_is_agreed_by_data_parallel_ranks_that_do_not_average)]
+FOUR += [functools.partial(every_pipeline_stage_counts, compat=compat) for compat in (None, "deepspeed")]
+FOUR += [the_mpu_without_a_data_parallel_group_is_refused, lamb_over_pipeline_stages_is_refused,
+         trust_ratios_are_of_whole_tensors]
+
+
+def the_pipeline_flag_is_told(rank):
+    """An engine with pipeline stages averages when pipeline_enable_backward_allreduce is set, and has the other flag
+    off."""
+    class Pipeline:
+        enable_backward_allreduce = False
+        pipeline_enable_backward_allreduce = True
+
+    params, engine = params_of((8,)), Pipeline()
+    optimizer = OnebitAdam(params, engine, lr=0.01, freeze_step=2)
+    seen = []
+    for i in range(4):
+        give(params, 10 * i + rank)
+        seen.append(engine.pipeline_enable_backward_allreduce)
+        if seen[-1]:
+            mean(params, None)
+        optimizer.step()
+        assert engine.enable_backward_allreduce is False
+    assert seen == [True, True, False, False], seen
+    a, b = gathered(params[0])
+    assert torch.equal(a, b)
+
+
+TWO = [the_pipeline_flag_is_told]
+
+
+@unittest.skipUnless(GLOO, "torch is built without gloo")
+class Processes(TestCase):
+    def test_two_model_parallel_times_two_data_parallel_ranks(self):
+        run_ranks(self, __file__, "four", ranks=4)
+
+    def test_two_ranks(self):
+        run_ranks(self, __file__, "two")
+
+
+class OneProcess(TestCase):
+    def test_an_mpu_without_a_model_parallel_group(self):
+        with self.assertRaisesRegex(ValueError, r"mpu is a object without get_model_parallel_group\(\)"):
+            FP16_Optimizer(FusedAdam(params_of((3,), dtype=torch.float16)), mpu=object())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        four = sys.argv[2] == "four"
+        child(FOUR if four else TWO, int(sys.argv[3]), sys.argv[4], 4 if four else 2)
+    else:
+        main()
