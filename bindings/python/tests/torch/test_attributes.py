@@ -82,12 +82,13 @@ def masks_change(rank=0):
 
 
 def attributes_are_read_by_each_step(rank=0):
-    """An optimizer whose attribute is set goes on as one that is made with that value and gets its state."""
+    """An optimizer whose attribute is set goes on as one that gets its state, and the value before its first step. A
+    load takes the stage from the number of steps, so that one is made with the first value."""
     for kind, name, first, then in SCHEDULES:
         for when in (1, 6):  # before and after the freeze
             params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
             ours = kind(params, lr=0.01, **{**DEFAULTS[kind], name: first})
-            theirs = kind(others, lr=0.01, **{**DEFAULTS[kind], name: then})
+            theirs = kind(others, lr=0.01, **{**DEFAULTS[kind], name: first})
             for seed in range(14):
                 if seed == when:
                     setattr(ours, name, then)
@@ -95,6 +96,7 @@ def attributes_are_read_by_each_step(rank=0):
                         for p, q in zip(params, others):
                             q.copy_(p)
                     theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+                    setattr(theirs, name, then)
                 give_grads(params, others, seed=100 * rank + seed)
                 ours.step()
                 if seed >= when:
