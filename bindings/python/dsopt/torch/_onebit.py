@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ctypes import byref
-from math import gcd
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -12,15 +11,15 @@ from .. import _abi as abi
 from .._errors import StateError, UnsupportedError
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
+from ._onebit_names import NCCL, OnebitNames
 from ._originals import converted, is_original
 from ._parallel import data_group_of
-from ._process_group import Default, check_backend, comm_of, ranks_of
+from ._process_group import check_backend, comm_of
 from ._resume import resume
 from ._tensors import is_dense, unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
-NCCL = Default("nccl")
 # Arguments that the originals accept and ignore. Standard mode refuses what has no effect.
 IGNORED = {"eps_inside_sqrt": "eps is added to the root", "max_grad_norm": "use clip_grad of FP16_Optimizer"}
 
@@ -72,7 +71,7 @@ def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return a.shape == b.shape and torch.equal(a.detach().cpu().float(), b.detach().cpu().float())
 
 
-class Onebit(Named):
+class Onebit(OnebitNames):
     """What the 1-bit family has in common."""
 
     # GradScaler would skip the step of the one rank whose gradients are not finite, and the others would wait for it in
@@ -81,11 +80,6 @@ class Onebit(Named):
     _fields = Named._fields[:-1]
     _kept = Named._kept + ("_eps_mode", "_comm_backend_name")
     _at_once = True
-    _group: Any = None
-    _engine: Any = None
-    _comm: Any = None
-    _eps_mode = 1
-    _comm_backend_name: str = NCCL
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
     _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
@@ -101,9 +95,9 @@ class Onebit(Named):
         if cuda_aware:
             raise unsupported("%s: cuda_aware=%r is not supported; a process group with backend nccl exchanges device "
                               "memory, and all others host memory" % (type(self).__name__, cuda_aware))
-        check_backend(comm_backend_name, group)
         self._eps_mode, self._comm_backend_name = 0 if eps_inside_sqrt else 1, comm_backend_name
         self._group, self._engine = group, deepspeed
+        check_backend(comm_backend_name, data_group_of(self))
         for name in ENGINE_FLAGS:
             if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
                 setattr(deepspeed, name, True)
@@ -362,54 +356,6 @@ class Onebit(Named):
     def frozen(self) -> bool:
         """The variance does not change any more."""
         return bool(self.state) and bool(self._schedule().frozen)
-
-    # ------------------------------------------------------------------------- attributes of the originals, read only
-    @ReadOnly
-    def initialize(self) -> bool:
-        """A step has been made."""
-        return bool(self.state) and self._schedule().step > 0
-
-    @ReadOnly
-    def size(self) -> int:
-        """Number of ranks that exchange."""
-        return ranks_of(data_group_of(self))
-
-    @ReadOnly
-    def divider(self) -> int:
-        """In compat mode a tensor is padded to a multiple of size times this."""
-        return self.size * 8 // gcd(self.size, 8)
-
-    @ReadOnly
-    def eps_mode(self) -> int:
-        """0 with eps_inside_sqrt, which has no effect."""
-        return self._eps_mode
-
-    @ReadOnly
-    def cuda_aware(self) -> bool:
-        return False
-
-    @ReadOnly
-    def comm_backend_name(self) -> str:
-        return str(self._comm_backend_name)
-
-    @ReadOnly
-    def comm_backend_handle(self) -> Any:
-        """The dsopt.Comm over the process group; None on one rank and before the first step."""
-        return self._comm
-
-    @ReadOnly
-    def using_pipeline(self) -> bool:
-        return self._comm_backend_name != "mpi" and hasattr(self._engine, "pipeline_enable_backward_allreduce")
-
-    @property
-    def deepspeed(self) -> Any:
-        """The argument. Setting it counts from the next step on."""
-        return self._engine
-
-    @deepspeed.setter
-    def deepspeed(self, value: Any) -> None:
-        self._engine = value
-        self._plans = None
 
 
 class OnebitAdam(Onebit):

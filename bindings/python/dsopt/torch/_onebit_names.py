@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attributes of DeepSpeed's 1-bit optimizers, read-only where they follow from the state or from the arguments."""
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from ._deepspeed import Named, ReadOnly
+from ._parallel import data_group_of
+from ._process_group import Default, ranks_of
+
+NCCL = Default("nccl")
+
+
+class OnebitNames(Named):
+    """What the three classes have in common."""
+
+    _group: Any = None
+    _engine: Any = None
+    _comm: Any = None
+    _eps_mode = 1
+    _comm_backend_name: str = NCCL
+
+    def _schedule(self) -> Any:
+        raise NotImplementedError
+
+    @ReadOnly
+    def initialize(self) -> bool:
+        """A step has been made."""
+        return bool(self.state) and self._schedule().step > 0
+
+    @ReadOnly
+    def size(self) -> int:
+        """Number of ranks that exchange."""
+        return ranks_of(data_group_of(self))
+
+    @ReadOnly
+    def divider(self) -> int:
+        """In compat mode a tensor is padded to a multiple of size times this."""
+        return self.size * 8 // gcd(self.size, 8)
+
+    @ReadOnly
+    def eps_mode(self) -> int:
+        """0 with eps_inside_sqrt, which has no effect."""
+        return self._eps_mode
+
+    @ReadOnly
+    def cuda_aware(self) -> bool:
+        return False
+
+    @ReadOnly
+    def comm_backend_name(self) -> str:
+        return str(self._comm_backend_name)
+
+    @ReadOnly
+    def comm_backend_handle(self) -> Any:
+        """The dsopt.Comm over the process group; None on one rank and before the first step."""
+        return self._comm
+
+    @ReadOnly
+    def using_pipeline(self) -> bool:
+        return self._comm_backend_name != "mpi" and hasattr(self._engine, "pipeline_enable_backward_allreduce")
+
+    @property
+    def deepspeed(self) -> Any:
+        """The argument. Setting it counts from the next step on."""
+        return self._engine
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        self._engine = value
+        self._plans = None
