@@ -24,6 +24,9 @@ class OnebitNames(Named):
     def _schedule(self) -> Any:
         raise NotImplementedError
 
+    def _tell_engine(self) -> None:
+        raise NotImplementedError
+
     @ReadOnly
     def initialize(self) -> bool:
         """A step has been made."""
@@ -63,10 +66,12 @@ class OnebitNames(Named):
 
     @property
     def deepspeed(self) -> Any:
-        """The argument. Setting it counts from the next step on."""
+        """The argument. One that is set is told at once what the next step needs."""
         return self._engine
 
     @deepspeed.setter
     def deepspeed(self, value: Any) -> None:
         self._engine = value
-        self._plans = None
+        self._plans = None  # whether the step averages is a flag of the engine's optimizer
+        if self.state:
+            self._tell_engine()

@@ -354,6 +354,9 @@ class Attributes(TestCase):
         self.assertTrue(optimizer.using_pipeline and optimizer.deepspeed is engine)
         optimizer.step()
         self.assertFalse(engine.pipeline_enable_backward_allreduce)
+        optimizer.deepspeed = engine = Engine()
+        self.assertFalse(engine.pipeline_enable_backward_allreduce)
+        optimizer.deepspeed = None
         self.assertFalse(OnebitAdam(params, engine, comm_backend_name="mpi").using_pipeline)
 
 
