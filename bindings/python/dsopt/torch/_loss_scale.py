@@ -123,7 +123,8 @@ def saved_scale(saved: Dict[str, Any], arguments: Dict[str, Any],
                        "wrapper with dynamic_loss_scale=%s" % (saved["dynamic_loss_scale"], "static" if static else
                                                                "dynamic", static))
     arguments, words = dict(arguments), list(words)
-    words[0:2] = struct.unpack("<2i", struct.pack("<d", value("cur_scale", 0, above=True)))
+    scale = value("cur_scale", 0, above=True)
+    words[0:2] = struct.unpack("<2i", struct.pack("<d", scale))
     words[4] = int(value("cur_iter", 0, 2 ** 31 - 1))
     if not static:
         words[5] = int(value("last_overflow_iter", -1, 2 ** 31 - 1))
@@ -131,6 +132,7 @@ def saved_scale(saved: Dict[str, Any], arguments: Dict[str, Any],
         arguments["window"] = int(value("scale_window", 1, 2 ** 31 - 1))
         if "min_loss_scale" in saved:
             arguments["min"] = value("min_loss_scale", 0)
+        arguments["init"] = max(scale, arguments["min"] or 1)  # of no use any more, but must not be below the minimum
         budget = arguments.get("hysteresis", 1)
         words[6] = min(int(value("cur_hysteresis", 1)), budget) if "cur_hysteresis" in saved else budget
     return arguments, words

@@ -237,6 +237,12 @@ class Onebit(OnebitNames):
         super()._after_load()
         self._tell_engine()
 
+    def state_dict(self) -> Dict[str, Any]:
+        """As torch's."""
+        if self._no_anchors and self._plans:
+            self._set_anchors()
+        return super().state_dict()  # type: ignore[no-any-return]
+
     def _restore(self, loaded: Dict[str, Any]) -> None:
         super()._restore(loaded)
         changed = False
@@ -246,11 +252,11 @@ class Onebit(OnebitNames):
             for param in group["params"]:
                 if own.get("exp_avg_mask") is None and param in self.state:
                     self.state[param].pop("mask", None)
-        if changed:
-            self._reset_errors()
         params = [param for group in self.param_groups for param in group["params"]]
         states = [self.state[param] for param in params if self.state.get(param)]
         resume(states, self._algorithm, self._schedule_fields()["freeze_step"], bool(self._compat))
+        if changed:
+            self._reset_errors()
         for state in states:
             state.pop("active", None)  # it follows from the variance, and a run of one rank has none
         self._no_anchors = not all("anchor" in state for state in states)

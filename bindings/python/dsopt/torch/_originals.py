@@ -28,8 +28,16 @@ def mismatch(text: str) -> CheckpointError:
     return CheckpointError("%s (DSOPT_ERR_MISMATCH)" % text, abi.DSOPT_ERR_MISMATCH, "DSOPT_ERR_MISMATCH")
 
 
+def _check_keys(what: str, state_dict: Any) -> None:
+    for key in ("state", "param_groups"):
+        if not isinstance(state_dict, dict) or key not in state_dict:
+            found = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise mismatch("%s has no %r, so it is not one of torch.optim.Optimizer; it has %s" % (what, key, found))
+
+
 def is_original(state_dict: Dict[str, Any]) -> bool:
     """True for state without the tensor "schedule", which each state dict of the 1-bit family here has."""
+    _check_keys("the state dict", state_dict)
     states = [state for state in state_dict["state"].values() if isinstance(state, dict) and state]
     return bool(states) and not any("schedule" in state for state in states)
 
@@ -91,6 +99,7 @@ def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Te
                   flat: bool) -> Dict[str, Any]:
     """The optimizer's part of a wrapper's state dict for `groups`, the parameters of this optimizer. The originals
     leave out parameters that are not trained; with `flat` all others of a group are one tensor."""
+    _check_keys("optimizer_state_dict", state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise mismatch("optimizer_state_dict has %d groups, and the optimizer %d" % (len(saved), len(groups)))

@@ -261,7 +261,8 @@ class Scale(TestCase):
                 run = self.make(wrapper, compat=compat)
                 self.scales(run, "..X..")
                 saved = copy.deepcopy(run[1].state_dict())
-                for options in ({}, dict(dynamic_loss_scale=True)):
+                low = dict(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=2.0))
+                for options in ({}, dict(dynamic_loss_scale=True), low):
                     again = self.make(wrapper, compat=compat, **options)
                     again[1].load_state_dict(copy.deepcopy(saved))
                     self.assertEqual((again[1].scale_window, again[1].loss_scale_config.min_loss_scale), (3, 256))

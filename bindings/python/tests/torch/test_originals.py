@@ -17,7 +17,7 @@ GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available(
 GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 4, "tests", "golden")
 SHAPES = ((7, 3), (5,))
 GROUP = dict(lr=0.01, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
-DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64, "U8": torch.uint8}
+DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64, "U8": torch.uint8}
 # By the names of the cases: class, names of its arguments, what each parameter's state has beside the moments.
 RESUMED = {
     "onebit_adam": (OnebitAdam, ("freeze_step",), ()),
@@ -219,6 +219,14 @@ class StateOfTheOriginal(TestCase):
         for param in params:
             self.assert_same([optimizer.state[param]["anchor"]], [torch.full_like(param, 3)])
 
+    def test_anchor_is_saved_after_a_load(self):
+        """The next checkpoint, before a step, has the masters that the wrapper has loaded."""
+        params, optimizer = self.wrapped(FP16_Optimizer, ZeroOneAdam, var_freeze_step=5)
+        masters, saved = self.state_of_wrapper(ZeroOneAdam, True, 9)
+        optimizer.load_state_dict(saved)
+        states = optimizer.state_dict()["optimizer_state_dict"]["state"]
+        self.assert_same([states[0]["anchor"], states[1]["anchor"]], masters)
+
     def test_trust_of_onebit_lamb(self):
         for freeze, step, compat, expected in (
                 (5, 9, "deepspeed", {"trust_average": 0.25, "trust_factor": 0.75, "trust_scaling": 1.5}),
@@ -246,6 +254,8 @@ class StateOfTheOriginal(TestCase):
                  (OnebitLamb, onebit_state(OnebitAdam, 9), "no 'lamb_coeff_freeze'"),
                  (ZeroOneAdam, onebit_state(OnebitAdam, 9), "no 'var_interval'"),
                  (OnebitAdam, onebit_state(OnebitAdam, 9, ((3, 7), (5,))), r"'exp_avg' .* \(3, 7\), .* \(7, 3\)")]
+        _, wrapper = self.state_of_wrapper(OnebitAdam, True, 9)
+        cases.append((OnebitAdam, wrapper, "no 'state', .* it has dynamic_loss_scale.*optimizer_state_dict"))
         incomplete = onebit_state(OnebitAdam, 9)
         del incomplete["state"][1]["exp_avg"]
         cases.append((OnebitAdam, incomplete, r"\['state'\]\[1\] has no 'exp_avg'"))
@@ -347,6 +357,8 @@ class StateOfTheOriginal(TestCase):
                  (True, lambda s: inner(s)["state"][0].update(exp_avg=torch.zeros(20)), "'exp_avg' of group 0 has 20"),
                  (True, lambda s: inner(s)["state"][0].pop("exp_avg_sq"), "has no 'exp_avg_sq'"),
                  (True, lambda s: inner(s)["param_groups"].append({"params": []}), "2 groups, and the optimizer 1"),
+                 (True, lambda s: s.update(optimizer_state_dict=[{}]), "optimizer_state_dict has no 'state'.* list"),
+                 (True, lambda s: inner(s).pop("param_groups"), "optimizer_state_dict has no 'param_groups'"),
                  (False, lambda s: inner(s)["param_groups"][0].update(params=[0]), "group 0 has 1 tensors"),
                  (False, lambda s: inner(s)["param_groups"][0].update(eps=-1.0), "eps"),
                  (False, lambda s: s.update(clip_grad="much"), "clip_grad .* 'much'"),
@@ -369,6 +381,53 @@ class StateOfTheOriginal(TestCase):
             after = optimizer.state_dict()
             self.assertEqual(str(after), str(before), text)
             self.assert_same(params, weights)
+
+
+@unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is not here")
+class RecordedWrappers(TestCase):
+    """Runs of the original's wrappers, which go on here after each of some calls, by their state dict."""
+    NAMES = ("master", "exp_avg", "exp_avg_sq")
+
+    def make(self, case, flat):
+        kind, wrapper = (FusedAdam, FP16_Optimizer) if flat else (FusedLamb, FP16_UnfusedOptimizer)
+        params = [torch.nn.Parameter(case.get("param16_init/p%d" % i).clone()) for i in range(5)]
+        number = case.number
+        base = kind(params, lr=number("lr"), betas=(number("beta1"), number("beta2")), eps=number("eps"),
+                    weight_decay=number("weight_decay"), compat="deepspeed")
+        return params, wrapper(base, dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=2.0, scale_window=9))
+
+    def saved(self, case, flat, t, groups):
+        items = ["g0"] if flat else ["p%d" % i for i in range(5)]
+        row = {name: [case.get("%s/%s" % (name, item))[t].clone() for item in items] for name in self.NAMES}
+        state = {i: {"step": int(case.get("step")[t]), "exp_avg": row["exp_avg"][i], "exp_avg_sq": row["exp_avg_sq"][i]}
+                 for i in range(len(items))}
+        masters = {"fp32_groups_flat": row["master"]} if flat else {"fp32_groups": [row["master"]]}
+        return {"dynamic_loss_scale": True, "cur_scale": case.get("loss_scale")[t].item(), "scale_factor": 2.0,
+                "cur_iter": int(case.get("cur_iter")[t]), "last_overflow_iter": int(case.get("last_overflow_iter")[t]),
+                "scale_window": int(case.number("scale_window")), "clip_grad": case.number("clip_grad"), **masters,
+                "optimizer_state_dict": {"state": state, "param_groups": [{**groups[0], "params": list(state)}]}}
+
+    def test_runs_go_on(self):
+        counters = ("loss_scale", "cur_iter", "last_overflow_iter")
+        for name, flat in (("fp16_fused_adam", True), ("fp16_unfused_lamb", False)):
+            case = Recorded(name, 0)
+            for begin in (1, 8, 13):
+                params, optimizer = self.make(case, flat)
+                groups = optimizer.optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict(self.saved(case, flat, begin - 1, groups))
+                optimizer.clip_grad = case.number("clip_grad")  # FP16_UnfusedOptimizer does not save it
+                for t in range(begin, int(case.info["steps"])):
+                    for i, param in enumerate(params):
+                        param.grad = case.get("grad16/p%d" % i)[t].clone()
+                    optimizer.param_groups[0]["lr"] = case.get("lr")[t].item()
+                    self.assertEqual(optimizer.step(), bool(case.get("overflow")[t]))
+                    self.assertEqual((optimizer.cur_scale, optimizer.cur_iter, optimizer.last_overflow_iter),
+                                     tuple(case.get(key)[t] for key in counters))
+                    for key in self.NAMES:
+                        found = torch.cat([optimizer.state[param][key].reshape(-1) for param in params])
+                        items = ["g0"] if flat else ["p%d" % i for i in range(5)]
+                        recorded = torch.cat([case.get("%s/%s" % (key, item))[t] for item in items])
+                        self.assert_close(found, recorded, rtol=0, atol=2e-5 * recorded.abs().max().item())
 
 
 @unittest.skipUnless(GLOO and os.path.isdir(GOLDEN), "torch is built without gloo, or tests/golden is not here")
