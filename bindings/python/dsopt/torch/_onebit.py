@@ -16,7 +16,7 @@ from ._originals import converted, is_original
 from ._parallel import data_group_of
 from ._process_group import check_backend, comm_of
 from ._resume import resume
-from ._tensors import is_dense, unsupported, wrong
+from ._tensors import is_dense, strides_of, unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
@@ -312,20 +312,21 @@ class Onebit(OnebitNames):
         for plan in self._plans or ():
             if "active" not in plan.whole:
                 continue
-            bits: List[torch.Tensor] = []
+            begin = 0
             for entry in plan.entries:
                 if self.param_groups[entry.group].get("non_freeze"):
                     continue
-                param = entry.param.detach()
+                param, variance = entry.param.detach(), self.state[entry.param]["exp_avg_sq"]
                 like = param if is_dense(param) else param.contiguous()
-                variance = torch.empty_strided(param.shape, like.stride(), device=param.device)
-                variance.copy_(self.state[entry.param]["exp_avg_sq"])
-                found = variance.as_strided((param.numel(), ), (1, )) != 0
-                bits.append(torch.nn.functional.pad(found.to(torch.int64), (0, -param.numel() % 32)))
-            if bits:
-                weights = 2 ** torch.arange(32, device=plan.device)
-                words = (torch.cat(bits).view(-1, 32) * weights).sum(1)
-                plan.whole["active"].copy_(torch.where(words < 2 ** 31, words, words - 2 ** 32))
+                if strides_of(variance) != strides_of(like):
+                    variance = torch.empty_strided(param.shape, like.stride(), device=param.device).copy_(variance)
+                count = -(-param.numel() // 32)
+                bits = torch.zeros(count * 32, dtype=torch.bool, device=param.device)
+                bits[:param.numel()] = variance.as_strided((param.numel(), ), (1, )) != 0
+                words = plan.whole["active"][begin:begin + count].zero_()
+                for bit, column in enumerate(bits.view(count, 32).unbind(1)):
+                    words |= column.to(torch.int32) << bit
+                begin += count
 
     def _set_anchors(self) -> None:
         """0/1 Adam: the weights, as after an exchange. The originals do not save any."""

@@ -173,6 +173,28 @@ def frozen_run_of_one_rank(rank):
         assert moved == [[[False] * 3] + [[True] * 3] * 6, [True] * 5, [True] * 40], (kind, moved)
 
 
+def bits_are_those_of_the_freeze(rank):
+    """Found in the variance after a load, in the order of memory."""
+    def make(freeze_step):
+        params = params_of((3, 40), (0, ), (5, ), (33, ), ())
+        params[0] = torch.nn.Parameter(params[0].detach().t().contiguous().t())
+        groups = [{"params": params[:2]}, {"params": params[2:3], "non_freeze": True}, {"params": params[3:]}]
+        return params, OnebitAdam(groups, lr=0.01, freeze_step=freeze_step)
+
+    params, optimizer = make(3)
+    for i in range(6):
+        give_grads(params, seed=10 * i + rank)
+        params[0].grad[1, 7:] = 0
+        params[3].grad[::2] = 0
+        optimizer.step()
+    words = optimizer.state[params[0]]["active"].tolist()
+    assert len(words) == 4 + 2 + 1 and 0 < sum(bin(word % 2 ** 32).count("1") for word in words) < 154, words
+    others, again = make(3)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.next_reduction()
+    assert again.state[others[0]]["active"].tolist() == words, (again.state[others[0]]["active"].tolist(), words)
+
+
 def between_exchanges(rank):
     """0/1 Adam: ranks that have no common weights cannot adapt the variance again."""
     run = Run(ZeroOneAdam, 3, rank, 2, local_step_scaler=2, local_step_clipper=8)
@@ -193,7 +215,7 @@ def between_exchanges(rank):
     same_everywhere(other)
 
 
-CASES += [frozen_run_of_one_rank, between_exchanges]
+CASES += [frozen_run_of_one_rank, bits_are_those_of_the_freeze, between_exchanges]
 
 
 class OneRank(TestCase):
