@@ -21,6 +21,7 @@ OWN = {"ZeroOneAdam": ("var_interval", "var_counter", "local_step_interval", "lo
 NAMES = {abi.DSOPT_ALGORITHM_ONEBIT_ADAM: "OnebitAdam", abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM: "ZeroOneAdam",
          abi.DSOPT_ALGORITHM_ONEBIT_LAMB: "OnebitLamb"}
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
+WRAPPED = "optimizer_state_dict"  # of a wrapper's state dict
 COMMON = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -32,7 +33,9 @@ def _check_keys(what: str, state_dict: Any) -> None:
     for key in ("state", "param_groups"):
         if not isinstance(state_dict, dict) or key not in state_dict:
             found = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
-            raise mismatch("%s has no %r, so it is not one of torch.optim.Optimizer; it has %s" % (what, key, found))
+            instead = "; load it into the wrapper, or its 'optimizer_state_dict' here" if WRAPPED in found else ""
+            raise mismatch("%s has no %r, so it is not one of torch.optim.Optimizer; it has %s%s" %
+                           (what, key, found, instead))
 
 
 def is_original(state_dict: Dict[str, Any]) -> bool:
@@ -71,8 +74,8 @@ def _check(name: str, old: Dict[Any, State]) -> None:
     for place, state in old.items():
         for kind, keys in OWN.items():
             if kind != name and keys[0] in state:
-                raise mismatch("state_dict['state'][%r] has %r: it is state of %s, and this is %s" %
-                               (place, keys[0], kind, name))
+                raise mismatch("state_dict['state'][%r] has %r: it is state of %s, and this is %s; load it into %s" %
+                               (place, keys[0], kind, name, kind))
         for key in COMMON + OWN.get(name, ()):
             if key not in state:
                 raise mismatch("state_dict['state'][%r] has no %r, so it is neither state of DeepSpeed's %s nor of "
