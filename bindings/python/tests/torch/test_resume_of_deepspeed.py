@@ -3,62 +3,20 @@
 DeepSpeed's own continuation. Skipped where that version is not installed."""
 import contextlib
 import copy
-import importlib.util
 import io
-import os
 import sys
-import types
 import unittest
 
+import originals
 from support import TestCase, child, main, run_ranks, torch
 
 import dsopt.torch
 
-try:
-    from importlib.metadata import version
-    FOUND = version("deepspeed") if importlib.util.find_spec("deepspeed") else None
-except ImportError:
-    FOUND = None
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 SHAPES = ((7, 3), (5,), (33,))
-KINDS = {"OnebitAdam": ("adam", "freeze_step", "FP16_Optimizer"),
-         "ZeroOneAdam": ("zoadam", "var_freeze_step", "FP16_Optimizer"),
-         "OnebitLamb": ("lamb", "freeze_step", "FP16_UnfusedOptimizer")}
+KINDS = {"OnebitAdam": ("freeze_step", "FP16_Optimizer"), "ZeroOneAdam": ("var_freeze_step", "FP16_Optimizer"),
+         "OnebitLamb": ("freeze_step", "FP16_UnfusedOptimizer")}
 SCALE = dict(init_scale=256.0, scale_window=4, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
-
-
-class Pack:
-    """The op of DeepSpeed's backend "compressed", which is built for XPUs: 1 where a value is not negative."""
-
-    def packbits(self, values, numel, rank):
-        bits = (values >= 0).to(torch.uint8).view(-1, 8)
-        return (bits << torch.arange(7, -1, -1, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-
-    def unpackbits(self, packed, numel, rank):
-        bits = packed.view(-1, 1) >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1
-        return bits.view(-1).float() * 2 - 1
-
-
-def deepspeeds():
-    """DeepSpeed's classes by name, for processes with gloo and without a GPU."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    import deepspeed.comm
-    import deepspeed.runtime.comm.compressed as backend
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # would compile a library
-    deepspeed.init_distributed("gloo", verbose=False)
-    backend.PackbitsBuilder = type("Builder", (), {"load": lambda self: Pack()})
-    # gloo compares the shapes of an all-gather, and the backend's scales have none.
-    backend.dist = types.SimpleNamespace(**{name: getattr(deepspeed.comm, name) for name in dir(deepspeed.comm)
-                                            if not name.startswith("__")})
-    backend.dist.all_gather = lambda out, value, group=None: deepspeed.comm.all_gather(
-        out, value.reshape(out[0].shape), group=group)
-    from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
-    found = {"FP16_Optimizer": fused_optimizer.FP16_Optimizer,
-             "FP16_UnfusedOptimizer": unfused_optimizer.FP16_UnfusedOptimizer}
-    for name, (module, _, _) in KINDS.items():
-        found[name] = getattr(importlib.import_module("deepspeed.runtime.fp16.onebit." + module), name)
-    return found
 
 
 class Run:
@@ -68,15 +26,13 @@ class Run:
         generator = torch.Generator().manual_seed(0)
         dtype = torch.float16 if wrapped else torch.float32
         self.params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-        self.engine = types.SimpleNamespace(enable_backward_allreduce=True, mpu=None, local_rank=rank)
-        _, freeze, wrapper = KINDS[name]
-        self.rank, self.count = rank, 0
-        self.inner = self.optimizer = classes[name](self.params, self.engine, lr=0.01, comm_backend_name="compressed"
-                                                    if "compat" not in options else "nccl", **{freeze: freeze_step},
-                                                    **options)
+        self.engine, self.rank, self.count = originals.Engine(), rank, 0
+        freeze, wrapper = KINDS[name]
+        self.inner = self.optimizer = getattr(classes, name)(self.params, self.engine, lr=0.01, **{freeze: freeze_step},
+                                                             comm_backend_name="compressed", **options)
         if wrapped:
-            self.optimizer = classes[wrapper](self.inner, dynamic_loss_scale=True, dynamic_loss_args=SCALE,
-                                              clip_grad=1.0, verbose=False)
+            self.optimizer = getattr(classes, wrapper)(self.inner, dynamic_loss_scale=True, dynamic_loss_args=SCALE,
+                                                       clip_grad=1.0, verbose=False)
 
     def step(self, scale):
         self.count += 1
@@ -96,7 +52,7 @@ class Run:
 
 def continued(rank, classes, name, wrapped, freeze_step, steps):
     """Rank 0's checkpoint, from which three runs go on: DeepSpeed's, ours in compat mode, and ours in standard mode."""
-    ours = {key: getattr(dsopt.torch, key) for key in classes}
+    ours = dsopt.torch
     run = Run(classes, name, wrapped, freeze_step, rank)
     run.steps(steps)
     saved = [copy.deepcopy(run.optimizer.state_dict()), [param.detach() for param in run.params]]
@@ -133,14 +89,15 @@ def continued(rank, classes, name, wrapped, freeze_step, steps):
 
 def runs_go_on(rank):
     with contextlib.redirect_stdout(io.StringIO()):  # the originals print
-        classes = deepspeeds()
+        classes = originals.load()
         for name in KINDS:
             for wrapped in (False, True):
                 for freeze_step, steps in ((100, 6), (4, 12)):
                     continued(rank, classes, name, wrapped, freeze_step, steps)
 
 
-@unittest.skipUnless(GLOO and FOUND == "0.19.6", "DeepSpeed 0.19.6 is not installed (found: %s)" % FOUND)
+@originals.needed
+@unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
     def test_runs_go_on(self):
         run_ranks(self, __file__, "all")
