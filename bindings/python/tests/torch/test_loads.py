@@ -270,7 +270,7 @@ class Scale(TestCase):
     def step(self, run, bad=False):
         params, optimizer = run
         for param in params:
-            param.grad = torch.full_like(param, math.inf if bad else optimizer.loss_scale)
+            param.grad = torch.full_like(param, math.inf if bad else optimizer.loss_scale or 1)
         return optimizer.step()
 
     def scales(self, run, pattern):
