@@ -96,6 +96,8 @@ class Parallel:
         self.hooked = False
         self.has_model = self.spans_stages = False
         self.model_rank = self.tensor_rank = 0
+        self.loses_marks = (getattr(owner, "_compat", None) is not None and
+                            getattr(owner._wrapper, "_profile", None) == "unfused")
         if agrees_over_data(owner):
             self._add_data(owner._wrapper.mpu)
         self._add_model()
@@ -143,10 +145,14 @@ class Parallel:
     def _flags(self, param: torch.Tensor, expert: bool) -> int:
         """In norms a tensor counts on tensor-parallel rank 0, a shard on every rank, and a copy of another pipeline
         stage's nowhere. The engine counts what is not sharded on rank 0 of the model group, which is not that of every
-        stage: there it counts as a shard."""
+        stage: there it counts as a shard. FP16_UnfusedOptimizer of DeepSpeed looks for the marks at the gradients,
+        which do not have them: compat mode counts everything on tensor-parallel rank 0, and nothing elsewhere."""
         sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
         sharded = sharded or (expert and _loaded("expert_tensor_parallel_world_size", 1) > 1)
-        copied = getattr(param, "ds_pipe_replicated", False) or (not sharded and self.tensor_rank > 0)
+        copied = getattr(param, "ds_pipe_replicated", False)
+        if self.loses_marks:
+            sharded = copied = False
+        copied = copied or (not sharded and self.tensor_rank > 0)
         counts = sharded or (self.model_rank > 0 and self.spans_stages)
         return (abi.DSOPT_PARAM_MODEL_PARALLEL * bool(counts and self.has_model) |
                 abi.DSOPT_PARAM_REPLICATED * bool(copied))

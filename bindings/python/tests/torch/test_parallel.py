@@ -5,6 +5,7 @@ import math
 import sys
 import unittest
 
+import originals
 from support import TestCase, child, main, params_of, run_ranks, torch
 
 import dsopt
@@ -121,6 +122,25 @@ def exchange_is_within_the_data_parallel_group(rank, name):
         assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
 
 
+def non_freeze_is_within_the_data_parallel_group(rank):
+    mpu = Mpu(rank)
+    params, free = params_of((40,), (8,), seed=rank % 2)
+    engine = Engine(mpu)
+    groups = [{"params": [params]}, {"params": [free], "non_freeze": True}]
+    optimizer = OnebitAdam(groups, engine, lr=0.01, freeze_step=2)
+    for i in range(6):
+        give([params, free], 10 * i + rank)
+        if engine.enable_backward_allreduce:
+            mean([params, free], mpu.data)
+        before = optimizer.state[free]["exp_avg_sq"].clone() if i else None
+        optimizer.step()
+    assert not torch.equal(before, optimizer.state[free]["exp_avg_sq"])
+    for tensor in (free, optimizer.state[free]["exp_avg"], optimizer.state[free]["exp_avg_sq"]):
+        every = gathered(tensor)
+        assert torch.equal(every[0], every[2]) and torch.equal(every[1], every[3])
+        assert not torch.equal(every[0], every[1])
+
+
 def onebit_skips_on_all_model_parallel_ranks(rank, name, compat):
     """Without a wrapper too: shards of one model stay at the same step, and the engines at the same stage."""
     kind, options = KINDS[name]
@@ -214,11 +234,13 @@ def norms_are_of_the_whole_model(rank, index, compat):
     for given in (mpu, None):
         params = model_of(rank)
         optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=given, clip_grad=0.25, static_loss_scale=SCALE)
-        shown = SCALE if compat and wrapper is FP16_UnfusedOptimizer else 1.0  # the original's has the loss scale
+        lost = compat and wrapper is FP16_UnfusedOptimizer
         for i in range(3):
             give_model(params, rank, i)
             shards = gathered(params[0].grad, mpu.model) if given else [params[0].grad]
-            norm = math.sqrt(square(*shards, params[1].grad)) * shown
+            norm = math.sqrt(square(*shards, params[1].grad))
+            if lost:  # the original finds no marks at the gradients, and its norm has the loss scale
+                norm = math.sqrt(square(shards[0], params[1].grad, params[2].grad)) * SCALE
             assert not optimizer.step()
             assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
         # One divisor for all, so what model-parallel ranks share stays equal.
@@ -313,12 +335,66 @@ FOUR = [functools.partial(exchange_is_within_the_data_parallel_group, name=name)
 FOUR += [functools.partial(onebit_skips_on_all_model_parallel_ranks, name=name, compat=None) for name in KINDS]
 FOUR += [functools.partial(onebit_skips_on_all_model_parallel_ranks, name="adam", compat="deepspeed")]
 FOUR += [functools.partial(wrapped_onebit_takes_the_mpu_of_the_wrapper, name=name) for name in KINDS]
-FOUR += [functools.partial(case, index=index, compat=compat) for index in range(2) for compat in (None, "deepspeed")
+FOUR += [functools.partial(case, index=index, compat=compat)
          for case in (norms_are_of_the_whole_model, overflow_is_agreed_by_model_parallel_ranks,
-                      overflow_is_agreed_by_data_parallel_ranks_that_do_not_average)]
+                      overflow_is_agreed_by_data_parallel_ranks_that_do_not_average)
+         for index in range(2) for compat in (None, "deepspeed")]
 FOUR += [functools.partial(every_pipeline_stage_counts, compat=compat) for compat in (None, "deepspeed")]
-FOUR += [the_mpu_without_a_data_parallel_group_is_refused, lamb_over_pipeline_stages_is_refused,
-         trust_ratios_are_of_whole_tensors]
+FOUR += [non_freeze_is_within_the_data_parallel_group, the_mpu_without_a_data_parallel_group_is_refused,
+         lamb_over_pipeline_stages_is_refused, trust_ratios_are_of_whole_tensors]
+
+
+def deepspeed_finds_the_same_norms(rank, index, kind):
+    """Both wrappers in compat mode next to DeepSpeed's: norms, skipped steps and parameters."""
+    found = originals.load()
+    mpu = kind(rank)
+    ours, theirs = model_of(rank, seed=rank // 2), model_of(rank, seed=rank // 2)
+    options = dict(mpu=mpu, clip_grad=0.25, dynamic_loss_scale=True,
+                   dynamic_loss_args={"init_scale": SCALE, "scale_window": 100, "min_scale": 1, "delayed_shift": 1})
+    optimizer = (FP16_Optimizer, FP16_UnfusedOptimizer)[index](
+        FusedAdam(ours, lr=0.01, weight_decay=0.1, compat="deepspeed"), **options)
+    original = (found.FP16_Optimizer, found.FP16_UnfusedOptimizer)[index](
+        torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), **options)
+    for i in range(5):
+        for params in (ours, theirs):
+            give(params[:1], 1000 + 10 * i + rank, SCALE)
+            give(params[1:], 2000 + 10 * i + rank // 2, SCALE)
+            if i == 2 and rank == 3:
+                params[0].grad[0, 0] = math.inf
+        skipped = optimizer.step()
+        assert skipped == original.step() == (i == 2 and (kind is Stages or rank > 1)), (i, skipped)
+        assert optimizer.cur_scale == original.loss_scale_config.cur_scale
+        if not skipped:
+            norm = float(original._global_grad_norm)
+            assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (i, optimizer._global_grad_norm, norm)
+        torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in theirs], rtol=2e-3, atol=2e-3)
+
+
+def deepspeed_exchanges_the_same_momentum(rank):
+    """OnebitAdam in compat mode next to DeepSpeed's, whose backend takes the group from `deepspeed.mpu` too."""
+    found = originals.load()
+    mpu = Mpu(rank)
+    ours, theirs = params_of((40,), seed=rank % 2), params_of((40,), seed=rank % 2)
+    engine, other = Engine(mpu), originals.Engine(mpu)
+    optimizer = OnebitAdam(ours, engine, lr=0.01, freeze_step=3, compat="deepspeed")
+    original = found.OnebitAdam(theirs, other, lr=0.01, freeze_step=3, comm_backend_name="compressed")
+    for i in range(9):
+        for params, told in ((ours, engine), (theirs, other)):
+            give(params, 10 * i + rank)
+            if told.enable_backward_allreduce:
+                mean(params, mpu.data)
+        optimizer.step()
+        original.step()
+        assert engine.enable_backward_allreduce == other.enable_backward_allreduce, i
+        torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[ours[0]]["exp_avg"], original.state[theirs[0]]["exp_avg"], rtol=1e-5,
+                                   atol=1e-6)
+    assert not engine.enable_backward_allreduce
+
+
+ORIGINALS = [functools.partial(deepspeed_finds_the_same_norms, index=index, kind=kind) for index in range(2)
+             for kind in (Mpu, Stages)]
+ORIGINALS += [deepspeed_exchanges_the_same_momentum]
 
 
 def the_pipeline_flag_is_told(rank):
@@ -351,6 +427,10 @@ class Processes(TestCase):
     def test_two_model_parallel_times_two_data_parallel_ranks(self):
         run_ranks(self, __file__, "four", ranks=4)
 
+    @originals.needed
+    def test_next_to_deepspeed(self):
+        run_ranks(self, __file__, "originals", ranks=4)
+
     def test_two_ranks(self):
         run_ranks(self, __file__, "two")
 
@@ -363,7 +443,7 @@ class OneProcess(TestCase):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        four = sys.argv[2] == "four"
-        child(FOUR if four else TWO, int(sys.argv[3]), sys.argv[4], 4 if four else 2)
+        cases, ranks = {"four": (FOUR, 4), "originals": (ORIGINALS, 4), "two": (TWO, 2)}[sys.argv[2]]
+        child(cases, int(sys.argv[3]), sys.argv[4], ranks)
     else:
         main()
