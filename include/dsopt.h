@@ -1198,6 +1198,9 @@ typedef struct dsopt_report {
 /**
  * What happened so far. Waits for earlier calls, and not for the default stream; stepping does not wait. Replays of
  * captured steps that were launched before this call are included, whatever their stream.
+ * The log (INFO) says in one line what is new since the last report of this optimizer, such as "call 12: 3 steps were
+ * skipped since the last report; the loss scale changed from 65536 to 8192". Nothing new, no line. Steps log nothing:
+ * they would have to wait. After dsopt_optimizer_reset with DSOPT_RESET_COUNTERS skipped steps count from 0.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */

@@ -472,7 +472,11 @@ dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes
     return with(opt, [&](const Optimizer &optimizer) { *not_null(bytes, "bytes") = optimizer.workspace_bytes(); });
 }
 dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, dsopt_report *report) {
-    return with(opt, [&](Optimizer &optimizer) { write_struct(report, optimizer.report(), "dsopt_report"); });
+    return with(opt, [&](Optimizer &optimizer) {
+        const dsopt_report found = optimizer.report();
+        write_struct(report, found, "dsopt_report");
+        optimizer.log_changes(found);
+    });
 }
 
 // ----------------------------------------------------------------------------------------------------- save and load

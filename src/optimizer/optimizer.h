@@ -134,6 +134,8 @@ public:
     /// With the slack for any alignment.
     size_t workspace_bytes() const;
     dsopt_report report() const;
+    /// Logs what a report has that the last one did not have: skipped steps, another loss scale.
+    void log_changes(const dsopt_report &report);
 
 private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
@@ -196,6 +198,8 @@ private:
     LastStep last_step_;
     std::vector<char> host_memory_; // StepMemory's of the host for last_step_
     LastOutcome outcome_;
+    int64_t logged_skips_ = 0; // dsopt_report.skipped and .loss_scale at the last log_changes()
+    double logged_scale_ = 1;
     std::unique_ptr<StepCache> cache_;
     std::unique_ptr<OneBit> onebit_;
     bool lists_compared_ = false; // with those of other ranks, since the last group came

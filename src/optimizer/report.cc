@@ -3,6 +3,7 @@
 #include "base/struct_io.h"
 #include "optimizer/optimizer.h"
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 
 namespace dsopt {
@@ -77,6 +78,21 @@ dsopt_report Optimizer::report() const {
     for (const StateEntry &entry : state_) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups_.empty() ? 0 : int64_t(workspace_bytes());
     return r;
+}
+
+void Optimizer::log_changes(const dsopt_report &report) {
+    const int64_t skips = report.skipped - logged_skips_;
+    const bool moved =
+        report.loss_scale != logged_scale_ && !(std::isnan(report.loss_scale) && std::isnan(logged_scale_));
+    char skipped[64] = "", scale[96] = "";
+    if (skips > 0)
+        std::snprintf(skipped, sizeof skipped, "%lld %s skipped since the last report%s", ll(skips),
+                      skips == 1 ? "step was" : "steps were", moved ? "; " : "");
+    if (moved)
+        std::snprintf(scale, sizeof scale, "the loss scale changed from %g to %g", logged_scale_, report.loss_scale);
+    logged_skips_ = report.skipped;
+    logged_scale_ = report.loss_scale;
+    if (skips > 0 || moved) context_->log(DSOPT_LOG_INFO, "call %lld: %s%s", ll(report.calls), skipped, scale);
 }
 
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream) {

@@ -122,12 +122,14 @@ ScalerState Scaler::read() const {
     ScalerState state;
     if (pending_) pending_->wait(/*replays=*/true);
     context_->device().copy(&state, this->state(), sizeof state);
+    known_scale_.store(double(scale_in_use(state)), std::memory_order_relaxed);
     return state;
 }
 void Scaler::write(const ScalerState &state) {
     const float scale = scale_in_use(state);
     context_->device().copy(this->state(), &state, sizeof state);
     context_->device().copy(this->scale(), &scale, sizeof scale);
+    known_scale_.store(double(scale), std::memory_order_relaxed);
 }
 
 void Scaler::fit_to_rules() {

@@ -2,6 +2,7 @@
 #pragma once
 #include "device/context.h"
 #include "rules/loss_scale.h"
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -18,6 +19,8 @@ public:
         const std::lock_guard lock(mutex_);
         return rules_;
     }
+    /// The scale that the host wrote or read last, without waiting: steps may have changed it since.
+    double known_scale() const { return known_scale_.load(std::memory_order_relaxed); }
     float *scale() const { return static_cast<float *>(memory_.data()); }
     /// The work of calls on this scaler and on its optimizers; NULL on backends that are the host.
     const std::shared_ptr<PendingWork> &pending() const { return pending_; }
@@ -57,6 +60,7 @@ private:
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;
     double init_ = 0;
+    mutable std::atomic<double> known_scale_{1};
     Memory memory_;
     std::shared_ptr<PendingWork> pending_;
     mutable std::mutex mutex_; // of the rules and the token

@@ -438,4 +438,35 @@ TEST_F(CudaWaits, CostOneEventPerCallAndNoneInACapture) {
               0);
 }
 
+TEST_F(CudaWaits, ReportLogsSkippedStepsAndStepsDoNotWaitForThat) {
+    std::vector<std::string> lines;
+    DSOPT_NEW(dsopt_context_desc, desc);
+    desc.backend = DSOPT_BACKEND_CUDA;
+    desc.log_level = DSOPT_LOG_INFO;
+    desc.user = &lines;
+    desc.log = [](void *user, int32_t, const char *text) {
+        static_cast<std::vector<std::string> *>(user)->emplace_back(text);
+    };
+    const test::Context context = test::make_context(desc);
+    lines.clear();
+    Setting setting = mixed_precision();
+    setting.context = context.get();
+    Side side(true, setting); // its scale begins at 8 and grows after two good steps
+    const OwnStream stream;
+    side.fill_gradients(0, 1);
+    ASSERT_OK(step_on(side, stream));
+    EXPECT_EQ(report_of(side).skipped, 1);
+    ASSERT_EQ(lines, (std::vector<std::string>{"call 1: 1 step was skipped since the last report; "
+                                               "the loss scale changed from 8 to 4"}));
+    fakert::mark();
+    for (int t = 0; t < 3; ++t) ASSERT_OK(step_on(side, stream));
+    EXPECT_EQ(fakert::counters().host_waits + fakert::counters().host_queries, 0);
+    EXPECT_EQ(lines.size(), 1u) << "a step logs nothing";
+    (void)report_of(side);
+    (void)report_of(side);
+    EXPECT_EQ(lines.size(), 2u);
+    EXPECT_EQ(lines.back(), "call 4: 3 steps were skipped since the last report; "
+                            "the loss scale changed from 4 to 1");
+}
+
 } // namespace

@@ -475,4 +475,115 @@ TEST(SkippedSteps, AreCountedInARowUntilOneIsTaken) {
     EXPECT_EQ(get(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS), 5);
 }
 
+// ------------------------------------------------------------------------------------------------------------- the log
+/// A context with a log, an optimizer with a scaler, and one parameter.
+struct Logged {
+    std::vector<std::string> lines;
+    Context context;
+    Scaler scaler;
+    std::unique_ptr<Trainer> trainer;
+
+    explicit Logged(int32_t level = DSOPT_LOG_INFO, bool scaled = true) {
+        dsopt_context_desc desc = context_desc();
+        desc.log_level = level;
+        desc.user = this;
+        desc.log = [](void *user, int32_t level, const char *text) {
+            EXPECT_EQ(level, DSOPT_LOG_INFO);
+            static_cast<Logged *>(user)->lines.emplace_back(text);
+        };
+        context = make_context(desc);
+        dsopt_optimizer_desc how = optimizer_desc();
+        how.nonfinite = DSOPT_NONFINITE_SKIP;
+        if (scaled) how.scaler = new_scaler();
+        trainer = std::make_unique<Trainer>(context, how, make_group(DSOPT_ALGORITHM_ADAMW),
+                                            std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
+        lines.clear(); // of the context
+    }
+    dsopt_scaler *new_scaler() {
+        DSOPT_NEW(dsopt_scaler_desc, rules);
+        rules.init = 1024;
+        rules.window = 2;
+        dsopt_scaler *made = nullptr;
+        must(dsopt_scaler_create(context.get(), &rules, &made));
+        scaler.reset(made);
+        return made;
+    }
+    void step(double value) { must(trainer->step({Array(DSOPT_DTYPE_F32, 3, float(value))})); }
+    /// What a report logs.
+    std::vector<std::string> report() {
+        lines.clear();
+        (void)trainer->report();
+        return lines;
+    }
+};
+using Lines = std::vector<std::string>;
+
+TEST(ReportLog, TellsSkippedStepsAndTheLossScaleOnce) {
+    Logged logged;
+    EXPECT_EQ(logged.report(), Lines{}) << "before the first step";
+    logged.step(kInf);
+    EXPECT_EQ(logged.lines, Lines{}) << "a step logs nothing";
+    EXPECT_EQ(logged.report(), Lines{"call 1: 1 step was skipped since the last report; "
+                                     "the loss scale changed from 1024 to 512"});
+    EXPECT_EQ(logged.report(), Lines{}) << "nothing is new";
+    logged.step(kInf);
+    logged.step(1);
+    logged.step(kInf);
+    EXPECT_EQ(logged.report(), Lines{"call 4: 2 steps were skipped since the last report; "
+                                     "the loss scale changed from 512 to 128"});
+    logged.step(1);
+    EXPECT_EQ(logged.report(), Lines{}) << "a step that changes neither";
+    logged.step(1);
+    logged.step(1);
+    EXPECT_EQ(logged.report(), Lines{"call 7: the loss scale changed from 128 to 256"});
+}
+
+TEST(ReportLog, TellsAScaleThatTheCallerSet) {
+    Logged logged;
+    must(dsopt_scaler_set(logged.scaler.get(), DSOPT_SCALE_OVERRIDE, 4, nullptr));
+    EXPECT_EQ(logged.report(), Lines{"call 0: the loss scale changed from 1024 to 4"});
+    must(dsopt_scaler_set(logged.scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
+    EXPECT_EQ(logged.report(), Lines{"call 0: the loss scale changed from 4 to 1024"});
+}
+
+TEST(ReportLog, BeginsWithTheScaleThatTheScalerHasWhenTheOptimizerIsMade) {
+    Logged logged(DSOPT_LOG_INFO, false);
+    dsopt_optimizer_desc how = optimizer_desc();
+    how.scaler = logged.new_scaler();
+    must(dsopt_scaler_set(how.scaler, DSOPT_SCALE_VALUE, 32, nullptr));
+    logged.trainer = std::make_unique<Trainer>(logged.context, how, make_group(DSOPT_ALGORITHM_ADAMW),
+                                               std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
+    EXPECT_EQ(logged.report(), Lines{});
+}
+
+TEST(ReportLog, WithoutAScalerTellsSkippedStepsAlone) {
+    Logged logged(DSOPT_LOG_INFO, false);
+    logged.step(NAN);
+    logged.step(NAN);
+    EXPECT_EQ(logged.report(), Lines{"call 2: 2 steps were skipped since the last report"});
+}
+
+TEST(ReportLog, CountsAgainAfterAResetOfTheCounters) {
+    Logged logged(DSOPT_LOG_INFO, false);
+    for (int i = 0; i < 3; ++i) logged.step(kInf);
+    EXPECT_EQ(logged.report().size(), 1u);
+    must(dsopt_optimizer_reset(logged.trainer->opt(), DSOPT_RESET_COUNTERS, nullptr));
+    EXPECT_EQ(logged.report(), Lines{});
+    logged.step(kInf);
+    EXPECT_EQ(logged.report(), Lines{"call 1: 1 step was skipped since the last report"});
+}
+
+TEST(ReportLog, IsSilentBelowInfoAndWhereTheReportFails) {
+    Logged quiet(DSOPT_LOG_WARN);
+    quiet.step(kInf);
+    EXPECT_EQ(quiet.report(), Lines{});
+    Logged logged;
+    logged.step(kInf);
+    logged.lines.clear();
+    dsopt_report report{}; // without a size
+    EXPECT_EQ(dsopt_optimizer_report(logged.trainer->opt(), &report), DSOPT_ERR_VERSION);
+    EXPECT_EQ(logged.lines, Lines{});
+    EXPECT_EQ(logged.report().size(), 1u) << "what the failed report found is still new";
+}
+
 } // namespace
