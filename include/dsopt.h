@@ -463,7 +463,9 @@ typedef struct dsopt_param {
     int32_t flags;
     /** Where this piece begins if it is a slice of a tensor of that name. Used by stochastic rounding, else 0. */
     int64_t offset;
-    /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and their squares add up. */
+    /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and the squares of their gradients add up,
+     * as in DeepSpeed 0.19.6 (get_norm_with_moe_layers). The form of 2023, which is the mean of the ranks' norms, is
+     * not there. Compat mode: docs/compat.md, "norm of experts". */
     int32_t expert;
     /** dsopt_optimizer_add_params: index of the parameter's group. dsopt_optimizer_add_group: 0. Since: 0.2 */
     int32_t group;
@@ -1182,7 +1184,8 @@ typedef struct dsopt_report {
     double scale_used;
     /** Of the last call, as in enum dsopt_report_place. NaN if not computed. */
     double grad_norm, weight_norm, update_norm;
-    /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. */
+    /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. The second one is over the ranks of all expert
+     * comms, see dsopt_param.expert. */
     double dense_norm, expert_norm;
     /** As DSOPT_REPORT_DIVISOR. */
     double divisor;
