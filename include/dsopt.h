@@ -698,7 +698,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *op
                                                        double *value);
 
 /**
- * Number of groups and of parameters.
+ * Number of groups and of parameters. No function describes an optimizer as text: each language has a form of its own
+ * for that (__repr__, Debug, show), which a binding fills from this function and dsopt_optimizer_get.
  * @param[out] groups  NULL = not wanted.
  * @param[out] params  NULL = not wanted.
  * @return DSOPT_OK. Thread-safety: any number of readers.
@@ -1004,6 +1005,9 @@ typedef struct dsopt_step {
  *  - with ENQUEUE: values that the host needs, see there;
  *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller;
  *  - a skip budget and comms of several ranks.
+ *
+ * There is no closure as in the originals, which call it before anything else is read and return its value. Call it
+ * before this function: that is the same. The originals' fp16 wrappers ignore a closure.
  *
  * Gradients that overlap one another or parameters are not looked for, nor is one array given twice.
  * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
