@@ -1728,6 +1728,32 @@ typedef struct dsopt_norm_result {
  * @param[out] result  backend memory, written in stream order.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on different
  * lists.
+ *
+ * The norm over model and expert ranks, as the originals' get_grad_norm and get_weight_norm with mpu take it. `list`
+ * has the gradients or the weights of `params`. A parameter that every model rank has counts on model rank 0. Each
+ * shard counts. One that another pipeline stage counts is left out. Experts of a comm add up over its ranks. The
+ * result is -1 if it is not finite. Steps do the same themselves (dsopt_report.grad_norm).
+ *
+ *     static dsopt_status norm_over_ranks(dsopt_context *ctx, const dsopt_param *params, const dsopt_tensor *list,
+ *                                         dsopt_tensor *part, int64_t count, dsopt_comm *model, int model_rank,
+ *                                         dsopt_comm *const *experts, int32_t expert_count, double *norm) {
+ *         double squares = 0;
+ *         for (int32_t k = 0; k <= expert_count; ++k) { // 0: dense parameters
+ *             dsopt_norm_result result;                 // on CUDA in device memory, read once the stream is done
+ *             for (int64_t i = 0; i < count; ++i) {
+ *                 const int32_t flags = params[i].flags;
+ *                 const int elsewhere = k == 0 && model_rank > 0 && !(flags & DSOPT_PARAM_MODEL_PARALLEL);
+ *                 part[i] = list[i];
+ *                 if (params[i].expert != k || elsewhere || (flags & DSOPT_PARAM_REPLICATED)) part[i].data = NULL;
+ *             }
+ *             dsopt_comm *const comm = k == 0 ? model : experts[k - 1];
+ *             dsopt_status status = dsopt_tensors_norm(ctx, part, count, DSOPT_NORM_L2, 0, comm, &result, NULL);
+ *             if (status != DSOPT_OK) return status;
+ *             squares += result.norm * result.norm;
+ *         }
+ *         *norm = squares <= DBL_MAX ? sqrt(squares) : -1;
+ *         return DSOPT_OK;
+ *     }
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, int64_t count,
                                                       int32_t norm, double max_norm, dsopt_comm *comm,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions on lists without an optimizer: norm and finite check, a x + b y, clamping.
+#include "norm_recipe.h"
 #include "support/harness.h"
 #include "support/lanes.h"
 
@@ -339,6 +340,77 @@ TEST(Clamp, RefusesLimitsThatAreNotPositive) {
     EXPECT_EQ(x[0], 9);
     EXPECT_OK(dsopt_tensors_clamp(ctx.get(), &tensor, 1, HUGE_VAL, nullptr));
     EXPECT_EQ(x[0], 9);
+}
+
+/// Two model ranks in each of two expert ranks, with what the header's function and a step say of the norm.
+struct Grid {
+    static constexpr int kTensors = 4;
+    static constexpr int32_t kFlags[kTensors] = {0, DSOPT_PARAM_MODEL_PARALLEL, DSOPT_PARAM_REPLICATED, 0};
+    CommId models[2] = {new_id(), new_id()}, experts[2] = {new_id(), new_id()};
+    double recipe[4] = {}, report[4] = {}, expert_norm[4] = {};
+
+    /// `bad`: the tensor that has a NaN on the last rank, -1 = none.
+    explicit Grid(int bad = -1) {
+        run_ranks(4, [&](int rank) {
+            const int m = rank % 2, e = rank / 2;
+            const Context context = make_context(1);
+            const Comm model = make_comm(context, local_desc(models[e], m, 2)),
+                       expert = make_comm(context, local_desc(experts[m], e, 2));
+            // Replicated on all ranks, a shard of each model rank, counted by another stage, different experts.
+            const float values[kTensors] = {2, float(3 + m), 100, float(5 + e)};
+            std::vector<Array> weights, gradients;
+            std::vector<dsopt_param> params;
+            for (int i = 0; i < kTensors; ++i) {
+                weights.emplace_back(DSOPT_DTYPE_F32, 4, 1);
+                gradients.emplace_back(DSOPT_DTYPE_F32, 4, rank == 3 && i == bad ? NAN : values[i]);
+            }
+            for (int i = 0; i < kTensors; ++i) {
+                dsopt_param param{};
+                param.tensor = weights[size_t(i)].tensor();
+                param.flags = kFlags[i];
+                param.expert = i == 3;
+                params.push_back(param);
+            }
+            std::vector<dsopt_tensor> list = list_of(gradients), part(kTensors);
+            dsopt_comm *const comms[1] = {expert.get()};
+            must(norm_over_ranks(context.get(), params.data(), list.data(), part.data(), kTensors, model.get(), m,
+                                 comms, 1, &recipe[rank]));
+            dsopt_optimizer_desc desc = optimizer_desc();
+            desc.model = model.get();
+            desc.experts = comms;
+            desc.expert_count = 1;
+            desc.nonfinite = DSOPT_NONFINITE_SKIP;
+            const Optimizer opt = make_optimizer(context, desc);
+            const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+            must(dsopt_optimizer_add_group(opt.get(), &group, params.data(), kTensors));
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = list.data();
+            step.count = kTensors;
+            must(dsopt_optimizer_step(opt.get(), &step));
+            report[rank] = report_of(opt.get()).grad_norm;
+            expert_norm[rank] = report_of(opt.get()).expert_norm;
+        });
+    }
+};
+
+TEST(NormRecipe, OfReplicatedShardedAndExpertTensorsIsTheNormOfAStep) {
+    const Grid grid;
+    for (int rank = 0; rank < 4; ++rank) {
+        EXPECT_EQ(grid.recipe[rank], std::sqrt(4.0 * (2 * 2 + 3 * 3 + 4 * 4 + 5 * 5 + 6 * 6))) << rank;
+        EXPECT_EQ(grid.report[rank], grid.recipe[rank]) << rank;
+        EXPECT_EQ(grid.expert_norm[rank], std::sqrt(4.0 * (5 * 5 + 6 * 6)))
+            << "squares add up over the ranks, it is not the mean of their norms";
+    }
+}
+
+TEST(NormRecipe, IsMinusOneOnEveryRankThatSharesANonFiniteTensor) {
+    const Grid shard(1), expert(3);
+    EXPECT_EQ(shard.recipe[0], std::sqrt(4.0 * (2 * 2 + 3 * 3 + 4 * 4 + 5 * 5 + 6 * 6))) << "another model comm";
+    EXPECT_EQ(shard.recipe[2], -1);
+    EXPECT_EQ(shard.recipe[3], -1);
+    EXPECT_EQ(expert.recipe[1], -1);
+    EXPECT_EQ(expert.recipe[3], -1);
+    EXPECT_EQ(Grid(2).recipe[3], Grid().recipe[3]) << "of a tensor that another stage counts";
 }
 
 } // namespace
