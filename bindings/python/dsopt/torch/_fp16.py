@@ -34,8 +34,8 @@ class Wrapper(Watched):
     in one pass. Masters are in `state` of the optimizer, as "master".
 
     init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
-    deepspeed             an engine. While its enable_backward_allreduce is False (pipeline_enable_backward_allreduce, if
-                          there is an mpu and it has that), all data-parallel ranks agree on overflow
+    deepspeed             an engine. While its enable_backward_allreduce is False, all data-parallel ranks agree on
+                          overflow. With an mpu that is pipeline_enable_backward_allreduce, if the engine has it
     loss_scale_config     a number counts as static_loss_scale, which was here in older versions of DeepSpeed. Otherwise
                           a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
                           dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
