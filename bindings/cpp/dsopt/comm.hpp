@@ -168,13 +168,14 @@ public:
      */
     template <class Collectives>
     static comm of(const context &ctx, std::unique_ptr<Collectives> collectives, memory where = memory::host,
-                   bool enqueue = false) {
+                   bool enqueue = false, bool synchronize = false) {
         if (collectives == nullptr) detail::fail(DSOPT_ERR_ARGUMENT, "collectives is null");
         const dsopt_comm_table table = detail::table_of(collectives.get(), where);
         dsopt_comm_desc desc = detail::desc_of<dsopt_comm_desc>();
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         if (enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
+        if (synchronize) desc.flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
         dsopt_comm *made = nullptr;
         const dsopt_status status = dsopt_comm_create(ctx.get(), &desc, &made);
         if (status == DSOPT_OK) static_cast<void>(collectives.release()); // the table's `destroy` deletes it

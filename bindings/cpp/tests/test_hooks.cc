@@ -484,6 +484,9 @@ TEST(CppComm, OfAClassThrowsThroughTheCall) {
     EXPECT_REFUSED(dsopt::comm::of(ctx, std::unique_ptr<Collectives>()), dsopt::argument_error, "collectives");
     auto wrong = std::make_unique<Collectives>(meeting, 7, &objects); // rank 7 of 2
     EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(wrong)), dsopt::argument_error, "rank");
+    auto host = std::make_unique<Collectives>(meeting, 0, &objects);
+    EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(host), dsopt::memory::backend, false, true), dsopt::unsupported_error,
+                   "DSOPT_COMM_FLAG_SYNCHRONIZE needs a CUDA context");
     EXPECT_EQ(objects, 0);
 }
 

@@ -175,6 +175,7 @@ class Comm(Handle):
         *,
         memory: str = "host",
         enqueue: bool = False,
+        synchronize: bool = False,
     ) -> Comm:
         """Collectives that are methods of a Python object.
 
@@ -184,6 +185,8 @@ class Comm(Handle):
         ranks        how many there are
         memory       "host" or "backend": where `send` and `recv` are
         enqueue      with memory of a device: methods enqueue, and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
+        synchronize  with memory of a device: for methods that cannot use the stream; the host waits for the stream
+                     before each of them (DSOPT_COMM_FLAG_SYNCHRONIZE)
 
         Its methods:
 
@@ -205,7 +208,8 @@ class Comm(Handle):
                 abi.dsopt_comm_desc(
                     kind=abi.DSOPT_COMM_KIND_TABLE,
                     table=ctypes.addressof(table),
-                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
+                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
+                    | abi.DSOPT_COMM_FLAG_SYNCHRONIZE * bool(synchronize),
                 ),
                 hooked=True,
             )

@@ -206,6 +206,8 @@ class Comms(unittest.TestCase):
         ):
             with self.assertRaisesRegex(dsopt.ArgumentError, text):
                 make()
+        with self.assertRaisesRegex(dsopt.UnsupportedError, "DSOPT_COMM_FLAG_SYNCHRONIZE needs a CUDA context"):
+            dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="backend", synchronize=True)
         self.assertFalse(_comm._tables)
         with self.assertRaises(dsopt.Error):  # no device, no library
             dsopt.Comm.nccl(context, b"\0" * 128, 0, 1)
