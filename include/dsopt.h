@@ -363,6 +363,7 @@ enum dsopt_algorithm {
     DSOPT_ALGORITHM_SIGNED = -1
 };
 
+/** There is no AMSGrad: no algorithm has it, as in the originals, whose fused classes refuse `amsgrad`. */
 enum dsopt_group_flags {
     /** c1 = c2 = 1. */
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
