@@ -57,10 +57,13 @@ class Replay:
 
     def set_inputs(self, t):
         golden = self.golden
+        self.grads = []
         for place, i in enumerate(self.order):
             absent = golden.has("grad_present") and not golden.tensors["grad_present"][t, place]
             grad = None if absent else golden.get(self.averaged, self.rank, "p%d" % i)[t].clone()
-            self.params[i].grad = None if grad is None else grad.reshape(self.params[i].shape)
+            self.grads.append(None if grad is None else grad.reshape(self.params[i].shape))
+            if not golden.has("param_out"):
+                self.params[i].grad = self.grads[-1]
         for group in self.optimizer.param_groups:
             group["lr"] = golden.get("lr", self.rank)[t].item()
 
@@ -158,14 +161,25 @@ class Replay:
 
 
 class Plain(Replay):
-    """Without a wrapper."""
+    """Without a wrapper. Gradients of another dtype than the parameters, and copies of these, are arguments of step."""
+
+    def set_inputs(self, t):
+        super().set_inputs(t)
+        self.given = {}
+        if self.golden.has("param_out"):
+            self.outputs = [self.golden.get("param_out", item="p%d" % i)[t].new_zeros(self.params[i].shape)
+                            for i in self.order]
+            self.given = {"grads": self.grads, "output_params": self.outputs,
+                          "scale": self.golden.number("grad_divisor")}
 
     def step(self, t):
-        self.optimizer.step()
+        self.optimizer.step(**self.given)
 
     def compare(self, t):
-        for i in self.order:
+        for place, i in enumerate(self.order):
             self.row(t, self.params[i].detach().double(), "param", "p%d" % i)
+            if self.given:
+                self.row(t, self.outputs[place], "param_out", "p%d" % i)
             for name in ("exp_avg", "exp_avg_sq"):
                 self.row(t, self.of(i, name), name, "p%d" % i)
         if self.kind in FAMILY:

@@ -19,7 +19,6 @@ SCALER = "DynamicLossScaler %sthe wrappers have the rules of theirs, which the f
 LEFT_OUT = {
     "compressed_allreduce_": "the all-reduce alone %sthe 1-bit optimizers call it" % ALONE,
     "loss_scaler_": SCALER,
-    "fused_lamb_fp16_grads": "FusedLamb.step has no scale and output_params; FP16_UnfusedOptimizer has both",
     "fp16_scale_rule_hysteresis_ignored": "a hysteresis that has no effect is refused in compat mode (docs/compat.md)",
 }
 
@@ -92,7 +91,7 @@ def alter(values, row, peak):
 class Comparisons(TestCase):
     """A wrong record is noticed."""
 
-    NAMES = ("fused_lamb", "fp16_fused_adam_static", "onebit_lamb_n1", "zero_one_adam_n1")
+    NAMES = ("fused_lamb", "fused_lamb_fp16_grads", "fp16_fused_adam_static", "onebit_lamb_n1", "zero_one_adam_n1")
 
     def test_one_value(self):
         for name in self.NAMES:
