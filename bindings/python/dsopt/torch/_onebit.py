@@ -24,8 +24,8 @@ REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: 
 IGNORED = {"eps_inside_sqrt": "eps is added to the root", "max_grad_norm": "use clip_grad of FP16_Optimizer"}
 
 
-# Attributes of DeepSpeed's engines for "average the gradients": the first is that of pipelines.
-ENGINE_FLAGS = ("pipeline_enable_backward_allreduce", "enable_backward_allreduce")
+# Attributes of DeepSpeed's engines for "average the gradients", by using_pipeline.
+ENGINE_FLAGS = ("enable_backward_allreduce", "pipeline_enable_backward_allreduce")
 
 # What the docstrings below have in common.
 NOTES = """
@@ -98,10 +98,9 @@ class Onebit(OnebitNames):
         self._eps_mode, self._comm_backend_name = 0 if eps_inside_sqrt else 1, comm_backend_name
         self._group, self._engine = group, deepspeed
         check_backend(comm_backend_name, data_group_of(self))
-        for name in ENGINE_FLAGS:
-            if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
-                setattr(deepspeed, name, True)
-                break
+        name = ENGINE_FLAGS[self.using_pipeline]
+        if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
+            setattr(deepspeed, name, True)
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
 
@@ -335,10 +334,8 @@ class Onebit(OnebitNames):
             state["anchor"].copy_(state.get("master", param.detach()))
 
     def _tell_engine(self) -> None:
-        engine = self._engine
-        if engine is not None:
-            name = next((name for name in ENGINE_FLAGS if hasattr(engine, name)), ENGINE_FLAGS[-1])
-            setattr(engine, name, self.next_reduction() == "full")
+        if self._engine is not None:
+            setattr(self._engine, ENGINE_FLAGS[self.using_pipeline], self.next_reduction() == "full")
 
     def _schedule(self) -> Any:
         """dsopt_schedule_info. Waits for the device."""

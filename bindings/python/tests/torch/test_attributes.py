@@ -10,6 +10,7 @@ import sys
 import tempfile
 import unittest
 
+import originals
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
 import dsopt
@@ -358,6 +359,21 @@ class Attributes(TestCase):
         self.assertFalse(engine.pipeline_enable_backward_allreduce)
         optimizer.deepspeed = None
         self.assertFalse(OnebitAdam(params, engine, comm_backend_name="mpi").using_pipeline)
+
+    def test_using_pipeline_has_the_flag_that_is_set(self):
+        for (kind, options), compat in MODES:
+            for name, pipeline in (("nccl", True), ("compressed", True), ("mpi", False)):
+                engine, seen, params = originals.PipelineEngine(), [], params_of((4,))
+                flags = "enable_backward_allreduce", "pipeline_enable_backward_allreduce"
+                other = getattr(engine, flags[not pipeline])
+                optimizer = kind(params, engine, comm_backend_name=name, compat=compat, **options)
+                self.assertIs(optimizer.using_pipeline, pipeline)
+                for seed in range(6):
+                    seen.append(getattr(engine, flags[pipeline]))
+                    self.assertIs(getattr(engine, flags[not pipeline]), other, (kind, name))
+                    give_grads(params, seed=seed)
+                    optimizer.step()
+                self.assertEqual((seen[0], seen[-1]), (True, False), (kind, name))
 
 
 class Table(TestCase):
