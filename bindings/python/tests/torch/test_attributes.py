@@ -466,6 +466,24 @@ class Arguments(TestCase):
             with self.assertRaisesRegex(dsopt.UnsupportedError, "max_grad_norm=2.0 .* use clip_grad"):
                 optimizer.step()
 
+    def test_non_freeze_is_refused_where_the_originals_do_not_read_it(self):
+        for (kind, options), compat in MODES:
+            params = params_of((4,), (3, 2))
+            groups = [{"params": params[:1]}, {"params": params[1:], "non_freeze": True}]
+            start = [p.detach().clone() for p in params]
+            optimizer = kind(groups, compat=compat, **options)
+            give_grads(params)
+            if kind is OnebitAdam:
+                optimizer.step()
+                continue
+            for make in (optimizer.step, optimizer.next_reduction):
+                with self.assertRaisesRegex(dsopt.UnsupportedError, "non_freeze"):
+                    make()
+            self.assert_same(params, start)
+            self.assertFalse(optimizer.state)
+            del optimizer.param_groups[1]["non_freeze"]
+            optimizer.step()
+
     def test_parameters_without_elements(self):
         parameters_without_elements()
 
