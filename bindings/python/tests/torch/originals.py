@@ -88,9 +88,12 @@ def load():
             return deepspeed.comm.all_gather(out, tensor.reshape(out[0].shape), group=group)
 
     compressed.dist = Gloo()
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-    load.found = types.SimpleNamespace(OnebitAdam=OnebitAdam, OnebitLamb=OnebitLamb, ZeroOneAdam=ZeroOneAdam,
-                                       FP16_Optimizer=FP16_Optimizer, FP16_UnfusedOptimizer=FP16_UnfusedOptimizer)
+    load.found = types.SimpleNamespace(
+        FusedAdam=FusedAdam, FusedLamb=FusedLamb, OnebitAdam=OnebitAdam, OnebitLamb=OnebitLamb, ZeroOneAdam=ZeroOneAdam,
+        FP16_Optimizer=FP16_Optimizer, FP16_UnfusedOptimizer=FP16_UnfusedOptimizer)
     return load.found

@@ -376,22 +376,35 @@ class Attributes(TestCase):
                 self.assertEqual((seen[0], seen[-1]), (True, False), (kind, name))
 
 
-class Table(TestCase):
-    """The tables "Arguments and attributes of DeepSpeed's classes" of the README."""
-    README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
+
+def section(kind):
+    """Of the README, "Arguments and attributes of DeepSpeed's classes"."""
+    text = README.read_text(encoding="utf-8")
+    (part,) = re.findall(r"^#### %s\n(.*?)(?=^#|\Z)" % kind.__name__, text, re.M | re.S)
+    return part
+
+
+def rows_of(kind):
+    """The table of the section: names, and what is said of them."""
+    return [row for row in re.findall(r"^\| (.*?) \| (.*?) \|$", section(kind), re.M) if row[0] not in ("name", "---")]
+
+
+def names_in(cell):
+    return [name.partition("(")[0] for name in re.findall("`(.*?)`", cell)]
+
+
+class Table(TestCase):
     def test_what_is_there_is_there(self):
-        text = self.README.read_text(encoding="utf-8")
         for kind in (FusedAdam, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb):
-            (part,) = re.findall(r"^#### %s\n(.*?)(?=^#|\Z)" % kind.__name__, text, re.M | re.S)
-            rows = [row for row in re.findall(r"^\| (.*?) \| (.*?) \|$", part, re.M) if row[0] not in ("name", "---")]
             params = params_of((4,))
             optimizer = kind(params)
             give_grads(params)
             optimizer.step()
             arguments, seen = inspect.signature(kind).parameters, set()
-            for first, second in rows:
-                names = [name.partition("(")[0] for name in re.findall("`(.*?)`", first)]
+            for first, second in rows_of(kind):
+                names = names_in(first)
                 seen.update(names)
                 for name in names if second.startswith("there") else ():
                     if first.endswith("of `state`"):
