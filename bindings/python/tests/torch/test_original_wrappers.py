@@ -10,6 +10,7 @@ from support import TestCase, child, main, params_of, run_ranks, torch
 from test_wrapper_arguments import ATTRIBUTES
 from test_wrapper_reports import OVERFLOW, STEP
 
+import dsopt
 from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -142,9 +143,45 @@ def timers_get_the_phases(rank):
     step(params, optimizer, 5)
 
 
+def norm_of_a_skipped_step(rank):
+    """The original keeps that of the step before; dsopt.torch has that of the gradients, as docs/compat.md says."""
+    for wrapper in BOTH:
+        for dtype in (torch.float16, torch.bfloat16):
+            ours, theirs = pair(wrapper, dtype, clip_grad=1.0, **(dynamic() if dtype == torch.float16 else {}))
+            for i in range(3):
+                before = float(theirs[1]._global_grad_norm)
+                skipped = step(*theirs, i, bad=i == 2)
+                assert step(*ours, i, bad=i == 2) == skipped
+                if i < 2:
+                    check.assertAlmostEqual(ours[1]._global_grad_norm / float(theirs[1]._global_grad_norm), 1, 4)
+                elif dtype == torch.float16:
+                    assert skipped and before == float(theirs[1]._global_grad_norm)
+                    scale = ours[1].cur_scale if wrapper is FP16_Optimizer else 1.0  # which the step has halved
+                    check.assertEqual(ours[1]._global_grad_norm, 1 / scale)
+
+
+def norms_of_lists(rank):
+    """The functions of deepspeed.runtime.utils, and what README.md has in their place."""
+    originals.load()
+    from deepspeed.runtime.utils import get_global_norm, get_weight_norm
+    lists = [[p.detach() for p in params_of(*SHAPES, seed=seed)] for seed in range(2)]
+    for kind, norm_type in (("l2", 2), ("max", math.inf)):
+        for tensors in lists:
+            check.assertAlmostEqual(dsopt.norm(tensors, kind=kind).norm, get_weight_norm(tensors, norm_type), 5)
+    norms = [get_weight_norm(tensors) for tensors in lists]
+    check.assertAlmostEqual(dsopt.norm(lists[0] + lists[1]).norm, get_global_norm(norms), 5)
+    check.assertAlmostEqual(math.hypot(*norms), get_global_norm(norms), 5)
+    for bad in (math.inf, math.nan):
+        lists[0][0][1] = bad
+        check.assertEqual((get_weight_norm(lists[0]), get_weight_norm(lists[1]) > 0), (-1, True))
+        found = dsopt.norm(lists[0])
+        check.assertEqual(found.nonfinite, SHAPES[0][1])
+        check.assertFalse(math.isfinite(found.norm))
+
+
 CASES = (override_is_for_the_backward_pass_alone, graph_is_freed_with_an_override,
          scale_and_keys_without_gradient_scaling, attributes_and_arguments, closures_are_ignored,
-         one_float32_parameter_makes_all_float32, timers_get_the_phases)
+         one_float32_parameter_makes_all_float32, timers_get_the_phases, norm_of_a_skipped_step, norms_of_lists)
 
 
 @unittest.skipUnless(GLOO, "torch has no gloo here")
