@@ -147,6 +147,27 @@ class Arguments(TestCase):
                 self.assertEqual(pathlib.Path(warning.filename).name, pathlib.Path(__file__).name)
                 self.assertFalse(torch.equal(params[0], before[0]))
 
+    def test_lamb_with_a_static_scale(self):
+        """DeepSpeed's engine refuses it, and its wrappers do not."""
+        for kind, options in EVERY:
+            for wrapper in BOTH if "Lamb" in kind.__name__ else ():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    params, optimizer = self.make(wrapper, kind, options=options, static_loss_scale=8.0)
+                    before = [p.detach().clone() for p in params]
+                    self.give_grads(params)
+                    self.assertFalse(optimizer.step())
+                self.assertFalse(torch.equal(params[0], before[0]))
+
+    def test_norm_of_a_skipped_step(self):
+        for wrapper in BOTH:
+            for compat in (None, "deepspeed"):
+                params, optimizer = self.make(wrapper, options={"compat": compat}, dynamic_loss_scale=True)
+                self.give_grads(params, bad=True)
+                self.assertTrue(optimizer.step())
+                scale = optimizer.cur_scale if wrapper is FP16_Optimizer else 1.0
+                self.assertEqual(optimizer._global_grad_norm, 1 / scale if compat else math.inf)
+
     def test_legacy_steps_keep_the_gradients(self):
         for legacy in (False, True):
             params, optimizer = self.make(FP16_Optimizer, fused_adam_legacy=legacy)
