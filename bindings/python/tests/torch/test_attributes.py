@@ -343,6 +343,22 @@ class Attributes(TestCase):
         factors = [float(optimizer.state[p]["trust_factor"]) for p in params]
         self.assert_close(optimizer.get_lamb_coeffs(), [0.5 * factor for factor in factors])
 
+    def test_lamb_coeffs_without_a_gradient_are_the_last_ones(self):
+        for kind, unused in ((FusedLamb, []), (OnebitLamb, [0.0])):
+            for compat in (None, "deepspeed"):
+                params = params_of((4,), (3, 2), (5,))
+                optimizer, last = kind(params, compat=compat), {}
+                for seed, present in enumerate(((0, 1), (0,), (0, 1), (1,))):
+                    give_grads(params, seed=seed)
+                    for i, p in enumerate(params):
+                        p.grad = p.grad if i in present else None
+                    optimizer.step()
+                    ratios = optimizer.get_lamb_coeffs()
+                    self.assertEqual(ratios[2:], unused)
+                    self.assertTrue(all(ratios[i] == last[i] for i in last if i not in present), (kind, compat))
+                    self.assertTrue(all(ratios[i] != last[i] for i in last if i in present), (kind, compat))
+                    last = dict(enumerate(ratios[:2]))
+
     def test_engine_can_be_set(self):
         class Engine:
             pipeline_enable_backward_allreduce = True
