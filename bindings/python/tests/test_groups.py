@@ -64,6 +64,20 @@ class Groups(unittest.TestCase):
         (group,) = dsopt.Optimizer(arrays((3,)), dsopt.AdamW()).groups
         self.assertEqual((group.weight_decay, dsopt.AdamW().weight_decay, dsopt.Adam().weight_decay), (0.01, 0.01, 0))
 
+    def test_clipping_and_eps_of_the_onebit_family(self):
+        """In both modes groups clip, and eps is added to the root."""
+        for kind in (dsopt.OnebitAdam, dsopt.ZeroOneAdam, dsopt.OnebitLamb):
+            for compat in ("none", "deepspeed"):
+                moments = []
+                for limit in (0, 1):
+                    opt = dsopt.Optimizer({"w": np.ones(4, np.float32)}, kind(max_norm=limit), compat=compat)
+                    for _ in range(2):
+                        opt.step({"w": np.full(4, 10, np.float32)})
+                    moments.append(opt.state["w.exp_avg"][0])
+                self.assertAlmostEqual(moments[0] / moments[1], 20, places=3)
+                status = abi.lib.dsopt_optimizer_set(opt.handle, 0, abi.DSOPT_KEY_EPS_INSIDE_SQRT, 1.0)
+                self.assertEqual(status, abi.DSOPT_ERR_UNSUPPORTED, (kind, compat))
+
     def test_values_survive(self):
         group = dsopt.AdamW(lr=0.5, betas=(0.1, 0.2))
         for other in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
