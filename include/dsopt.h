@@ -1731,9 +1731,11 @@ typedef struct dsopt_norm_result {
  * lists.
  *
  * The norm over model and expert ranks, as the originals' get_grad_norm and get_weight_norm with mpu take it. `list`
- * has the gradients or the weights of `params`. A parameter that every model rank has counts on model rank 0. Each
- * shard counts. One that another pipeline stage counts is left out. Experts of a comm add up over its ranks. The
- * result is -1 if it is not finite. Steps do the same themselves (dsopt_report.grad_norm).
+ * has the gradients or the weights of `params`. A parameter that every model rank has counts on model rank 0. With
+ * DSOPT_PARAM_MODEL_PARALLEL the shard of each model rank counts, also of an expert. With DSOPT_PARAM_REPLICATED the
+ * parameter is left out, because another pipeline stage counts it. The squares of experts add up over the ranks of
+ * their comm, then over the model ranks. The result is -1 if it is not finite. Steps do the same themselves
+ * (dsopt_report.grad_norm), in fp64 all the way.
  *
  *     static dsopt_status norm_over_ranks(dsopt_context *ctx, const dsopt_param *params, const dsopt_tensor *list,
  *                                         dsopt_tensor *part, int64_t count, dsopt_comm *model, int model_rank,
@@ -1743,12 +1745,17 @@ typedef struct dsopt_norm_result {
  *             dsopt_norm_result result;                 // on CUDA in device memory, read once the stream is done
  *             for (int64_t i = 0; i < count; ++i) {
  *                 const int32_t flags = params[i].flags;
- *                 const int elsewhere = k == 0 && model_rank > 0 && !(flags & DSOPT_PARAM_MODEL_PARALLEL);
+ *                 const int elsewhere = model_rank > 0 && !(flags & DSOPT_PARAM_MODEL_PARALLEL);
  *                 part[i] = list[i];
  *                 if (params[i].expert != k || elsewhere || (flags & DSOPT_PARAM_REPLICATED)) part[i].data = NULL;
  *             }
  *             dsopt_comm *const comm = k == 0 ? model : experts[k - 1];
  *             dsopt_status status = dsopt_tensors_norm(ctx, part, count, DSOPT_NORM_L2, 0, comm, &result, NULL);
+ *             if (status == DSOPT_OK && k > 0 && model != NULL) { // and over the model ranks; fp32 as in the originals
+ *                 float expert_norm = (float)result.norm;         // on CUDA in device memory
+ *                 const dsopt_tensor tensor = {&expert_norm, 1, DSOPT_DTYPE_F32, 0};
+ *                 status = dsopt_tensors_norm(ctx, &tensor, 1, DSOPT_NORM_L2, 0, model, &result, NULL);
+ *             }
  *             if (status != DSOPT_OK) return status;
  *             squares += result.norm * result.norm;
  *         }

@@ -13,12 +13,17 @@ static dsopt_status norm_over_ranks(dsopt_context *ctx, const dsopt_param *param
         dsopt_norm_result result;                 // on CUDA in device memory, read once the stream is done
         for (int64_t i = 0; i < count; ++i) {
             const int32_t flags = params[i].flags;
-            const int elsewhere = k == 0 && model_rank > 0 && !(flags & DSOPT_PARAM_MODEL_PARALLEL);
+            const int elsewhere = model_rank > 0 && !(flags & DSOPT_PARAM_MODEL_PARALLEL);
             part[i] = list[i];
             if (params[i].expert != k || elsewhere || (flags & DSOPT_PARAM_REPLICATED)) part[i].data = NULL;
         }
         dsopt_comm *const comm = k == 0 ? model : experts[k - 1];
         dsopt_status status = dsopt_tensors_norm(ctx, part, count, DSOPT_NORM_L2, 0, comm, &result, NULL);
+        if (status == DSOPT_OK && k > 0 && model != NULL) { // and over the model ranks; fp32 as in the originals
+            float expert_norm = (float)result.norm;         // on CUDA in device memory
+            const dsopt_tensor tensor = {&expert_norm, 1, DSOPT_DTYPE_F32, 0};
+            status = dsopt_tensors_norm(ctx, &tensor, 1, DSOPT_NORM_L2, 0, model, &result, NULL);
+        }
         if (status != DSOPT_OK) return status;
         squares += result.norm * result.norm;
     }

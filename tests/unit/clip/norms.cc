@@ -344,31 +344,33 @@ TEST(Clamp, RefusesLimitsThatAreNotPositive) {
 
 /// Two model ranks in each of two expert ranks, with what the header's function and a step say of the norm.
 struct Grid {
-    static constexpr int kTensors = 4;
-    static constexpr int32_t kFlags[kTensors] = {0, DSOPT_PARAM_MODEL_PARALLEL, DSOPT_PARAM_REPLICATED, 0};
+    static constexpr int kTensors = 5;
+    static constexpr int32_t kFlags[kTensors] = {0, DSOPT_PARAM_MODEL_PARALLEL, DSOPT_PARAM_REPLICATED, 0,
+                                                 DSOPT_PARAM_MODEL_PARALLEL};
     CommId models[2] = {new_id(), new_id()}, experts[2] = {new_id(), new_id()};
     double recipe[4] = {}, report[4] = {}, expert_norm[4] = {};
 
-    /// `bad`: the tensor that has a NaN on the last rank, -1 = none.
-    explicit Grid(int bad = -1) {
+    /// `bad`: the tensor that has a NaN on rank `where`, -1 = none.
+    explicit Grid(int bad = -1, int where = 3) {
         run_ranks(4, [&](int rank) {
             const int m = rank % 2, e = rank / 2;
             const Context context = make_context(1);
             const Comm model = make_comm(context, local_desc(models[e], m, 2)),
                        expert = make_comm(context, local_desc(experts[m], e, 2));
-            // Replicated on all ranks, a shard of each model rank, counted by another stage, different experts.
-            const float values[kTensors] = {2, float(3 + m), 100, float(5 + e)};
+            // Replicated on all ranks, a shard of each model rank, counted by another stage, different experts,
+            // different experts of which each model rank has a shard.
+            const float values[kTensors] = {2, float(3 + m), 100, float(5 + e), float(7 + rank)};
             std::vector<Array> weights, gradients;
             std::vector<dsopt_param> params;
             for (int i = 0; i < kTensors; ++i) {
                 weights.emplace_back(DSOPT_DTYPE_F32, 4, 1);
-                gradients.emplace_back(DSOPT_DTYPE_F32, 4, rank == 3 && i == bad ? NAN : values[i]);
+                gradients.emplace_back(DSOPT_DTYPE_F32, 4, rank == where && i == bad ? NAN : values[i]);
             }
             for (int i = 0; i < kTensors; ++i) {
                 dsopt_param param{};
                 param.tensor = weights[size_t(i)].tensor();
                 param.flags = kFlags[i];
-                param.expert = i == 3;
+                param.expert = i >= 3;
                 params.push_back(param);
             }
             std::vector<dsopt_tensor> list = list_of(gradients), part(kTensors);
@@ -393,24 +395,33 @@ struct Grid {
     }
 };
 
+constexpr double kDenseSquares = 4.0 * (2 * 2 + 3 * 3 + 4 * 4),
+                 kExpertSquares = 4.0 * (5 * 5 + 6 * 6 + 7 * 7 + 8 * 8 + 9 * 9 + 10 * 10);
+
 TEST(NormRecipe, OfReplicatedShardedAndExpertTensorsIsTheNormOfAStep) {
     const Grid grid;
     for (int rank = 0; rank < 4; ++rank) {
-        EXPECT_EQ(grid.recipe[rank], std::sqrt(4.0 * (2 * 2 + 3 * 3 + 4 * 4 + 5 * 5 + 6 * 6))) << rank;
-        EXPECT_EQ(grid.report[rank], grid.recipe[rank]) << rank;
-        EXPECT_EQ(grid.expert_norm[rank], std::sqrt(4.0 * (5 * 5 + 6 * 6)))
+        const double norm = std::sqrt(kDenseSquares + kExpertSquares);
+        EXPECT_EQ(grid.report[rank], norm) << rank;
+        EXPECT_NEAR(grid.recipe[rank], norm, 1e-7 * norm) << rank;
+        EXPECT_EQ(grid.recipe[rank], grid.recipe[0]) << rank;
+        EXPECT_EQ(grid.expert_norm[rank], std::sqrt(kExpertSquares))
             << "squares add up over the ranks, it is not the mean of their norms";
     }
 }
 
 TEST(NormRecipe, IsMinusOneOnEveryRankThatSharesANonFiniteTensor) {
-    const Grid shard(1), expert(3);
-    EXPECT_EQ(shard.recipe[0], std::sqrt(4.0 * (2 * 2 + 3 * 3 + 4 * 4 + 5 * 5 + 6 * 6))) << "another model comm";
+    const double finite = Grid().recipe[0];
+    const Grid shard(1), expert(3, 2), expert_shard(4);
+    EXPECT_EQ(shard.recipe[0], finite) << "another model comm";
     EXPECT_EQ(shard.recipe[2], -1);
     EXPECT_EQ(shard.recipe[3], -1);
-    EXPECT_EQ(expert.recipe[1], -1);
-    EXPECT_EQ(expert.recipe[3], -1);
-    EXPECT_EQ(Grid(2).recipe[3], Grid().recipe[3]) << "of a tensor that another stage counts";
+    for (int rank = 0; rank < 4; ++rank) {
+        EXPECT_EQ(expert.recipe[rank], -1) << rank;
+        EXPECT_EQ(expert_shard.recipe[rank], -1) << rank;
+        EXPECT_TRUE(std::isnan(expert_shard.report[rank])) << rank;
+    }
+    EXPECT_EQ(Grid(2).recipe[3], finite) << "of a tensor that another stage counts";
 }
 
 } // namespace
