@@ -81,7 +81,7 @@ void Comm::fail(int result, const char *what, void *stream) {
         (void)result_of([&] { return table_.error(table_.self, text, sizeof text); });
     if (device_) {
         // What is still on the stream may write to scratch memory, and giving that back would wait for it. A library
-        // that knows no streams may write to it at any time.
+        // that does not use CUDA streams may write to it at any time.
         bool over = !provider_.synchronizes;
         try {
             over = over && poll(Deadline(200), [&] { return context_->device().finished(stream); });
@@ -111,7 +111,7 @@ void Comm::move(void *to, const void *from, int64_t bytes, Place place, void *st
         std::memmove(to, from, size_t(bytes));
 }
 
-template <class Function> int Comm::call(void *stream, const Function &function) {
+template <class Function> int Comm::call_table(void *stream, const Function &function) {
     if (!provider_.synchronizes) return result_of(function);
     const Device &device = context_->device();
     device.wait(stream);
@@ -166,15 +166,16 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
 }
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    return done(DSOPT_COLLECTIVE_ALL_REDUCE,
-                call(stream, [&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
-                count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
+    return done(
+        DSOPT_COLLECTIVE_ALL_REDUCE,
+        call_table(stream, [&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
+        count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
 }
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_gather != nullptr)
         return done(DSOPT_COLLECTIVE_ALL_GATHER,
-                    call(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
+                    call_table(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     char *const rows = static_cast<char *>(recv);
     // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
@@ -194,7 +195,7 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
 int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_to_all != nullptr)
         return done(DSOPT_COLLECTIVE_ALL_TO_ALL,
-                    call(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
+                    call_table(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     // Row by row, so that no more memory is needed than for the result. gather() may use `spare_` itself.
     const char *const rows = static_cast<const char *>(send);

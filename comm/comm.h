@@ -18,7 +18,7 @@ enum class Place { host, backend };
 struct Provider {
     bool of_caller = false; // its functions have codes of their own; the engine's return dsopt_status
     bool enqueues = false;  // they come back before the exchange is done, which is then done in the order of the stream
-    /// They pass device memory to a library that knows no streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
+    /// They pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronizes = false;
     /// With `enqueues`: waits until the stream is done, no longer than the comm lets it. NULL: as long as it takes.
     int (*wait)(void *self, void *stream) = nullptr;
@@ -99,8 +99,8 @@ private:
              const Call &call);
     /// The result of a function of the table. An exception of a caller's function is a failure.
     template <class Function> int result_of(const Function &function);
-    /// The same of a collective.
-    template <class Function> int call(void *stream, const Function &function);
+    /// The result of a collective of the table, which waits for the stream with DSOPT_COMM_FLAG_SYNCHRONIZE.
+    template <class Function> int call_table(void *stream, const Function &function);
     int wait_for_enqueued(void *stream);
     void fail(int result, const char *what, void *stream);
     /// Counts a call, and the bytes that it has sent and received: as many of either.

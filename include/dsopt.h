@@ -699,8 +699,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_get(const dsopt_optimizer *op
                                                        double *value);
 
 /**
- * Number of groups and of parameters. No function describes an optimizer as text: each language has a form of its own
- * for that (__repr__, Debug, show), which a binding fills from this function and dsopt_optimizer_get.
+ * Number of groups and of parameters. No function describes an optimizer as text. Bindings format optimizers themselves
+ * (__repr__, Debug, show) from this function and dsopt_optimizer_get.
  * @param[out] groups  NULL = not wanted.
  * @param[out] params  NULL = not wanted.
  * @return DSOPT_OK. Thread-safety: any number of readers.
@@ -1007,8 +1007,8 @@ typedef struct dsopt_step {
  *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller;
  *  - a skip budget and comms of several ranks.
  *
- * There is no closure as in the originals, which call it before anything else is read and return its value. Call it
- * before this function: that is the same. The originals' fp16 wrappers ignore a closure.
+ * The originals call a closure first. Call it before this function instead. The originals' fp16 wrappers ignore a
+ * closure.
  *
  * Gradients that overlap one another or parameters are not looked for, nor is one array given twice.
  * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
@@ -1206,9 +1206,10 @@ typedef struct dsopt_report {
 /**
  * What happened so far. Waits for earlier calls, and not for the default stream; stepping does not wait. Replays of
  * captured steps that were launched before this call are included, whatever their stream.
- * The log (INFO) says in one line what is new since the last report of this optimizer, such as "call 12: 3 steps were
- * skipped since the last report; the loss scale changed from 65536 to 8192". Nothing new, no line. Steps log nothing:
- * they would have to wait. After dsopt_optimizer_reset with DSOPT_RESET_COUNTERS skipped steps count from 0.
+ * Logs one line (INFO) if steps were skipped or the loss scale changed since the last report of this optimizer, such as
+ * "call 12: 3 steps were skipped since the last report; the loss scale changed from 65536 to 8192"; otherwise nothing.
+ * The first report has no earlier scale to compare with if the scaler was in use before the optimizer was made. Steps
+ * log nothing: they would have to wait. dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
@@ -1517,12 +1518,14 @@ enum dsopt_comm_flags {
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,
     /**
-     * For a TABLE that takes memory of a CUDA context and passes it to a library that knows no streams, such as a
-     * CUDA-aware MPI (dsopt_mpi_comm_device).
+     * For a TABLE that takes memory of a CUDA context and passes it to a library that does not use CUDA streams,
+     * such as a CUDA-aware MPI (dsopt_mpi_comm_device).
      *  - Before each collective the host waits for `stream`: the data are there when a function of the table is called,
      *    and the context of the device is current in the calling thread. The result must be there when it returns.
      *  - The functions get memory of the comm only. The engine copies data there and back on the device. After a failure
      *    that memory is neither used again nor freed, because the library may still read and write it.
+     *  - It takes as much memory as the largest message, sent and received, and keeps it until the comm is destroyed.
+     *    Memory that a larger message has outgrown is kept as well.
      * Not together with ENQUEUE. Since: 0.2
      */
     DSOPT_COMM_FLAG_SYNCHRONIZE = 2,

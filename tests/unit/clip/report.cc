@@ -518,7 +518,7 @@ struct Logged {
 };
 using Lines = std::vector<std::string>;
 
-TEST(ReportLog, TellsSkippedStepsAndTheLossScaleOnce) {
+TEST(ReportLog, LogsSkippedStepsAndTheLossScaleOnce) {
     Logged logged;
     EXPECT_EQ(logged.report(), Lines{}) << "before the first step";
     logged.step(kInf);
@@ -538,7 +538,7 @@ TEST(ReportLog, TellsSkippedStepsAndTheLossScaleOnce) {
     EXPECT_EQ(logged.report(), Lines{"call 7: the loss scale changed from 128 to 256"});
 }
 
-TEST(ReportLog, TellsAScaleThatTheCallerSet) {
+TEST(ReportLog, LogsAScaleThatTheCallerSet) {
     Logged logged;
     must(dsopt_scaler_set(logged.scaler.get(), DSOPT_SCALE_OVERRIDE, 4, nullptr));
     EXPECT_EQ(logged.report(), Lines{"call 0: the loss scale changed from 1024 to 4"});
@@ -556,7 +556,7 @@ TEST(ReportLog, BeginsWithTheScaleThatTheScalerHasWhenTheOptimizerIsMade) {
     EXPECT_EQ(logged.report(), Lines{});
 }
 
-TEST(ReportLog, WithoutAScalerTellsSkippedStepsAlone) {
+TEST(ReportLog, WithoutAScalerLogsSkippedStepsAlone) {
     Logged logged(DSOPT_LOG_INFO, false);
     logged.step(NAN);
     logged.step(NAN);
