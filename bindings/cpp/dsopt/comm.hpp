@@ -88,6 +88,16 @@ struct comm_options {
     bool enqueue = false;
 };
 
+/// Of comm::of.
+struct table_options {
+    /// Where the memory is that the collectives take.
+    memory where = memory::host;
+    /// They enqueue on the stream and come back before the exchange is done: DSOPT_COMM_FLAG_ENQUEUE.
+    bool enqueue = false;
+    /// They pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
+    bool synchronize = false;
+};
+
 using comm_info = dsopt_comm_info;
 
 /// Arguments of the compressed all-reduce. The sizes are those of comm::compressed_sizes.
@@ -167,15 +177,14 @@ public:
      * A collective throws when it fails: dsopt::timeout, dsopt::aborted, or anything.
      */
     template <class Collectives>
-    static comm of(const context &ctx, std::unique_ptr<Collectives> collectives, memory where = memory::host,
-                   bool enqueue = false, bool synchronize = false) {
+    static comm of(const context &ctx, std::unique_ptr<Collectives> collectives, const table_options &options = {}) {
         if (collectives == nullptr) detail::fail(DSOPT_ERR_ARGUMENT, "collectives is null");
-        const dsopt_comm_table table = detail::table_of(collectives.get(), where);
+        const dsopt_comm_table table = detail::table_of(collectives.get(), options.where);
         dsopt_comm_desc desc = detail::desc_of<dsopt_comm_desc>();
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
-        if (enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
-        if (synchronize) desc.flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
+        if (options.enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
+        if (options.synchronize) desc.flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
         dsopt_comm *made = nullptr;
         const dsopt_status status = dsopt_comm_create(ctx.get(), &desc, &made);
         if (status == DSOPT_OK) static_cast<void>(collectives.release()); // the table's `destroy` deletes it

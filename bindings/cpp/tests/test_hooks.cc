@@ -485,7 +485,10 @@ TEST(CppComm, OfAClassThrowsThroughTheCall) {
     auto wrong = std::make_unique<Collectives>(meeting, 7, &objects); // rank 7 of 2
     EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(wrong)), dsopt::argument_error, "rank");
     auto host = std::make_unique<Collectives>(meeting, 0, &objects);
-    EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(host), dsopt::memory::backend, false, true), dsopt::unsupported_error,
+    dsopt::table_options options;
+    options.where = dsopt::memory::backend;
+    options.synchronize = true;
+    EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(host), options), dsopt::unsupported_error,
                    "DSOPT_COMM_FLAG_SYNCHRONIZE needs a CUDA context");
     EXPECT_EQ(objects, 0);
 }
