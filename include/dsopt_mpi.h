@@ -15,7 +15,8 @@
  *  - MPI is asked again and again, never waited for, so a rank that hangs gives the others DSOPT_ERR_TIMEOUT. What such
  * a call has begun cannot be taken back: buffers and communicator are left behind, and MPI_Finalize may wait for the
  * rank that hangs; MPI_Abort does not. When a rank dies most launchers end the job, before anybody can report anything.
- *  - Ranks that make different calls, or with different sizes, get DSOPT_ERR_COMM.
+ *  - Ranks that make different calls, or with different sizes, get DSOPT_ERR_COMM. So do ranks of which some have made
+ * the comm with dsopt_mpi_comm_device and others with dsopt_mpi_comm: all of them must call the same function.
  *  - Released after MPI_Finalize, or in a child of fork(), the comm gives back its memory alone.
  */
 #include "dsopt.h"
@@ -85,8 +86,8 @@ static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int st
     }
 }
 
-/* Row d of `send` to rank d, row s of `recv` from rank s, for `count` ranks from this one on. A step is the distance of
- * rows in bytes. Device memory goes into messages between two ranks alone: that is what every CUDA-aware MPI takes.
+/* Row d of `send` to rank d, row s of `recv` from rank s, for `count` ranks starting with this rank. A step is the
+ * distance of rows in bytes. Device memory goes into point-to-point messages only: every CUDA-aware MPI takes it there.
  * Open MPI's non-blocking collectives do not take it. */
 static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *send, int64_t send_step, char *recv,
                                       int64_t recv_step, int bytes) {
@@ -116,7 +117,8 @@ static inline int dsopt_mpi_copy_(dsopt_mpi_ *self, void *to, const void *from, 
 /* Do all ranks make this call? MPI itself would mix up calls that differ, or wait for ever. */
 static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, int32_t dtype, int32_t op) {
     int64_t *const mine = (int64_t *)(void *)self->send, *const most = (int64_t *)(void *)self->recv;
-    const int64_t call[4] = {kind, count, dtype, op};
+    /* A comm for host memory sends by collectives, one for device memory by messages. */
+    const int64_t call[4] = {self->requests ? -kind : kind, count, dtype, op};
     MPI_Request request;
     int i, code;
     if (self->lost) return -DSOPT_ERR_COMM;
@@ -130,7 +132,8 @@ static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, in
     if (code) return code;
     for (i = 0; i < 4; ++i)
         if (most[2 * i] != -most[2 * i + 1]) {
-            (void)snprintf(self->text, sizeof self->text, "ranks called different collectives or sizes");
+            (void)snprintf(self->text, sizeof self->text,
+                           "ranks called different collectives or sizes, or made the comm by different functions");
             return -DSOPT_ERR_COMM;
         }
     return 0;
@@ -289,18 +292,23 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
 }
 
 /**
- * dsopt_mpi_comm_timeout for a CUDA-aware MPI: MPI gets device memory of the context, and no bits of an exchange go
- * through memory of the host unless MPI decides so.
- *  - The caller knows that its MPI is CUDA-aware; there is no portable way to find out. One that is not reads device
- *    memory as if it were the host's, which ends most programs. Ranks may be on devices of different machines.
- *  - All-to-all and all-gather are messages of at most DSOPT_MPI_PIECE bytes between device memory of two ranks. An
- *    all-reduce adds up in host memory, in the order of dsopt_mpi_comm and with its bits; MPI copies each piece from
+ * dsopt_mpi_comm_timeout for a CUDA-aware MPI, which gets device memory of the context. All ranks must call this
+ * function.
+ *  - The MPI library must be CUDA-aware. There is no portable way to find out, so this is not checked. An MPI library
+ *    that is not CUDA-aware reads device memory as host memory, which ends most programs. Ranks may be on devices of
+ *    different machines.
+ *  - All-to-all and all-gather do not use host memory unless MPI does. They are point-to-point messages of at most
+ *    DSOPT_MPI_PIECE bytes between device memory of two ranks.
+ *  - An all-reduce adds up in host memory, in the order of dsopt_mpi_comm and with its bits; MPI copies each piece from
  *    the device and back, as a message of the rank to itself.
  *  - Order: the host waits for the stream of the call before MPI gets the data, and for MPI before the call goes on.
- *    Steps with such a comm cannot be captured in a graph. The device's primary context is current during MPI's calls.
- *  - Ownership: MPI gets memory that belongs to the comm, not the caller's. After DSOPT_ERR_TIMEOUT, _ABORTED or _COMM
- *    that device memory is left behind with the host's pieces, since MPI may still read and write it. Tensors,
- *    workspaces and optimizers can be freed. DSOPT_COMM_FLAG_SYNCHRONIZE
+ *    Steps with such a comm of several ranks cannot be captured in a graph.
+ *  - The device's primary context is current while a collective calls MPI. It need not be when this function calls MPI
+ *    (MPI_Comm_idup and queries), nor when the comm is released (MPI_Comm_free) or its error text is read.
+ *  - Ownership: MPI gets memory that belongs to the comm, not the caller's. If a collective fails with
+ *    DSOPT_ERR_TIMEOUT, _ABORTED or _COMM, that device memory is left behind with the host's pieces, because MPI may
+ *    still read and write it. Tensors, workspaces and optimizers can be freed. A call that is refused because the comm
+ *    is lost already leaves nothing behind. See also DSOPT_COMM_FLAG_SYNCHRONIZE.
  * @return as dsopt_mpi_comm; DSOPT_ERR_UNSUPPORTED: not a CUDA context. Since: 0.2
  */
 static inline dsopt_status dsopt_mpi_comm_device(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,

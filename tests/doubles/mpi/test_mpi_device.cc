@@ -95,6 +95,23 @@ TEST(MpiDevice, AllReduceOfAListGivesTheBitsOfTheHostsComm) {
     EXPECT_EQ(sum(device), sum(host));
 }
 
+TEST(MpiDevice, BesideACommForHostMemoryEveryRankGetsAStatus) {
+    DeviceMpiFabric fabric;
+    fabric.renew(2);
+    run_ranks(2, [&](int rank) {
+        const Memory memory = fabric.memory(rank);
+        const Context context = fabric.context(rank);
+        dsopt_comm *made = nullptr;
+        must(rank == 0 ? fabric.MpiFabric::join(rank, 60000, context.get(), &made)
+                       : fabric.join(rank, 60000, context.get(), &made));
+        const Comm comm(made);
+        const Block block(memory, std::string(64, '\0'));
+        const dsopt_tensor tensor = {block.data(), 16, DSOPT_DTYPE_F32, 0};
+        EXPECT_EQ(dsopt_comm_all_reduce(comm.get(), &tensor, 1, DSOPT_OP_SUM, memory.stream), DSOPT_ERR_COMM);
+        EXPECT_NE(std::strstr(dsopt_last_error(), "different"), nullptr) << dsopt_last_error();
+    });
+}
+
 TEST(MpiDevice, IsRefusedForAContextOfTheCpu) {
     MpiFabric fabric;
     fabric.renew(1);
