@@ -15,7 +15,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     context_(std::move(context)),
     desc_(desc),
     with_(std::move(attachments)),
-    logged_scale_(with_.scaler ? with_.scaler->known_scale() : 1) {
+    logged_scale_(with_.scaler ? with_.scaler->unused_scale() : 1) {
     if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);

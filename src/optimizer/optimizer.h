@@ -198,8 +198,10 @@ private:
     LastStep last_step_;
     std::vector<char> host_memory_; // StepMemory's of the host for last_step_
     LastOutcome outcome_;
-    int64_t logged_skips_ = 0; // dsopt_report.skipped and .loss_scale at the last log_changes()
-    double logged_scale_ = 1;
+    // dsopt_report.skipped and .loss_scale at the last log_changes(). Before the first one the scale may be unknown:
+    // reading it could wait.
+    int64_t logged_skips_ = 0;
+    std::optional<double> logged_scale_;
     std::unique_ptr<StepCache> cache_;
     std::unique_ptr<OneBit> onebit_;
     bool lists_compared_ = false; // with those of other ranks, since the last group came

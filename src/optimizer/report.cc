@@ -82,14 +82,14 @@ dsopt_report Optimizer::report() const {
 
 void Optimizer::log_changes(const dsopt_report &report) {
     const int64_t skips = report.skipped - logged_skips_;
-    const bool moved =
-        report.loss_scale != logged_scale_ && !(std::isnan(report.loss_scale) && std::isnan(logged_scale_));
+    const double before = logged_scale_.value_or(report.loss_scale);
+    const bool moved = report.loss_scale != before && !(std::isnan(report.loss_scale) && std::isnan(before));
     char skipped[64] = "", scale[96] = "";
     if (skips > 0)
         std::snprintf(skipped, sizeof skipped, "%lld %s skipped since the last report%s", ll(skips),
                       skips == 1 ? "step was" : "steps were", moved ? "; " : "");
     if (moved)
-        std::snprintf(scale, sizeof scale, "the loss scale changed from %g to %g", logged_scale_, report.loss_scale);
+        std::snprintf(scale, sizeof scale, "the loss scale changed from %.10g to %.10g", before, report.loss_scale);
     logged_skips_ = report.skipped;
     logged_scale_ = report.loss_scale;
     if (skips > 0 || moved) context_->log(DSOPT_LOG_INFO, "call %lld: %s%s", ll(report.calls), skipped, scale);

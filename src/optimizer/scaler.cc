@@ -106,6 +106,7 @@ std::shared_ptr<void> Scaler::attach() const {
     if (token_.use_count() > 1 && !(rules_.flags & DSOPT_SCALER_SHARED))
         throw Error(DSOPT_ERR_STATE, "the scaler has an optimizer already: a second one needs DSOPT_SCALER_SHARED, or "
                                      "dsopt_scaler_detach first");
+    used_.store(true, std::memory_order_release);
     return token_;
 }
 void Scaler::detach_all() {
@@ -122,14 +123,13 @@ ScalerState Scaler::read() const {
     ScalerState state;
     if (pending_) pending_->wait(/*replays=*/true);
     context_->device().copy(&state, this->state(), sizeof state);
-    known_scale_.store(double(scale_in_use(state)), std::memory_order_relaxed);
     return state;
 }
 void Scaler::write(const ScalerState &state) {
     const float scale = scale_in_use(state);
     context_->device().copy(this->state(), &state, sizeof state);
     context_->device().copy(this->scale(), &scale, sizeof scale);
-    known_scale_.store(double(scale), std::memory_order_relaxed);
+    written_scale_.store(double(scale), std::memory_order_relaxed);
 }
 
 void Scaler::fit_to_rules() {
@@ -162,16 +162,19 @@ void Scaler::set(int32_t what, double value, void *stream) {
 }
 
 void Scaler::update(const int32_t *overflow, void *stream) {
+    used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
     move_scale(*context_, {scale(), state(), rules()}, overflow, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
     const PlannedScaler scaler = check_arrays(state, count, rules());
-    const Enqueues work(pending_.get(), stream); // the arrays may be the scaler's own memory
+    used_.store(true, std::memory_order_release);
+    const Enqueues work(pending_.get(), stream);
     move_scale(*context_, scaler, overflow, stream);
 }
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const PlannedScaler scaler = check_arrays(state, count, rules());
+    used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
     context_->device().loops().write_scaler(first_state(), scaler.state, scaler.scale, stream);
 }

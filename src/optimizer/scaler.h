@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 namespace dsopt {
 
@@ -19,8 +20,12 @@ public:
         const std::lock_guard lock(mutex_);
         return rules_;
     }
-    /// The scale that the host wrote or read last, without waiting: steps may have changed it since.
-    double known_scale() const { return known_scale_.load(std::memory_order_relaxed); }
+    /// The scale that the host wrote last, without waiting. None once something may have changed it on the backend: an
+    /// optimizer, update(), or a call on arrays, which may be the scaler's own memory.
+    std::optional<double> unused_scale() const {
+        if (used_.load(std::memory_order_acquire)) return std::nullopt;
+        return written_scale_.load(std::memory_order_relaxed);
+    }
     float *scale() const { return static_cast<float *>(memory_.data()); }
     /// The work of calls on this scaler and on its optimizers; NULL on backends that are the host.
     const std::shared_ptr<PendingWork> &pending() const { return pending_; }
@@ -60,7 +65,8 @@ private:
     std::shared_ptr<const Context> context_;
     ScalerRules rules_;
     double init_ = 0;
-    mutable std::atomic<double> known_scale_{1};
+    std::atomic<double> written_scale_{1};
+    mutable std::atomic<bool> used_{false};
     Memory memory_;
     std::shared_ptr<PendingWork> pending_;
     mutable std::mutex mutex_; // of the rules and the token

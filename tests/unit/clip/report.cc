@@ -556,6 +556,41 @@ TEST(ReportLog, BeginsWithTheScaleThatTheScalerHasWhenTheOptimizerIsMade) {
     EXPECT_EQ(logged.report(), Lines{});
 }
 
+TEST(ReportLog, BeginsWithTheFirstReportWhereTheScalerWasInUse) {
+    Logged logged;
+    logged.step(kInf);
+    must(dsopt_scaler_detach(logged.scaler.get()));
+    dsopt_optimizer_desc how = optimizer_desc();
+    how.nonfinite = DSOPT_NONFINITE_SKIP;
+    how.scaler = logged.scaler.get();
+    const auto make = [&] {
+        logged.trainer = std::make_unique<Trainer>(logged.context, how, make_group(DSOPT_ALGORITHM_ADAMW),
+                                                   std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
+    };
+    make();
+    EXPECT_EQ(logged.report(), Lines{}) << "another optimizer's step changed the scale";
+    logged.step(kInf);
+    EXPECT_EQ(logged.report(), Lines{"call 1: 1 step was skipped since the last report; "
+                                     "the loss scale changed from 512 to 256"});
+    // As the caller's own code moves it.
+    how.scaler = logged.new_scaler();
+    const int32_t overflow = 1;
+    must(dsopt_scaler_update(how.scaler, &overflow, nullptr));
+    make();
+    EXPECT_EQ(logged.report(), Lines{});
+}
+
+TEST(ReportLog, GivesAllDigitsOfAScale) {
+    Logged logged;
+    const auto report = [&](double scale) {
+        must(dsopt_scaler_set(logged.scaler.get(), DSOPT_SCALE_OVERRIDE, scale, nullptr));
+        return logged.report();
+    };
+    EXPECT_EQ(report(4194304), Lines{"call 0: the loss scale changed from 1024 to 4194304"});
+    EXPECT_EQ(report(2147483648), Lines{"call 0: the loss scale changed from 4194304 to 2147483648"});
+    EXPECT_EQ(report(4294967296), Lines{"call 0: the loss scale changed from 2147483648 to 4294967296"});
+}
+
 TEST(ReportLog, WithoutAScalerLogsSkippedStepsAlone) {
     Logged logged(DSOPT_LOG_INFO, false);
     logged.step(NAN);
