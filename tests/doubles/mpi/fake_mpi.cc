@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <gtest/gtest.h>
 #include <list>
 #include <map>
 #include <memory>
@@ -24,17 +25,18 @@ struct FakeMpiPart {
     FakeMpiEnd *end = nullptr;
     int64_t number = 0; // of the collective
     Call call{};
-    std::vector<char> sent; // a copy: in its own time each rank takes what it needs
+    std::vector<char> sent;     // a copy: in its own time each rank takes what it needs
+    const void *from = nullptr; // of a message that is sent
     void *to = nullptr;
     bool seen = false; // MPI_Test was called
     bool over = false; // of a message
+    int error = MPI_SUCCESS;
 };
-/// Messages from one rank to another. A receive that is posted gets its message when the other rank sends it, however
-/// late, and whatever has become of the call that posted it.
+/// Messages from one rank to another. A message moves when both ranks have posted it, however late, and whatever has
+/// become of the calls that posted it: only then is the sender's memory read, and the send over.
 struct Channel {
     std::list<FakeMpiPart> parts;
-    std::deque<std::vector<char>> sent; // and not yet received
-    std::deque<FakeMpiPart *> receives; // and not yet sent
+    std::deque<FakeMpiPart *> sends, receives; // whose other side is not there yet
 };
 struct Meeting {
     std::vector<FakeMpiPart> parts;
@@ -45,13 +47,14 @@ struct FakeMpiEnd {
     struct FakeMpiShared *shared;
     int rank;
     int64_t calls = 0;
+    int64_t open = 0; // requests that MPI_Test has not found over
     /// Memory that a collective was given. Until the communicator is freed one that was left behind may use it: to a
     /// sanitizer it is no leak.
     std::set<const void *> given;
 };
 struct FakeMpiShared {
     explicit FakeMpiShared(int ranks) {
-        for (int rank = 0; rank < ranks; ++rank) ends.push_back({this, rank, 0, {}});
+        for (int rank = 0; rank < ranks; ++rank) ends.push_back({this, rank, 0, 0, {}});
     }
     std::vector<FakeMpiEnd> ends;
     std::map<int64_t, Meeting> meetings;             // that not all ranks are done with
@@ -95,10 +98,27 @@ int post(MPI_Comm comm, const Call &call, const void *from, size_t bytes, void *
     comm->given.insert({from, to}); // also of a call that fails: who knows what is under way then
     if (planted(comm)) return MPI_ERR_OTHER;
     const auto *const bytes_from = static_cast<const char *>(from);
-    part = {comm, number, call, {bytes_from, bytes_from + bytes}, to};
+    part.end = comm;
+    part.number = number;
+    part.call = call;
+    part.sent.assign(bytes_from, bytes_from + bytes);
+    part.to = to;
     ++meeting.here;
+    ++comm->open;
     *request = &part;
     return MPI_SUCCESS;
+}
+
+void deliver(FakeMpiPart &send, FakeMpiPart &receive) {
+    send.over = receive.over = true;
+    if (send.call.count > receive.call.count) {
+        receive.error = MPI_ERR_TRUNCATE;
+        return;
+    }
+    std::vector<char> message(size_t(send.call.count)); // between devices too
+    if (message.empty()) return;
+    g_copy(message.data(), send.from, message.size());
+    g_copy(receive.to, message.data(), message.size());
 }
 
 int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const void *data, MPI_Request *request) {
@@ -110,29 +130,17 @@ int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const
     FakeMpiPart &part = channel.parts.emplace_back();
     part.end = comm;
     part.call = {kind, int(bytes), MPI_BYTE, 0, 0};
-    const auto deliver = [](FakeMpiPart &receive, const std::vector<char> &message) {
-        if (!message.empty()) g_copy(receive.to, message.data(), message.size());
-        receive.over = true;
-    };
-    if (kind == Kind::send) {
-        std::vector<char> message(bytes);
-        if (bytes != 0) g_copy(message.data(), data, bytes);
-        if (channel.receives.empty()) {
-            channel.sent.push_back(std::move(message));
-        } else {
-            deliver(*channel.receives.front(), message);
-            channel.receives.pop_front();
-        }
-        part.over = true;
-    } else {
+    (kind == Kind::send ? channel.sends : channel.receives).push_back(&part);
+    if (kind == Kind::send)
+        part.from = data;
+    else
         part.to = const_cast<void *>(data);
-        if (channel.sent.empty()) {
-            channel.receives.push_back(&part);
-        } else {
-            deliver(part, channel.sent.front());
-            channel.sent.pop_front();
-        }
+    if (!channel.sends.empty() && !channel.receives.empty()) {
+        deliver(*channel.sends.front(), *channel.receives.front());
+        channel.sends.pop_front();
+        channel.receives.pop_front();
     }
+    ++comm->open;
     *request = &part;
     return MPI_SUCCESS;
 }
@@ -232,6 +240,7 @@ int MPI_Comm_free(MPI_Comm *comm) {
     {
         const std::lock_guard lock(g_mutex);
         (*comm)->given.clear();
+        EXPECT_EQ((*comm)->open, 0) << "requests of a communicator that is freed were not waited for";
     }
     *comm = MPI_COMM_NULL;
     int nothing;
@@ -248,13 +257,15 @@ int MPI_Test(MPI_Request *request, int *over, MPI_Status *) {
         if (!part.over) return shared.broken ? MPI_ERR_OTHER : MPI_SUCCESS;
         *over = 1;
         *request = nullptr;
-        return MPI_SUCCESS;
+        --part.end->open;
+        return part.error;
     }
     Meeting &meeting = shared.meetings[part.number];
     if (meeting.here < int(shared.ends.size())) return shared.broken ? MPI_ERR_OTHER : MPI_SUCCESS;
     for (const FakeMpiPart &other : meeting.parts)
         if (other.call != part.call) return MPI_ERR_OTHER;
     take(meeting, part);
+    --part.end->open;
     *over = 1;
     *request = nullptr;
     if (++meeting.done == int(shared.ends.size())) shared.meetings.erase(part.number);

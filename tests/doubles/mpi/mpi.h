@@ -13,7 +13,7 @@ using MPI_Datatype = int;
 using MPI_Op = int;
 using MPI_Errhandler = int;
 
-enum { MPI_SUCCESS = 0, MPI_ERR_OTHER = 15, MPI_MAX_ERROR_STRING = 128 };
+enum { MPI_SUCCESS = 0, MPI_ERR_TRUNCATE = 14, MPI_ERR_OTHER = 15, MPI_MAX_ERROR_STRING = 128 };
 enum { MPI_BYTE, MPI_INT32_T, MPI_INT64_T, MPI_FLOAT, MPI_DOUBLE };
 enum { MPI_SUM, MPI_MAX };
 enum { MPI_ERRORS_RETURN = 1 };
