@@ -203,13 +203,14 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _keep_wrapped(self, before: Dict[Any, Any]) -> None:
         """Masters and the loss scale that the state dict does not have stay: the originals save them elsewhere."""
-        params = [param for param in chain.from_iterable(map(_params_of, self.param_groups)) if self.state.get(param)]
-        for param in params:
+        params = list(chain.from_iterable(map(_params_of, self.param_groups)))
+        for param in params:  # also without other state: SGD without momentum has only the master
             if "master" in before.get(param, {}):
                 self.state[param].setdefault("master", before[param]["master"])
+        states = [self.state[param] for param in params if self.state.get(param)]
         for name in WRAPPED[1:]:
-            if params and not any(name in self.state[param] for param in params):
-                self.state[params[0]].update({name: state[name] for state in before.values() if name in state})
+            if states and not any(name in state for state in states):
+                states[0].update({name: state[name] for state in before.values() if name in state})
 
     def _after_load(self) -> None:
         """What follows a load, which fails with it."""

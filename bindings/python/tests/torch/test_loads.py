@@ -9,7 +9,7 @@ import unittest
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
 import dsopt
-from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam
+from dsopt.torch import SGD, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 SHAPES = ((7, 3), (5,), (40,))
@@ -396,6 +396,34 @@ class Scale(TestCase):
         self.assertEqual((optimizer.cur_scale, optimizer.loss_scale, optimizer.cur_iter), (512, 512, 3))
         self.assert_same(optimizer.masters()[0], masters)
         self.assertFalse(self.step(run))
+
+    def test_masters_are_loaded_where_there_is_no_other_state(self):
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            runs = []
+            for _ in range(2):
+                params = params_of((7, 3), (5,), dtype=torch.float16)
+                runs.append((params, wrapper(SGD(params, lr=1e-5), **self.DYNAMIC)))
+            self.scales(runs[0], "..X.")
+            saved = copy.deepcopy(runs[0][1].state_dict())
+            masters = [master.clone() for master in runs[0][1].masters()[0]]
+            self.assertFalse(torch.equal(masters[0], masters[0].half().float()))
+            runs[1][1].load_state_dict(saved)
+            self.assert_same(runs[1][1].masters()[0], masters)
+            for _, optimizer in runs:
+                self.assertEqual((optimizer.cur_scale, optimizer.cur_iter), (512, 4))
+            self.assertEqual(self.scales(runs[0], "...."), self.scales(runs[1], "...."))
+            self.assert_same(runs[1][1].masters()[0], runs[0][1].masters()[0])
+
+    def test_masters_stay_where_an_optimizer_without_state_is_loaded(self):
+        for kind in (SGD, FusedAdam):
+            params = params_of((7, 3), (5,), dtype=torch.float16)
+            optimizer = FP16_Optimizer(kind(params, lr=1e-5), **self.DYNAMIC)
+            self.scales((params, optimizer), "..X")
+            masters = [master.clone() for master in optimizer.masters()[0]]
+            optimizer.optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()[
+                "optimizer_state_dict"]["param_groups"]})
+            self.assert_same(optimizer.masters()[0], masters)
+            self.assertEqual((optimizer.cur_scale, optimizer.cur_iter), (512, 3))
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
