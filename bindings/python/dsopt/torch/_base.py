@@ -38,6 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _counts = True  # "step" is in the state of each parameter
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
     _reports = False  # dsopt_step.report is wanted
+    _report: Optional[torch.Tensor] = None  # of the last step; all plans use the same tensor
     _rank_key = ""  # ends the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Plan]] = None
@@ -151,6 +152,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         plans = [Plan(self, device, [entry for entry in entries if entry.param.device == device]) for device in devices]
         self._seen = Seen(self, idle)
         self._plans = plans
+
+    def _report_on(self, device: torch.device) -> torch.Tensor:
+        """The tensor of the report. It stays where plans are made again, as nothing has been stepped then."""
+        if self._report is None or self._report.device != device:
+            self._report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device)
+        return self._report
 
     def _entries(self) -> Tuple[List[Entry], List[torch.Tensor]]:
         """The parameters that have a gradient, or state from an earlier one; and all others."""

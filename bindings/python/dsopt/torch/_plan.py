@@ -74,7 +74,7 @@ class Plan:
         self._register(owner, parallel)
         self._list_params()
         self._list_state(owner)
-        self.report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device) if owner._reports else None
+        self.report = owner._report_on(device) if owner._reports else None
         size = ctypes.c_size_t()
         if not self.timed:
             abi.check(abi.lib.dsopt_optimizer_workspace(self.handle, byref(size)))

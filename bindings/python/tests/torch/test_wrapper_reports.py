@@ -223,6 +223,32 @@ class Reports(TestCase):
         self.step(params, optimizer, bad=0)
         self.assertEqual(timers.logged, [STEP, OVERFLOW])
 
+    def test_the_report_stays_until_the_next_step(self):
+        def clip(params, optimizer):
+            optimizer.clip_grad = 0.5
+
+        def measure(params, optimizer):
+            optimizer.timers = None if optimizer.timers else Wall(True)
+
+        def load(params, optimizer):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+        def add(params, optimizer):
+            optimizer.optimizer.add_param_group({"params": params_of((2, ), dtype=torch.float16)})
+
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            for change in (clip, measure, load, add):
+                params, optimizer = self.make(wrapper, clip_grad=1.0)
+                self.assertTrue(self.step(params, optimizer, bad=0))
+                change(params, optimizer)
+                self.assertTrue(optimizer.overflow, change)
+                self.assertFalse(self.step(params, optimizer))
+                norm = optimizer._global_grad_norm
+                self.assertGreater(norm, 0)
+                change(params, optimizer)
+                self.assertFalse(optimizer.overflow, change)
+                self.assertEqual(optimizer._global_grad_norm, norm, change)
+
     def test_noop_timers_measure_nothing(self):
         params, optimizer = self.make(FP16_Optimizer, timers=Noop())
         self.step(params, optimizer)
