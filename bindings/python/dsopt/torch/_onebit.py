@@ -12,7 +12,7 @@ from .._errors import StateError, UnsupportedError
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
 from ._onebit_names import NCCL, OnebitNames
-from ._originals import converted, is_original
+from ._originals import check_class, converted, is_original
 from ._parallel import data_group_of
 from ._process_group import check_backend, comm_of
 from ._resume import resume
@@ -225,6 +225,8 @@ class Onebit(OnebitNames):
             fields = self._schedule_fields()
             state_dict = converted(state_dict, self._algorithm, fields["freeze_step"], fields.get("trust_beta"),
                                    bool(self._compat))
+        else:
+            check_class(state_dict, self._algorithm)
         before = self._no_anchors
         try:
             super().load_state_dict(state_dict)

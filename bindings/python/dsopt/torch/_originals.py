@@ -18,6 +18,9 @@ State = Dict[str, Any]
 # Entries that only one of the originals has. "step", "exp_avg" and "exp_avg_sq" are in all of them.
 OWN = {"ZeroOneAdam": ("var_interval", "var_counter", "local_step_interval", "local_step_counter"),
        "OnebitLamb": ("lamb_coeff_freeze", "last_factor", "exp_avg_sq_fresh")}
+# Names of state tensors that only one of the classes here has.
+OURS = {"ZeroOneAdam": ("lr_sum", "anchor", "momentum_accumulator"),
+        "OnebitLamb": ("exp_avg_sq_fresh", "trust_average", "trust_factor", "trust_scaling", "trust_weight")}
 NAMES = {abi.DSOPT_ALGORITHM_ONEBIT_ADAM: "OnebitAdam", abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM: "ZeroOneAdam",
          abi.DSOPT_ALGORITHM_ONEBIT_LAMB: "OnebitLamb"}
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
@@ -43,6 +46,26 @@ def is_original(state_dict: Dict[str, Any]) -> bool:
     _check_keys("the state dict", state_dict)
     states = [state for state in state_dict["state"].values() if isinstance(state, dict) and state]
     return bool(states) and not any("schedule" in state for state in states)
+
+
+def check_class(state_dict: Dict[str, Any], algorithm: int) -> None:
+    """Refuse state of another class of the 1-bit family here."""
+    name = NAMES[algorithm]
+    states = [state for state in state_dict["state"].values() if isinstance(state, dict) and state]
+    keys = [key for state in states for key in state if isinstance(key, str)]
+    for kind, names in OURS.items():
+        found = next((key for key in keys if key.startswith(names)), None)
+        if found is not None and kind != name:
+            raise mismatch("the state dict has %r: it is state of %s, and this is %s; load it into %s" %
+                           (found, kind, name, kind))
+    if name == "OnebitLamb" and states and "exp_avg_sq_fresh" not in keys:
+        raise mismatch("the state dict has no 'exp_avg_sq_fresh', so it is not state of OnebitLamb")
+    if name == "ZeroOneAdam" and states and "lr_sum" not in keys:
+        # State of the original, which was loaded and saved before a step, has the intervals without lr_sum.
+        words = next(state["schedule"] for state in states if "schedule" in state)
+        if not torch.is_tensor(words) or not bool(words.reshape(-1)[2:6].any()):
+            raise mismatch("the state dict has neither 'lr_sum' nor intervals in 'schedule', so it is not state of "
+                           "ZeroOneAdam")
 
 
 def converted(state_dict: Dict[str, Any], algorithm: int, frozen_after: int, trust_beta: Optional[float],

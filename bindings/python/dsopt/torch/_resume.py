@@ -13,7 +13,7 @@ from ._plan import ERRORS
 # Words of the state tensor "schedule", as dsopt_schedule_info has them.
 STEP, FROZEN, LOCAL_INTERVAL = 0, 1, 4
 # What the originals begin again in each load, and in one before the freeze.
-FORGOTTEN = ("exp_avg_pad", "momentum_accumulator", "lr_sum")
+FORGOTTEN = ("exp_avg_pad", "momentum_accumulator")
 TRUST = ("trust_average", "trust_factor", "trust_scaling")
 
 
@@ -41,6 +41,9 @@ def _as_original(states: List[Dict[str, Any]], words: List[int], algorithm: int,
     reads."""
     frozen = algorithm != abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM and words[STEP] >= freeze_step
     _drop(states, *ERRORS, *FORGOTTEN, *(() if frozen else TRUST))
+    for state in states:
+        if "lr_sum" in state:  # stays as a mark of 0/1 Adam
+            state["lr_sum"] = torch.zeros_like(state["lr_sum"])
     return [words[STEP], int(frozen)] + [0] * 6
 
 

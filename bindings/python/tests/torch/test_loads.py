@@ -250,6 +250,26 @@ class OneRank(TestCase):
             self.assertEqual(str(run.save()), str(before))
             run.steps(1)
 
+    def test_state_of_another_class_is_refused(self):
+        for compat in (None, "deepspeed"):
+            for source, _ in FAMILY:
+                for steps in (2, 8):
+                    run = Run(source, 4, compat=compat)
+                    run.steps(steps)
+                    saved = run.save()
+                    for kind, _ in FAMILY:
+                        other = Run(kind, 4, compat=compat)
+                        before = str(other.save())
+                        if kind is source:
+                            other.load(saved)
+                            Run(kind, 4).load(other.save())  # saved between a load and a step
+                            continue
+                        with self.assertRaisesRegex(dsopt.Error, kind.__name__) as caught:
+                            other.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+                        self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
+                        self.assertEqual(str(other.save()), before)
+                        other.steps(1)
+
     def test_a_schedule_of_another_length_is_refused(self):
         run = Run(OnebitAdam, 4)
         run.steps(2)
