@@ -29,6 +29,10 @@ EXPERTS = """expert_groups         a dict of process groups in which ranks hold 
     """
 
 
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else "a %s" % type(value).__name__
+
+
 class Wrapper(Watched):
     """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
     in one pass. Masters are in `state` of the optimizer, as "master".
@@ -402,6 +406,8 @@ class Wrapper(Watched):
         """Load a state dict of this class, or of the original. Without optimizer states the masters and the loss scale
         are loaded, and moments and counters stay. A scale that override_loss_scale has set stays in use. A load that
         fails changes nothing."""
+        if not isinstance(state_dict, dict):
+            raise mismatch("the state dict is %s, and must be a dict" % _kind_of(state_dict))
         targets, values = self._saved_masters(state_dict)
         try:
             clip = float(state_dict.get("clip_grad", self.clip_grad))
@@ -439,10 +445,14 @@ class Wrapper(Watched):
             raise mismatch("the state dict has no %r, so it is not one of %s; it has %s" %
                            (key, type(self).__name__, ", ".join(map(str, state_dict))))
         saved = state_dict[key]
+        if not isinstance(saved, (list, tuple)):
+            raise mismatch("%s of the state dict is %s, and must be a list with an entry per group" %
+                           (key, _kind_of(saved)))
         if len(saved) != len(masters):
             raise wrong("%s has %d groups, and the optimizer %d" % (key, len(saved), len(masters)), "SHAPE")
         values = []
         for g, (new, old) in enumerate(zip(saved, masters)):
+            self._check_saved(g, new)
             if not old and len(new) and self.low_precision_dtype == torch.float32:  # of the original, which has copies
                 old = masters[g] = [param.detach() for param in self.fp16_groups[g]]
             values.append(self._unpack(new, old))
@@ -451,6 +461,17 @@ class Wrapper(Watched):
                 raise wrong("%s[%d] has tensors of shapes %s, and the optimizer's masters %s" %
                             (key, g, shapes, [tuple(x.shape) for x in old]), "SHAPE")
         return masters, values
+
+    def _check_saved(self, g: int, saved: Any) -> None:
+        """Refuse masters of a group that are no tensors."""
+        flat = self._masters == abi.DSOPT_MASTERS_FLAT
+        if not flat and not isinstance(saved, (list, tuple)):
+            raise mismatch("%s[%d] of the state dict is %s, and must be a list of tensors" %
+                           (self._masters_key, g, _kind_of(saved)))
+        for i, value in enumerate([saved] if flat else saved):
+            if not torch.is_tensor(value):
+                raise mismatch("%s[%d]%s of the state dict is %s, and must be a tensor" %
+                               (self._masters_key, g, "" if flat else "[%d]" % i, _kind_of(value)))
 
     def __getattr__(self, name: str) -> Any:
         """Of what is not there."""

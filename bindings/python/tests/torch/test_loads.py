@@ -417,6 +417,21 @@ class Scale(TestCase):
         self.assert_same(optimizer.masters()[0], masters)
         self.assertFalse(self.step(run))
 
+    def test_masters_that_are_no_tensors_are_refused(self):
+        for wrapper, bad in ((FP16_Optimizer, (None, 3, {}, [None], [[torch.zeros(26)]])),
+                             (FP16_UnfusedOptimizer, (None, 3, [None], [torch.zeros(26)], [[None, None]]))):
+            for dtype in (torch.float16, torch.bfloat16):
+                run = params, optimizer = self.make(wrapper, dtype)
+                self.step(run)
+                before = str(optimizer.state_dict())
+                key = optimizer._masters_key
+                for text, saved in [("the state dict is ", value) for value in (None, 3, [])] + [
+                        (key, dict(optimizer.state_dict(), **{key: value})) for value in bad]:
+                    with self.assertRaisesRegex(dsopt.Error, text) as caught:
+                        optimizer.load_state_dict(saved)
+                    self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
+                    self.assertEqual(str(optimizer.state_dict()), before)
+
     def test_masters_are_loaded_where_there_is_no_other_state(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             runs = []
