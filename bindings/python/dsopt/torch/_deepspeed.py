@@ -7,8 +7,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from ._base import EngineOptimizer, number
+from ._base import REFUSED, EngineOptimizer, number
 from ._lion import Lion
+from ._originals import mismatch
 from ._step_arguments import given_of
 from ._tensors import refused, unsupported, wrong
 
@@ -42,6 +43,14 @@ class Named(EngineOptimizer):
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
+
+    def _restore(self, loaded: Dict[str, Any]) -> None:
+        for g, group in enumerate(self.param_groups):
+            for key in self.defaults:
+                if key not in group and key not in REFUSED:  # torch adds "differentiable" to the defaults
+                    raise mismatch("param_groups[%d] of the state dict has no %r, so it is not one of %s" %
+                                   (g, key, type(self).__name__))
+        super()._restore(loaded)
 
     def _fixed(self) -> List[Any]:
         return [getattr(self, name) for name in self._kept]

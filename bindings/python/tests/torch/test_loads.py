@@ -270,6 +270,22 @@ class OneRank(TestCase):
                         self.assertEqual(str(other.save()), before)
                         other.steps(1)
 
+    def test_groups_without_a_hyper_parameter_are_refused(self):
+        for kind, key in ((OnebitAdam, "bias_correction"), (ZeroOneAdam, "max_grad_norm"), (OnebitLamb, "min_coeff"),
+                          (FusedAdam, "bias_correction")):
+            params = params_of(*SHAPES)
+            optimizer = kind(params, lr=0.01)
+            give_grads(params)
+            optimizer.step()
+            before = str(optimizer.state_dict())
+            saved = copy.deepcopy(optimizer.state_dict())
+            del saved["param_groups"][0][key]
+            with self.assertRaisesRegex(dsopt.Error, r"param_groups\[0\] .* %r.* %s" % (key, kind.__name__)) as caught:
+                optimizer.load_state_dict(saved)
+            self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
+            self.assertEqual(str(optimizer.state_dict()), before)
+            optimizer.step()
+
     def test_a_schedule_of_another_length_is_refused(self):
         run = Run(OnebitAdam, 4)
         run.steps(2)
