@@ -2,6 +2,7 @@
 """The 1-bit family with the arguments of DeepSpeed. Ranks are those of a process group (docs/onebit.md)."""
 from __future__ import annotations
 
+import copy
 from ctypes import byref
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -237,6 +238,22 @@ class Onebit(OnebitNames):
     def _after_load(self) -> None:
         super()._after_load()
         self._tell_engine()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """What pickles have. A process group or an engine belongs to this process."""
+        if self._engine is not None or data_group_of(self) is not None:
+            raise StateError("a %s with %s cannot be pickled; use state_dict (DSOPT_ERR_STATE)" %
+                             (type(self).__name__, "a process group" if self._engine is None else "deepspeed=..."),
+                             abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
+        return super().__getstate__()
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+        """A copy that exchanges over the same process group and has the same engine."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
+        copied._engine = self._engine
+        copied._group = self._group if self._wrapper is None else data_group_of(self)
+        return copied
 
     def state_dict(self) -> Dict[str, Any]:
         """As torch's."""

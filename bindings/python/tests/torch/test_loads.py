@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import pickle
 import sys
 import unittest
 
@@ -215,6 +216,55 @@ def between_exchanges(rank):
     same_everywhere(other)
 
 
+def copies_have_the_process_group(rank):
+    """A copy exchanges over the ranks of its original, and leaves averaging to the same engine."""
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+
+    class Mpu:
+        def get_model_parallel_group(self):
+            return None
+
+        def get_data_parallel_group(self):
+            return alone
+
+    def steps(optimizer):
+        params = optimizer.param_groups[0]["params"]
+        for i in range(6):
+            give_grads(params, seed=10 * i + rank)
+            optimizer.step()
+        return params
+
+    for kind, freeze in FAMILY:
+        options = {"lr": 0.01, freeze: 3}
+        engine = Engine()
+        for given in ({"group": alone}, {"group": alone, "deepspeed": engine}):
+            optimizer = kind(params_of(*SHAPES), **options, **given)
+            copied = copy.deepcopy(optimizer)
+            assert copied.deepspeed is given.get("deepspeed") and copied.size == 1
+            for a, b in zip(steps(copied), steps(optimizer)):
+                assert torch.equal(a, b), (kind, given)
+            refused(optimizer, kind.__name__)
+        inner = kind(params_of(*SHAPES, dtype=torch.float16), **options)
+        FP16_Optimizer(inner, mpu=Mpu(), dynamic_loss_scale=True)
+        refused(inner, kind.__name__)
+        assert copy.deepcopy(inner).size == 1
+        optimizer = kind(params_of(*SHAPES), **options)  # of all ranks
+        copied, loaded = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+        assert copied.size == loaded.size == 2
+        for a, b, c in zip(steps(copied), steps(loaded), steps(optimizer)):
+            assert torch.equal(a, c) and torch.equal(b, c), kind
+
+
+def refused(optimizer, name):
+    try:
+        pickle.dumps(optimizer)
+    except dsopt.StateError as problem:
+        assert name in str(problem) and "state_dict" in str(problem), problem
+    else:
+        raise AssertionError("no exception")
+
+
+CASES += [copies_have_the_process_group]
 CASES += [frozen_run_of_one_rank, bits_are_those_of_the_freeze, between_exchanges]
 
 
@@ -269,6 +319,15 @@ class OneRank(TestCase):
                         self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
                         self.assertEqual(str(other.save()), before)
                         other.steps(1)
+
+    def test_copies_have_the_engine(self):
+        for kind, _ in FAMILY:
+            run = Run(kind, 4)
+            run.steps(2)
+            copied = copy.deepcopy(run.optimizer)
+            self.assertIs(copied.deepspeed, run.engine)
+            self.assertIsNot(copied.param_groups[0]["params"][0], run.params[0])
+            refused(run.optimizer, kind.__name__)
 
     def test_groups_without_a_hyper_parameter_are_refused(self):
         for kind, key in ((OnebitAdam, "bias_correction"), (ZeroOneAdam, "max_grad_norm"), (OnebitLamb, "min_coeff"),
