@@ -99,9 +99,7 @@ class Onebit(OnebitNames):
         self._eps_mode, self._comm_backend_name = 0 if eps_inside_sqrt else 1, comm_backend_name
         self._group, self._engine = group, deepspeed
         check_backend(comm_backend_name, data_group_of(self))
-        name = ENGINE_FLAGS[self.using_pipeline]
-        if hasattr(deepspeed, name):  # an optimizer before this one may have left it False
-            setattr(deepspeed, name, True)
+        self._reset_engine_flag()
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
 
@@ -351,6 +349,12 @@ class Onebit(OnebitNames):
         for state, param in [(self.state[param], param) for group in self.param_groups for param in group["params"]
                              if "anchor" in self.state.get(param, {})]:
             state["anchor"].copy_(state.get("master", param.detach()))
+
+    def _reset_engine_flag(self) -> None:
+        """The first step needs averaged gradients, and an optimizer before this one may have left the flag False."""
+        name = ENGINE_FLAGS[self.using_pipeline]
+        if hasattr(self._engine, name):
+            setattr(self._engine, name, True)
 
     def _tell_engine(self) -> None:
         if self._engine is not None:

@@ -24,6 +24,9 @@ class OnebitNames(Named):
     def _schedule(self) -> Any:
         raise NotImplementedError
 
+    def _reset_engine_flag(self) -> None:
+        raise NotImplementedError
+
     def _tell_engine(self) -> None:
         raise NotImplementedError
 
@@ -66,7 +69,7 @@ class OnebitNames(Named):
 
     @property
     def deepspeed(self) -> Any:
-        """The argument. One that is set is told at once what the next step needs."""
+        """The argument. Setting it sets the engine's flag to what the next step needs."""
         return self._engine
 
     @deepspeed.setter
@@ -75,3 +78,5 @@ class OnebitNames(Named):
         self._plans = None  # whether the step averages is a flag of the engine's optimizer
         if self.state:
             self._tell_engine()
+        else:
+            self._reset_engine_flag()

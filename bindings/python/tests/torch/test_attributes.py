@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import tempfile
+import types
 import unittest
 
 import originals
@@ -390,6 +391,21 @@ class Attributes(TestCase):
                     give_grads(params, seed=seed)
                     optimizer.step()
                 self.assertEqual((seen[0], seen[-1]), (True, False), (kind, name))
+
+    def test_an_engine_that_is_set_before_the_first_step_averages(self):
+        for kind, options in FAMILY:
+            for name in ("enable_backward_allreduce", "pipeline_enable_backward_allreduce"):
+                engine, params = types.SimpleNamespace(**{name: False}), params_of((4,))  # as a frozen one left it
+                optimizer = kind(params, **options)
+                optimizer.deepspeed = engine
+                self.assertEqual(vars(engine), {name: True})
+                optimizer.deepspeed = bare = types.SimpleNamespace()
+                self.assertEqual(vars(bare), {})  # as in the constructor
+                optimizer.deepspeed = engine
+                for seed in range(3):
+                    give_grads(params, seed=seed)
+                    optimizer.step()
+                self.assertEqual(vars(engine), {name: False})
 
 
 README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
