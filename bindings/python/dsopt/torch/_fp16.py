@@ -19,7 +19,7 @@ from ._originals import mismatch, per_parameter
 from ._parallel import mean_of_data_ranks
 from ._plan import Plan
 from ._tensors import asserted, unsupported, wrong
-from ._watch import LOG, Watched, measures
+from ._watch import LOG, Watched, measures, overflowed
 
 
 # The end of the docstrings of both wrappers.
@@ -155,10 +155,15 @@ class Wrapper(Watched):
         optimizer = self.optimizer
         if optimizer._plans is None or not optimizer._is_current():
             optimizer._plan()
-        if len(optimizer._plans) != 1:
+        return self._only_plan()
+
+    def _only_plan(self) -> Plan:
+        """The plan of the last step, also where something has changed since."""
+        plans = self.optimizer._plans
+        if len(plans) != 1:
             raise unsupported("%s has parameters on several devices, or none, and must have them on one" %
                               type(self).__name__)
-        return optimizer._plans[0]  # type: ignore[no-any-return]
+        return plans[0]  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------------------------------------------------- step
     def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
@@ -173,7 +178,7 @@ class Wrapper(Watched):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """One step, or none if a gradient is not finite. Returns `overflow`. A closure is not called, as in the
         original, and there is a warning."""
-        return self._step(closure, False)
+        return overflowed(self._step(closure, False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -192,8 +197,7 @@ class Wrapper(Watched):
     def overflow(self) -> bool:
         """The last step found a gradient that is not finite. It was skipped, or with compat="deepspeed" and without a
         loss scale it was taken. Waits for the device, as all of these do."""
-        report = self._plan().report
-        return bool(report[abi.DSOPT_REPORT_SKIPPED] + report[abi.DSOPT_REPORT_NONFINITE])  # type: ignore[index]
+        return overflowed(self._plan().report.tolist())  # type: ignore[union-attr]
 
     @property
     def _global_grad_norm(self) -> float:
@@ -516,13 +520,13 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """One step, or none if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
         fused_adam_legacy. A closure is not called, as in the original, and there is a warning."""
-        overflow = self._step(closure, not self.fused_adam_legacy)
-        self.has_executed_step |= not (self.fused_adam_legacy or self._reported(abi.DSOPT_REPORT_SKIPPED))
-        return overflow
+        report = self._step(closure, not self.fused_adam_legacy)
+        self.has_executed_step |= not (self.fused_adam_legacy or report[abi.DSOPT_REPORT_SKIPPED])
+        return overflowed(report)
 
     def step_fused_adam(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """A step that leaves the gradients as they are."""
-        return self._step(closure, False)
+        return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, grad_groups_flat: List[torch.Tensor], total_norm: Any,
                                apply_scale: bool = True) -> float:
@@ -586,7 +590,7 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 
     def step_fused_lamb(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """The same as step()."""
-        return self._step(closure, False)
+        return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> float:
         """What gradients with the norm `total_norm` must be divided by; with apply_scale the gradients of the masters

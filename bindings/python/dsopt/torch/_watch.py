@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from .. import _abi as abi
 from .._errors import StateError
@@ -21,6 +21,11 @@ LOG = logging.getLogger("dsopt")
 OVERFLOW = {"compute_norm": ("compute_norm", ), "overflow_check": ("overflow_check", )}
 STEP = {**OVERFLOW, "unscale_and_clip": ("unscale_and_clip", ),
         "basic_step": ("basic_step", "compress", "exchange", "decompress"), "update_fp16": ()}
+
+
+def overflowed(report: Sequence[float]) -> bool:
+    """True if the step of this report found a gradient that is not finite."""
+    return bool(report[abi.DSOPT_REPORT_SKIPPED] or report[abi.DSOPT_REPORT_NONFINITE])
 
 
 def log_step(report: Sequence[float], before: float, name_of: Any) -> None:
@@ -98,12 +103,13 @@ class Watched:
 
     verbose: bool
     optimizer: EngineOptimizer
-    overflow: bool
     _plan: Callable[[], Plan]
+    _only_plan: Callable[[], Plan]
     _scale_in_use: Callable[[], float]
     _timers: Any = None
 
-    def _step(self, closure: Optional[Callable[[], Any]], drops_grads: bool) -> bool:
+    def _step(self, closure: Optional[Callable[[], Any]], drops_grads: bool) -> List[float]:
+        """One step. Returns its report: reading it is the one wait for the device."""
         if closure is not None:
             warnings.warn("%s.step does not call its closure; call it before the step" % type(self).__name__,
                           stacklevel=3)
@@ -113,13 +119,13 @@ class Watched:
             self.optimizer.step()
         if drops_grads:
             self.zero_grad()
-        plan = self._plan()
-        report = plan.report.tolist()  # type: ignore[union-attr]
+        plan = self._only_plan()
+        report: List[float] = plan.report.tolist()  # type: ignore[union-attr]
         if logs:
             log_step(report, before, lambda i: plan.entries[i].name)
         if self._timers:
             timed.tell(times_of(plan.milliseconds()) if plan.timed else None, bool(report[abi.DSOPT_REPORT_SKIPPED]))
-        return self.overflow
+        return report
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         raise NotImplementedError

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 import unittest
+from unittest import mock
 
 from support import TestCase, child, main, params_of, run_ranks, torch
 
@@ -265,6 +266,26 @@ class Reports(TestCase):
         with self.assertRaisesRegex(RuntimeError, "sparse"):
             optimizer.step()
         self.assertEqual(timers.calls, [("basic_step", "start"), ("basic_step", "stop")])
+
+    def test_a_step_looks_for_changes_once_and_reads_one_report(self):
+        for wrapper, name in ((FP16_Optimizer, "step"), (FP16_Optimizer, "step_fused_adam"),
+                              (FP16_UnfusedOptimizer, "step"), (FP16_UnfusedOptimizer, "step_fused_lamb")):
+            for kind, options in EVERY:
+                for timers in (None, Wall(True)) if wrapper is FP16_Optimizer else (None, ):
+                    params, optimizer = self.make(wrapper, kind, options, clip_grad=1.0,
+                                                  **({"timers": timers} if timers else {}))
+                    self.step(params, optimizer)
+                    inner, step = optimizer.optimizer, getattr(optimizer, name)
+                    for bad in (False, True):
+                        for p in params:
+                            p.grad = torch.full_like(p, math.nan if bad else 1.0)
+                        with mock.patch.object(inner, "_is_current", wraps=inner._is_current) as looks, \
+                                mock.patch.object(inner._plans[0], "report", wraps=inner._plans[0].report) as report:
+                            found = step()
+                        self.assertEqual(looks.call_count, 1, (wrapper, name, kind))
+                        self.assertIs(found, bad)
+                        self.assertEqual([call[0] for call in report.mock_calls], ["tolist"], (wrapper, name, kind))
+                        self.assertIs(optimizer.overflow, bad)
 
     def test_timed_steps_have_the_same_bits(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
