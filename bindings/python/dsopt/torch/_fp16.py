@@ -53,7 +53,8 @@ class Wrapper(Watched):
     mpu                   gives the model-parallel process group by get_model_parallel_group(). Norms and overflow are
                           agreed over it. Parameters with `model_parallel` or `tensor_model_parallel` are shards; those
                           with `ds_pipe_replicated` count in another pipeline stage
-    clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time.
+    clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time, on all ranks before the
+                          same step.
     """
 
     _masters = 0
@@ -324,8 +325,10 @@ class Wrapper(Watched):
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
-        self._clip_grad = float(value)
-        self.optimizer._plans = None
+        value = float(value)
+        if value != self._clip_grad:  # a new plan takes one more collective with timers and the 1-bit family
+            self._clip_grad = value
+            self.optimizer._plans = None
 
     @property
     def param_groups(self) -> List[Dict[str, Any]]:
@@ -435,6 +438,7 @@ class Wrapper(Watched):
             for source, target in zip(new, old):
                 target.copy_(source)
         self._scale_args = arguments
+        self.optimizer._plans = None
         self.clip_grad = clip
         if scaler is not None:
             whole = self._plan().whole
@@ -493,7 +497,8 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     has_moe_layers        with compat="deepspeed": groups with 'moe' have their own part in the norm; False: they count
                           as dense parameters. Without compat parameters of experts are found by themselves
     timers                deepspeed.utils.timer.SynchronizedWallClockTimer, or an object like it, which gets the times
-                          of the phases of each step. All ranks must have one, or none
+                          of the phases of each step. All ranks must have one, or none, and with the 1-bit family
+                          change it, clip_grad, groups and state, or load, before the same step
     """ + EXPERTS
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", "fp32_groups_flat"
 

@@ -61,7 +61,8 @@ class Plan:
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         parallel = Parallel(owner, self.context, device, entries, desc)
-        # The functional form keeps no times, and has the engine compare the lists of ranks in the first step of a plan.
+        # dsopt_optimizer_apply keeps no times. dsopt_optimizer_step does, and in the first step of a plan with the 1-bit
+        # family it compares the lists of ranks. That is one more collective, so all ranks must make new plans at once.
         self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
         self.step_of = abi.lib.dsopt_optimizer_step if self.timed else abi.lib.dsopt_optimizer_apply
         self.engine = Engine(self.context, desc, *needed, *parallel.comms)

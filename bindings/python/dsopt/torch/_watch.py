@@ -136,8 +136,9 @@ class Watched:
 
     @timers.setter
     def timers(self, value: Any) -> None:
-        self._timers = value
-        self.optimizer._plans = None
+        if value is not self._timers:  # a new plan takes one more collective with timers and the 1-bit family
+            self._timers = value
+            self.optimizer._plans = None
 
     def phase_times(self) -> Dict[str, float]:
         """Milliseconds of the phases of the last step, under DeepSpeed's names. Waits for the device."""

@@ -126,6 +126,20 @@ def one_rank_logs(rank):
     log.removeHandler(messages)
 
 
+def one_rank_sets_equal_values(rank):
+    """clip_grad and timers that are set to what they are do not make a plan, whose first step has a collective more."""
+    for kind, options in EVERY[2:]:
+        params, timers = params_of(*SHAPES, dtype=torch.float16), Wall(True)
+        optimizer = FP16_Optimizer(kind(params, lr=0.01, **options), timers=timers, clip_grad=1.0)
+        for i in range(8):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(8 * rank + i)).half()
+            if rank == 0 and i in (1, 5):
+                optimizer.clip_grad = 1
+                optimizer.timers = timers
+            assert not optimizer.step()
+
+
 class Reports(TestCase):
     @unittest.skipUnless(GLOO, "torch has no gloo here")
     def test_two_ranks(self):
@@ -312,6 +326,6 @@ class Reports(TestCase):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child([one_rank_logs], int(sys.argv[3]), sys.argv[4])
+        child([one_rank_logs, one_rank_sets_equal_values], int(sys.argv[3]), sys.argv[4])
     else:
         main()
