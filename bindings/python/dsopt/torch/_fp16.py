@@ -16,7 +16,7 @@ from ._base import WRAPPED, EngineOptimizer, number
 from ._gone import GONE
 from ._loss_scale import LossScaleConfig, more_of_scale, options_of, saved_scale
 from ._originals import mismatch, per_parameter
-from ._parallel import mean_of_data_ranks
+from ._parallel import Planned, mean_of_data_ranks
 from ._plan import Plan
 from ._tensors import asserted, unsupported, wrong
 from ._watch import LOG, Watched, measures, overflowed
@@ -25,7 +25,8 @@ from ._watch import LOG, Watched, measures, overflowed
 # The end of the docstrings of both wrappers.
 EXPERTS = """expert_groups         a dict of process groups in which ranks hold different experts. Parameters with the
                           attribute allreduce=False name theirs by their attribute group_name (ep_size_2), or by 'name'
-                          of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported
+                          of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported.
+                          Set these before the wrapper is made too, and replace the dict to change it
     """
 
 
@@ -52,7 +53,8 @@ class Wrapper(Watched):
     verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
     mpu                   gives the model-parallel process group by get_model_parallel_group(). Norms and overflow are
                           agreed over it. Parameters with `model_parallel` or `tensor_model_parallel` are shards; those
-                          with `ds_pipe_replicated` count in another pipeline stage
+                          with `ds_pipe_replicated` count in another pipeline stage. Set these before the wrapper is made:
+                          later ones are not seen by all steps
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time, on all ranks before the
                           same step.
     """
@@ -60,8 +62,9 @@ class Wrapper(Watched):
     _masters = 0
     _profile = ""
     norm_type = 2
-    has_moe_layers = False
-    expert_groups: Optional[Dict[str, Any]] = None
+    mpu = Planned()
+    has_moe_layers = Planned(False)
+    expert_groups = Planned()
     clip_grad_norm = staticmethod(torch.nn.utils.clip_grad_norm_)
 
     def __init__(self, init_optimizer: Any, deepspeed: Any, loss_scale_config: Any, low_precision_dtype: torch.dtype,
@@ -84,7 +87,7 @@ class Wrapper(Watched):
                 raise wrong("loss_scale_config is %r, which counts as static_loss_scale, and static_loss_scale is %r; "
                             "give one of them" % (loss_scale_config, static_loss_scale))
             static_loss_scale, loss_scale_config = float(loss_scale_config), None
-        self.optimizer, self.mpu, self.low_precision_dtype = init_optimizer, mpu, low_precision_dtype
+        self.mpu, self.optimizer, self.low_precision_dtype = mpu, init_optimizer, low_precision_dtype
         self.deepspeed, self.verbose = deepspeed, verbose
         self._external: Optional[float] = None  # an override of the backward pass alone, as compat mode has it
         self.using_pipeline = bool(getattr(deepspeed, "pipeline_parallelism", False))

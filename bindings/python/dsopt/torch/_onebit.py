@@ -211,7 +211,7 @@ class Onebit(OnebitNames):
                             "parameter, %s" % (g, tuple(mask.shape), tuple(param.shape)), "SHAPE") from None
 
     def _fixed(self) -> List[Any]:
-        return super()._fixed() + list(self._schedule_fields().values()) + [
+        return super()._fixed() + list(self._schedule_fields().values()) + [getattr(self._engine, "mpu", None)] + [
             (bool(group.get("non_freeze")), group.get("exp_avg_mask") is not None, bool(group.get("max_grad_norm")))
             for group in self.param_groups]
 

@@ -37,6 +37,24 @@ def _first(mpu: Any, names: Tuple[str, ...], otherwise: int) -> int:
     return otherwise
 
 
+class Planned:
+    """An attribute of a wrapper that is read when a plan is made. Setting it has the next step make a new plan."""
+
+    def __init__(self, default: Any = None) -> None:
+        self._default, self._name = default, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: Optional[type] = None) -> Any:
+        return self._default if wrapper is None else vars(wrapper).get(self._name, self._default)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        vars(wrapper)[self._name] = value
+        if "optimizer" in vars(wrapper):  # else the constructor has set it
+            wrapper.optimizer._plans = None
+
+
 def data_group_of(owner: Any) -> Any:
     """The process group of an optimizer's exchange: `group`, else the data-parallel group of the engine's mpu, else
     that of the wrapper's. None: all ranks."""

@@ -111,6 +111,30 @@ def compat_norms_are_those_of_the_originals(rank, index, moe):
         assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (i, optimizer._global_grad_norm, norm)
 
 
+def groups_that_are_set_count_from_the_next_step_on(rank, index):
+    groups, alone = model_of(rank), groups_of(rank, [0], [1])
+    optimizer = wrap(index, groups, clip_grad=0.25, expert_groups={"ep_size_2": alone})
+    for i, given in enumerate((alone, dist.group.WORLD, alone)):
+        optimizer.expert_groups = {"ep_size_2": given}
+        give(groups, rank, i)
+        dense, own = groups[0]["params"][0].grad, groups[1]["params"][0].grad
+        norm = norm_of(dense, *(gathered(own) if given is dist.group.WORLD else [own]))
+        assert not optimizer.step()
+        assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (i, optimizer._global_grad_norm, norm)
+
+
+def has_moe_layers_that_is_set_counts_from_the_next_step_on(rank):
+    groups = model_of(rank)
+    optimizer = wrap(0, groups, "deepspeed", clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD})
+    for i, moe in enumerate((False, True, False)):
+        optimizer.has_moe_layers = moe
+        give(groups, rank, i)
+        norm = norm_of(groups[0]["params"][0].grad,
+                       *(gathered(optimizer.masters()[1][0]) if moe else [groups[1]["params"][0].grad]))
+        assert not optimizer.step()
+        assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (i, optimizer._global_grad_norm, norm)
+
+
 def groups_are_those_of_deepspeed(rank):
     """Where deepspeed.utils.groups is imported, its groups are taken."""
     module = types.ModuleType("deepspeed.utils.groups")
@@ -213,7 +237,9 @@ TWO += [functools.partial(overflow_of_an_expert_skips_on_all_ranks, index=index,
         for index in range(2) for compat in (None, "deepspeed") for moe in (True, False)]
 TWO += [functools.partial(compat_norms_are_those_of_the_originals, index=index, moe=moe)
         for index in range(2) for moe in (True, False)]
-TWO += [groups_are_those_of_deepspeed, unknown_groups_are_refused, onebit_refuses_experts, mean_of_the_norms_of_2023]
+TWO += [groups_are_those_of_deepspeed, unknown_groups_are_refused, onebit_refuses_experts, mean_of_the_norms_of_2023,
+        has_moe_layers_that_is_set_counts_from_the_next_step_on]
+TWO += [functools.partial(groups_that_are_set_count_from_the_next_step_on, index=index) for index in range(2)]
 ORIGINALS = [functools.partial(deepspeed_finds_the_same_norms, index=index, experts=experts)
              for index in range(2) for experts in (True, False)]
 

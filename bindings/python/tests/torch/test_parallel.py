@@ -246,6 +246,37 @@ def norms_are_of_the_whole_model(rank, index, compat):
             assert torch.equal(a, b) == (given is not None), given
 
 
+def an_mpu_that_is_set_counts_from_the_next_step_on(rank, index):
+    wrapper, kind = WRAPPERS[index]
+    mpu = Mpu(rank)
+    params, others = model_of(rank), model_of(rank)
+    optimizer, reference = (wrapper(kind(some, lr=0.01), mpu=given, clip_grad=0.25, static_loss_scale=SCALE)
+                            for some, given in ((params, None), (others, mpu)))
+    for i, given in enumerate((None, mpu, mpu, None)):
+        optimizer.mpu = given
+        for some, one in ((params, optimizer), (others, reference)):
+            give_model(some, rank, i)
+            one.step()
+        norms = optimizer._global_grad_norm, reference._global_grad_norm
+        assert math.isclose(*norms, rel_tol=1e-5) == (given is not None), (i, norms)
+
+
+def an_mpu_of_the_engine_that_is_set_counts_from_the_next_step_on(rank):
+    engine, mpu = Engine(), Mpu(rank)
+    params = params_of((40,))
+    optimizer = OnebitAdam(params, engine, lr=0.01, freeze_step=2)
+    for i, (given, ranks) in enumerate(((None, 4), (None, 4), (None, 4), (mpu, 2), (mpu, 2), (None, 4))):
+        engine.mpu = given
+        give(params, 10 * i + rank)
+        if engine.enable_backward_allreduce:
+            mean(params, None)
+        optimizer.step()
+        assert optimizer.comm_backend_handle.ranks == optimizer.size == ranks, (i, optimizer.comm_backend_handle.ranks)
+        momenta = gathered(optimizer.state[params[0]]["exp_avg"])
+        assert torch.equal(momenta[0], momenta[2]) and torch.equal(momenta[1], momenta[3])
+        assert torch.equal(momenta[0], momenta[1]) == (ranks == 4), i
+
+
 def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
@@ -338,7 +369,9 @@ FOUR += [functools.partial(case, index=index, compat=compat)
          for index in range(2) for compat in (None, "deepspeed")]
 FOUR += [functools.partial(every_pipeline_stage_counts, compat=compat) for compat in (None, "deepspeed")]
 FOUR += [non_freeze_is_within_the_data_parallel_group, the_mpu_without_a_data_parallel_group_is_refused,
-         lamb_over_pipeline_stages_is_refused, trust_ratios_are_of_whole_tensors]
+         lamb_over_pipeline_stages_is_refused, trust_ratios_are_of_whole_tensors,
+         an_mpu_of_the_engine_that_is_set_counts_from_the_next_step_on]
+FOUR += [functools.partial(an_mpu_that_is_set_counts_from_the_next_step_on, index=index) for index in range(2)]
 
 
 def deepspeed_finds_the_same_norms(rank, index, kind):
