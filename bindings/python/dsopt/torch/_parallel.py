@@ -55,6 +55,16 @@ class Planned:
             wrapper.optimizer._plans = None
 
 
+def _group_of(mpu: Any, remedy: str = "") -> Any:
+    """The data-parallel group of an mpu. None: all ranks."""
+    if mpu is None:
+        return None
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise wrong("mpu is a %s without get_data_parallel_group(), so the data-parallel ranks are unknown%s" %
+                    (type(mpu).__name__, remedy))
+    return mpu.get_data_parallel_group()
+
+
 def data_group_of(owner: Any) -> Any:
     """The process group of an optimizer's exchange: `group`, else the data-parallel group of the engine's mpu, else
     that of the wrapper's. None: all ranks."""
@@ -62,12 +72,7 @@ def data_group_of(owner: Any) -> Any:
         return owner._group
     wrapper, engine = _mpus(owner)
     mpu = wrapper if engine is None else engine
-    if mpu is None:
-        return None
-    if not hasattr(mpu, "get_data_parallel_group"):
-        raise wrong("mpu is a %s without get_data_parallel_group(), so the data-parallel ranks are unknown; give the "
-                    "process group to %s as group=..." % (type(mpu).__name__, type(owner).__name__))
-    return mpu.get_data_parallel_group()
+    return _group_of(mpu, "; give the process group to %s as group=..." % type(owner).__name__)
 
 
 def agrees_over_data(owner: EngineOptimizer) -> bool:
@@ -97,7 +102,7 @@ def mean_of_data_ranks(value: Any, wrapper: Any) -> float:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return float(value)
     mpu = getattr(wrapper.deepspeed, "mpu", None) if wrapper.mpu is None else wrapper.mpu
-    group = mpu.get_data_parallel_group() if mpu is not None else None
+    group = _group_of(mpu)
     share = torch.tensor(float(value), dtype=torch.float32, device=wrapper._plan().device)
     share /= torch.distributed.get_world_size(group)
     torch.distributed.all_reduce(share, group=group)
@@ -131,8 +136,7 @@ class Parallel:
         return comm
 
     def _add_data(self, mpu: Any) -> None:
-        group = None if mpu is None else mpu.get_data_parallel_group()
-        comm = self._comm(group, "mpu.get_data_parallel_group()")
+        comm = self._comm(_group_of(mpu), "mpu.get_data_parallel_group()")
         if comm is not None:
             self.desc.data = comm.handle
 

@@ -206,6 +206,19 @@ def the_mpu_without_a_data_parallel_group_is_refused(rank):
         assert "mpu is a Partial without get_data_parallel_group()" in str(problem), problem
     else:
         raise AssertionError("no exception")
+    params = params_of((4,), dtype=torch.float16)
+    wrapper, engine = FP16_Optimizer(FusedAdam(params), mpu=Partial()), Engine()
+    engine.enable_backward_allreduce = False
+    for call in (lambda: wrapper._get_norm_with_moe_layers(1.0),
+                 lambda: FP16_Optimizer(FusedAdam(params_of((4,), dtype=torch.float16)), engine, mpu=Partial())):
+        try:
+            call()
+        except dsopt.ArgumentError as problem:
+            assert "Partial without get_data_parallel_group(), so the data-parallel ranks are unknown" in str(problem)
+        else:
+            raise AssertionError("no exception")
+    give(params, 0)
+    assert not wrapper.step()
 
 
 def model_of(rank, seed=0):
