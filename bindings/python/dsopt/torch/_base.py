@@ -56,7 +56,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """torch's constructors set what follows from `fused` here."""
 
-    # ---------------------------------------------------------------------------------- what the engine must be told
+    # ----------------------------------------------------------------------------------- descriptions for the engine
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         """Of a group: algorithm, flags, and the fields that do not change."""
         raise NotImplementedError

@@ -53,8 +53,8 @@ class Wrapper(Watched):
     verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
     mpu                   gives the model-parallel process group by get_model_parallel_group(). Norms and overflow are
                           agreed over it. Parameters with `model_parallel` or `tensor_model_parallel` are shards; those
-                          with `ds_pipe_replicated` count in another pipeline stage. Set these before the wrapper is made:
-                          later ones are not seen by all steps
+                          with `ds_pipe_replicated` count in another pipeline stage. Set them before
+                          the wrapper is made: a step does not look for them
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time, on all ranks before the
                           same step.
     """
@@ -131,7 +131,7 @@ class Wrapper(Watched):
             raise wrong("dynamic_loss_args: %s is unknown" % ", ".join(map(repr, arguments)))
         return options
 
-    # ---------------------------------------------------------------------------------- what the engine must be told
+    # ----------------------------------------------------------------------------------- descriptions for the engine
     def _check_dtypes(self) -> None:
         """Parameters that are not trained may have any dtype."""
         for g, group in enumerate(self.optimizer.param_groups):

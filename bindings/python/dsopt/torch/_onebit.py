@@ -235,7 +235,7 @@ class Onebit(OnebitNames):
 
     def _after_load(self) -> None:
         super()._after_load()
-        self._tell_engine()
+        self._update_engine_flag()
 
     def __getstate__(self) -> Dict[str, Any]:
         """What pickles have. A process group or an engine belongs to this process."""
@@ -304,7 +304,7 @@ class Onebit(OnebitNames):
         if getattr(self, "grad_scale", None) is not None:
             self._unscale()
         super()._advance()
-        self._tell_engine()
+        self._update_engine_flag()
 
     def _unscale(self) -> None:
         """Each rank's GradScaler has its own scale, and an exchange takes gradients without one."""
@@ -356,7 +356,7 @@ class Onebit(OnebitNames):
         if hasattr(self._engine, name):
             setattr(self._engine, name, True)
 
-    def _tell_engine(self) -> None:
+    def _update_engine_flag(self) -> None:
         if self._engine is not None:
             setattr(self._engine, ENGINE_FLAGS[self.using_pipeline], self.next_reduction() == "full")
 
@@ -374,9 +374,8 @@ class Onebit(OnebitNames):
         return info
 
     def next_reduction(self) -> str:
-        """What the next step needs: "full": averaged gradients; "compressed" or "local": each rank's own. Where the
-        step
-        averages itself (no `deepspeed`), the gradients are each rank's own in any case."""
+        """What the next step needs. "full": averaged gradients. "compressed" or "local": the gradients of each rank.
+        Without `deepspeed` the step averages by itself, and always takes the gradients of each rank."""
         return REDUCTIONS[self._schedule().reduction]
 
     @ReadOnly

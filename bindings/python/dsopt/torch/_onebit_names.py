@@ -27,7 +27,7 @@ class OnebitNames(Named):
     def _reset_engine_flag(self) -> None:
         raise NotImplementedError
 
-    def _tell_engine(self) -> None:
+    def _update_engine_flag(self) -> None:
         raise NotImplementedError
 
     @ReadOnly
@@ -77,6 +77,6 @@ class OnebitNames(Named):
         self._engine = value
         self._plans = None  # whether the step averages is a flag of the engine's optimizer
         if self.state:
-            self._tell_engine()
+            self._update_engine_flag()
         else:
             self._reset_engine_flag()

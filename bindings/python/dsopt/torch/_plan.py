@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine is told about those parameters of an optimizer that are on one device.
+"""The engine's description of those parameters of an optimizer that are on one device.
 
 A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its
 functional form (dsopt_optimizer_apply). So a plan is replaced by a new one whenever something about its lists changes.
@@ -61,8 +61,8 @@ class Plan:
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         parallel = Parallel(owner, self.context, device, entries, desc)
-        # dsopt_optimizer_apply keeps no times. dsopt_optimizer_step does, and in the first step of a plan with the 1-bit
-        # family it compares the lists of ranks. That is one more collective, so all ranks must make new plans at once.
+        # dsopt_optimizer_apply keeps no times. dsopt_optimizer_step does, and with the 1-bit family the first step of a
+        # plan compares the lists of ranks. That is one more collective, so all ranks must make a new plan at once.
         self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
         self.step_of = abi.lib.dsopt_optimizer_step if self.timed else abi.lib.dsopt_optimizer_apply
         self.engine = Engine(self.context, desc, *needed, *parallel.comms)
@@ -338,7 +338,7 @@ class Plan:
             if any(g.layout != torch.strided for g in present):
                 return self._arrange(grads)
             at = [0 if g is None else g.data_ptr() for g in grads]
-        # Memory that was released may come back as that of another dtype or shape, so an address alone tells nothing.
+        # Memory that was released may come back as that of another dtype or shape, so an equal address proves nothing.
         both = present + params
         if self.layouts is None or not self.layouts.equal(both):
             self.layouts = self.grad_at = None

@@ -58,7 +58,7 @@ def measures(timers: Any) -> bool:
 
 
 class Timed:
-    """`with Timed(timers) as timed:` around a step, and then timed.tell(). A timer of DeepSpeed, which keeps a list
+    """`with Timed(timers) as timed:` around a step, and then timed.report(). A timer of DeepSpeed, which keeps a list
     `event_timers`, gets the times of the engine's phases. Any other one is started and stopped: basic_step around the
     whole step, the others around nothing, because the engine has no phases that begin and end in Python."""
 
@@ -80,8 +80,8 @@ class Timed:
         if self._basic is not None:
             self._basic.stop()
 
-    def tell(self, times: Optional[Dict[str, float]], skipped: bool) -> None:
-        """Pass on the phases, and log them: a step that was skipped has the first two."""
+    def report(self, times: Optional[Dict[str, float]], skipped: bool) -> None:
+        """Add the phases to the timers, and log them: a step that was skipped has the first two."""
         for name in OVERFLOW if skipped else STEP:
             timer = self._timers(name)
             if not self._takes:
@@ -124,7 +124,7 @@ class Watched:
         if logs:
             log_step(report, before, lambda i: plan.entries[i].name)
         if self._timers:
-            timed.tell(times_of(plan.milliseconds()) if plan.timed else None, bool(report[abi.DSOPT_REPORT_SKIPPED]))
+            timed.report(times_of(plan.milliseconds()) if plan.timed else None, bool(report[abi.DSOPT_REPORT_SKIPPED]))
         return report
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -259,7 +259,7 @@ class Wrapped(Replay):
 
 
 def scale_rule(golden, rank):
-    """The loss scale of a wrapper that is told of overflows by the gradients."""
+    """The loss scale of a wrapper that finds overflows in the gradients."""
     comparison = Comparison(golden, rank)
     param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     wrapper = WRAPPERS[golden.metadata["wrapper"]](FusedAdam([param], compat="deepspeed"), verbose=False,

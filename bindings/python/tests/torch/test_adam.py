@@ -381,7 +381,7 @@ class Memory(TestCase):
 
     def test_backward_through_an_older_graph_is_refused(self):
         if VERSION < (2, 1):
-            self.skipTest("torch %s cannot be told that a tensor has changed" % torch.__version__)
+            self.skipTest("torch %s has no function that marks a tensor as changed" % torch.__version__)
         param = torch.nn.Parameter(torch.ones(3))
         loss = (param * param).sum()
         loss.backward(retain_graph=True)

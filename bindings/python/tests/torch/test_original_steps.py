@@ -130,7 +130,7 @@ def steps_are_those_of_the_original(rank):
         Pair(name, rank).steps(0, 16)
 
 
-def an_engine_with_a_pipeline_is_told_too(rank):
+def flag_of_a_pipeline_is_that_of_the_original(rank):
     for name in OPTIONS:
         pair = Pair(name, rank, engine=originals.PipelineEngine)
         pair.steps(0, 10)
@@ -253,7 +253,7 @@ def wrappers_around_the_1_bit_family(rank):
 # One set of processes per number of ranks, as the import of DeepSpeed takes seconds.
 ALL = {
     1: (steps_are_those_of_the_original, wrappers_around_the_1_bit_family),
-    2: (steps_are_those_of_the_original, an_engine_with_a_pipeline_is_told_too,
+    2: (steps_are_those_of_the_original, flag_of_a_pipeline_is_that_of_the_original,
         masks_hold_in_the_step_in_which_they_are_set, groups_that_never_freeze, hyper_parameters_that_change,
         a_freeze_step_that_changes, gradients_that_are_passed, a_load_sets_stage_and_engine,
         wrappers_around_the_1_bit_family, wrappers_with_a_static_scale, wrappers_of_bfloat16, wrappers_with_a_pipeline),

@@ -100,9 +100,9 @@ def exchange_is_within_the_data_parallel_group(rank, name):
     reference = kind(others, plain, lr=0.01, group=mpu.data, **options)
     last = 0
     while last < 9 or optimizer.next_reduction() != "compressed":
-        for some, one, told in ((params, optimizer, engine), (others, reference, plain)):
+        for some, one, flags in ((params, optimizer, engine), (others, reference, plain)):
             give(some, 10 * last + rank)
-            if told.enable_backward_allreduce:
+            if flags.enable_backward_allreduce:
                 mean(some, mpu.data)
             one.step()
         last += 1
@@ -422,9 +422,9 @@ def deepspeed_exchanges_the_same_momentum(rank):
     optimizer = OnebitAdam(ours, engine, lr=0.01, freeze_step=3, compat="deepspeed")
     original = found.OnebitAdam(theirs, other, lr=0.01, freeze_step=3, comm_backend_name="compressed")
     for i in range(9):
-        for params, told in ((ours, engine), (theirs, other)):
+        for params, flags in ((ours, engine), (theirs, other)):
             give(params, 10 * i + rank)
-            if told.enable_backward_allreduce:
+            if flags.enable_backward_allreduce:
                 mean(params, mpu.data)
         optimizer.step()
         original.step()
@@ -440,7 +440,7 @@ ORIGINALS = [functools.partial(deepspeed_finds_the_same_norms, index=index, kind
 ORIGINALS += [deepspeed_exchanges_the_same_momentum]
 
 
-def the_pipeline_flag_is_told(rank):
+def flag_of_a_pipeline_follows_the_stage(rank):
     """An engine with pipeline stages averages when pipeline_enable_backward_allreduce is set, and has the other flag
     off."""
     class Pipeline:
@@ -462,7 +462,7 @@ def the_pipeline_flag_is_told(rank):
     assert torch.equal(a, b)
 
 
-TWO = [the_pipeline_flag_is_told]
+TWO = [flag_of_a_pipeline_follows_the_stage]
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")

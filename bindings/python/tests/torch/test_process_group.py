@@ -99,8 +99,8 @@ def continues_from_state(rank):
         assert torch.equal(a, b)
 
 
-def engine_is_told(rank):
-    """With `deepspeed` the caller averages, when the optimizer says so."""
+def flag_of_the_engine_follows_the_stage(rank):
+    """With `deepspeed` the caller averages, in the steps that need it."""
     class Engine:
         enable_backward_allreduce = True
 
@@ -254,8 +254,8 @@ def a_peer_is_gone(rank):
 
 
 CASES = [functools.partial(ranks_agree, name=name) for name in KINDS]
-CASES += [full_steps_are_adamw_on_means, continues_from_state, engine_is_told, masters_and_scale, masks_of_a_load,
-          grad_scale_of_float16_gradients_is_refused, subgroups, absent_gradient_of_a_parameter_with_gaps]
+CASES += [full_steps_are_adamw_on_means, continues_from_state, flag_of_the_engine_follows_the_stage,
+          masters_and_scale, masks_of_a_load, grad_scale_of_float16_gradients_is_refused, subgroups, absent_gradient_of_a_parameter_with_gaps]
 CASES += [grad_scaler_skips_on_all_ranks] if GRAD_SCALER else []
 
 
