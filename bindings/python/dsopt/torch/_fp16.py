@@ -199,8 +199,10 @@ class Wrapper(Watched):
 
     @property
     def overflow(self) -> bool:
-        """The last step found a gradient that is not finite. It was skipped, or with compat="deepspeed" and without a
-        loss scale it was taken. Waits for the device, as all of these do."""
+        """The last step found a gradient that is not finite, and was skipped. Without a loss scale and without
+        clip_grad, gradients are checked by the 1-bit family and with compat="deepspeed" only. FP16_Optimizer with
+        compat and without a loss scale takes the step, except of the 1-bit family. `overflow` is then that of this
+        rank's gradients (docs/compat.md). Waits for the device, as all of these do."""
         return overflowed(self._plan().report.tolist())  # type: ignore[union-attr]
 
     @property

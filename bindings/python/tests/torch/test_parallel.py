@@ -307,6 +307,27 @@ def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
         assert optimizer.cur_scale == (SCALE / 2 if skipped else SCALE)
 
 
+def overflow_without_a_loss_scale(rank, index, compat):
+    """Standard mode checks gradients for clip_grad only, and then agrees. In compat mode FP16_Optimizer takes the step
+    and reports this rank's gradients, and FP16_UnfusedOptimizer agrees (docs/compat.md)."""
+    wrapper, kind = WRAPPERS[index]
+    mpu, fused = Mpu(rank), wrapper is FP16_Optimizer
+    for clip in (0.0, 0.5):
+        params = [torch.nn.Parameter(param.detach().bfloat16()) for param in model_of(rank)]
+        params[0].model_parallel = True
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=mpu, low_precision_dtype=torch.bfloat16,
+                            clip_grad=clip)
+        give(params[:1], 1000 + rank % 2)
+        give(params[1:], 2000)
+        if rank == 1:
+            params[0].grad[0, 0] = math.nan
+        before = params[0].detach().clone()
+        agreed = rank in (0, 1) and (bool(clip) if compat is None else not fused)
+        found = agreed or (rank == 1 and compat is not None)
+        assert optimizer.step() == optimizer.overflow == found, (wrapper, compat, clip, found)
+        assert torch.equal(params[0].detach(), before) == agreed, (wrapper, compat, clip)
+
+
 def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, compat):
     """While the engine does not average in its backward pass, of the mpu's groups; without an mpu all ranks."""
     wrapper, kind = WRAPPERS[index]
@@ -378,7 +399,7 @@ FOUR += [functools.partial(onebit_skips_on_all_model_parallel_ranks, name="adam"
 FOUR += [functools.partial(wrapped_onebit_takes_the_mpu_of_the_wrapper, name=name) for name in KINDS]
 FOUR += [functools.partial(case, index=index, compat=compat)
          for case in (norms_are_of_the_whole_model, overflow_is_agreed_by_model_parallel_ranks,
-                      overflow_is_agreed_by_data_parallel_ranks_that_do_not_average)
+                      overflow_without_a_loss_scale, overflow_is_agreed_by_data_parallel_ranks_that_do_not_average)
          for index in range(2) for compat in (None, "deepspeed")]
 FOUR += [functools.partial(every_pipeline_stage_counts, compat=compat) for compat in (None, "deepspeed")]
 FOUR += [non_freeze_is_within_the_data_parallel_group, the_mpu_without_a_data_parallel_group_is_refused,

@@ -255,7 +255,8 @@ def a_peer_is_gone(rank):
 
 CASES = [functools.partial(ranks_agree, name=name) for name in KINDS]
 CASES += [full_steps_are_adamw_on_means, continues_from_state, flag_of_the_engine_follows_the_stage,
-          masters_and_scale, masks_of_a_load, grad_scale_of_float16_gradients_is_refused, subgroups, absent_gradient_of_a_parameter_with_gaps]
+          masters_and_scale, masks_of_a_load, grad_scale_of_float16_gradients_is_refused, subgroups,
+          absent_gradient_of_a_parameter_with_gaps]
 CASES += [grad_scaler_skips_on_all_ranks] if GRAD_SCALER else []
 
 
