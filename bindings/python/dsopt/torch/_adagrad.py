@@ -70,7 +70,8 @@ class Adagrad(Torch, TorchAdagrad):
         return tuple(number(group[key], g, key) for key in self._fields)
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
-        return bool(state) and self._steps_of(state) > 0  # torch makes state before the first step
+        # torch makes state before the first step. A master is made by the engine, and with it the loss scale.
+        return bool(state) and ("master" in state or self._steps_of(state) > 0)
 
     def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
         """torch makes the sums of the first groups only; those of groups that are added begin in the same way."""

@@ -10,7 +10,8 @@ import unittest
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
 import dsopt
-from dsopt.torch import SGD, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam
+from dsopt.torch import (SGD, Adagrad, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, OnebitAdam, OnebitLamb,
+                         ZeroOneAdam)
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 SHAPES = ((7, 3), (5,), (40,))
@@ -524,8 +525,16 @@ class Scale(TestCase):
             self.assertEqual(self.scales(runs[0], "...."), self.scales(runs[1], "...."))
             self.assert_same(runs[1][1].masters()[0], runs[0][1].masters()[0])
 
+    def test_scale_stays_where_plans_are_made_again_before_a_first_step(self):
+        for kind in (SGD, Adagrad, FusedAdam):
+            params = params_of((7, 3), (5,), dtype=torch.float16)
+            optimizer = FP16_Optimizer(kind(params, lr=1e-5), **self.DYNAMIC)
+            self.step((params, optimizer), bad=True)
+            optimizer.clip_grad = 1.0
+            self.assertEqual((optimizer.cur_scale, optimizer.cur_iter), (512, 1), kind)
+
     def test_masters_stay_where_an_optimizer_without_state_is_loaded(self):
-        for kind in (SGD, FusedAdam):
+        for kind in (SGD, Adagrad, FusedAdam):
             params = params_of((7, 3), (5,), dtype=torch.float16)
             optimizer = FP16_Optimizer(kind(params, lr=1e-5), **self.DYNAMIC)
             self.scales((params, optimizer), "..X")
