@@ -15,7 +15,7 @@ from .._handles import Scaler
 from ._base import WRAPPED, EngineOptimizer, number
 from ._gone import GONE
 from ._loss_scale import LossScaleConfig, more_of_scale, options_of, saved_scale
-from ._originals import mismatch, per_parameter
+from ._originals import check_masters, kind_of, mismatch, per_parameter
 from ._parallel import Planned, mean_of_data_ranks
 from ._plan import Plan
 from ._tensors import asserted, unsupported, wrong
@@ -28,10 +28,6 @@ EXPERTS = """expert_groups         a dict of process groups in which ranks hold 
                           of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported.
                           Set these before the wrapper is made too, and replace the dict to change it
     """
-
-
-def _kind_of(value: Any) -> str:
-    return "None" if value is None else "a %s" % type(value).__name__
 
 
 class Wrapper(Watched):
@@ -419,7 +415,7 @@ class Wrapper(Watched):
         are loaded, and moments and counters stay. A scale that override_loss_scale has set stays in use. A load that
         fails changes nothing."""
         if not isinstance(state_dict, dict):
-            raise mismatch("the state dict is %s, and must be a dict" % _kind_of(state_dict))
+            raise mismatch("the state dict is %s, and must be a dict" % kind_of(state_dict))
         targets, values = self._saved_masters(state_dict)
         try:
             clip = float(state_dict.get("clip_grad", self.clip_grad))
@@ -460,12 +456,12 @@ class Wrapper(Watched):
         saved = state_dict[key]
         if not isinstance(saved, (list, tuple)):
             raise mismatch("%s of the state dict is %s, and must be a list with an entry per group" %
-                           (key, _kind_of(saved)))
+                           (key, kind_of(saved)))
         if len(saved) != len(masters):
             raise wrong("%s has %d groups, and the optimizer %d" % (key, len(saved), len(masters)), "SHAPE")
         values = []
         for g, (new, old) in enumerate(zip(saved, masters)):
-            self._check_saved(g, new)
+            check_masters("%s[%d]" % (key, g), new, self._masters == abi.DSOPT_MASTERS_FLAT)
             if not old and len(new) and self.low_precision_dtype == torch.float32:  # of the original, which has copies
                 old = masters[g] = [param.detach() for param in self.fp16_groups[g]]
             values.append(self._unpack(new, old))
@@ -474,17 +470,6 @@ class Wrapper(Watched):
                 raise wrong("%s[%d] has tensors of shapes %s, and the optimizer's masters %s" %
                             (key, g, shapes, [tuple(x.shape) for x in old]), "SHAPE")
         return masters, values
-
-    def _check_saved(self, g: int, saved: Any) -> None:
-        """Refuse masters of a group that are no tensors."""
-        flat = self._masters == abi.DSOPT_MASTERS_FLAT
-        if not flat and not isinstance(saved, (list, tuple)):
-            raise mismatch("%s[%d] of the state dict is %s, and must be a list of tensors" %
-                           (self._masters_key, g, _kind_of(saved)))
-        for i, value in enumerate([saved] if flat else saved):
-            if not torch.is_tensor(value):
-                raise mismatch("%s[%d]%s of the state dict is %s, and must be a tensor" %
-                               (self._masters_key, g, "" if flat else "[%d]" % i, _kind_of(value)))
 
     def __getattr__(self, name: str) -> Any:
         """Of what is not there."""

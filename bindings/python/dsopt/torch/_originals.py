@@ -32,6 +32,20 @@ def mismatch(text: str) -> CheckpointError:
     return CheckpointError("%s (DSOPT_ERR_MISMATCH)" % text, abi.DSOPT_ERR_MISMATCH, "DSOPT_ERR_MISMATCH")
 
 
+def kind_of(value: Any) -> str:
+    return "None" if value is None else "a %s" % type(value).__name__
+
+
+def check_masters(name: str, saved: Any, flat: bool) -> None:
+    """Refuse masters of a group in a wrapper's state dict that are no tensors."""
+    if not flat and not isinstance(saved, (list, tuple)):
+        raise mismatch("%s of the state dict is %s, and must be a list of tensors" % (name, kind_of(saved)))
+    for i, value in enumerate([saved] if flat else saved):
+        if not torch.is_tensor(value):
+            raise mismatch("%s%s of the state dict is %s, and must be a tensor" %
+                           (name, "" if flat else "[%d]" % i, kind_of(value)))
+
+
 def _check_keys(what: str, state_dict: Any) -> None:
     for key in ("state", "param_groups"):
         if not isinstance(state_dict, dict) or key not in state_dict:
