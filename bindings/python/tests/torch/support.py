@@ -65,7 +65,7 @@ def run_ranks(test, program, which, ranks=2):
         command = [sys.executable, os.path.abspath(program), "--child", which]
         every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "rendezvous")], stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]
-        said = [process.communicate(timeout=500)[0] for process in every]
+        said = [process.communicate(timeout=1500)[0] for process in every]
     for rank, process in enumerate(every):
         test.assertEqual(process.returncode, 0, "rank %d: %s" % (rank, said[rank]))
     return said
