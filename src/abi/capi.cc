@@ -32,7 +32,7 @@ struct dsopt_optimizer : Handle<Optimizer> {};
 
 namespace {
 
-/// Defers pthread_cancel: OpenMP, destructors and the caller's hooks cannot be unwound.
+/// Defers pthread_cancel: parallel sections, destructors and the caller's hooks cannot be unwound.
 class NotCancelled : NotCopied {
 public:
     NotCancelled() { (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
@@ -196,17 +196,11 @@ std::string make_build_info() {
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
                   "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
-                  "\"isa\": \"%s\", %s\"threads\": \"%s\", \"checkpoint_format\": 1}",
+                  "\"isa\": \"%s\", %s\"threads\": \"pool\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
                   can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
-                  cpu_isa_name(), unknown.c_str(),
-#if defined(_OPENMP)
-                  "openmp"
-#else
-                  "std"
-#endif
-    );
+                  cpu_isa_name(), unknown.c_str());
     return text;
 }
 

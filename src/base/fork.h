@@ -17,8 +17,6 @@ namespace dsopt {
 int64_t fork_generation() noexcept;
 /// Must run before anything is made that must not be used in a child.
 void watch_forks();
-/// True if this process came from fork(), with no exec() since. The caller has called watch_forks().
-bool is_forked_child();
 
 /// A constant that is computed when it is first needed. Threads that need it at the same time all compute it, and the
 /// first result stays, also in children. It is never destroyed.
@@ -42,7 +40,7 @@ private:
 template <class T> class PerProcess : NotCopied {
 public:
     /// Calls use(T &) with the lock held.
-    template <class Use> auto with(const Use &use) {
+    template <class Use> decltype(auto) with(const Use &use) {
         Shared &shared = of_this_process();
         const std::lock_guard lock(shared.mutex);
         return use(shared.data);

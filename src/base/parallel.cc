@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/parallel.h"
 #include "base/status.h"
+#include "base/thread_pool.h"
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <thread>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -73,24 +71,6 @@ private:
     std::atomic<int64_t> again_{-1}, outside_{0}; // the last of those that should not have come; 0 is never outside
 };
 
-/// Where there is no OpenMP: a build without it (the thread sanitizer does not see into its runtime), a child of
-/// fork(). Where the system gives no thread, its share runs here.
-void run_on_new_threads(int workers, int64_t parts, Body body) {
-    constexpr int most = 64;
-    std::thread pool[most];
-    const int team = std::min(workers, most + 1);
-    const auto share = [=](int worker) {
-        for (int64_t i = worker; i < parts; i += team) body(i);
-    };
-    int running = 0;
-    try {
-        for (; running < team - 1; ++running) pool[running] = std::thread(share, running + 1);
-    } catch (const std::exception &) {}
-    share(0);
-    for (int worker = running + 1; worker < team; ++worker) share(worker);
-    for (int i = 0; i < running; ++i) pool[i].join();
-}
-
 } // namespace
 
 void Parallel::run_parts(int64_t parts, Body body) const {
@@ -109,24 +89,18 @@ void Parallel::run_parts(int64_t parts, Body body) const {
         for (int64_t i = 0; i < parts; ++i) body(i);
         return;
     }
-#if defined(_OPENMP)
-    if (!plain_threads) {
-#pragma omp parallel for num_threads(workers) schedule(static)
-        for (int64_t i = 0; i < parts; ++i) body(i);
-        return;
-    }
-#endif
-    run_on_new_threads(workers, parts, body);
+    run_on_pool(workers, parts, body);
 }
 
-int default_threads([[maybe_unused]] bool forked) {
-#if defined(_OPENMP)
-    if (!forked) return std::max(1, omp_get_max_threads());
-    const char *const wanted = secure_getenv("OMP_NUM_THREADS");
-    int threads = 0; // the first number of a list: that of the outermost level
-    if (wanted != nullptr && std::sscanf(wanted, "%9d", &threads) == 1 && threads > 0) return threads;
-#endif
-    return int(std::max(1u, std::thread::hardware_concurrency()));
+int default_threads() {
+    const auto number = [](const char *variable) {
+        const char *const text = secure_getenv(variable);
+        int value = 0; // the first number of a list, which is for the outermost level
+        return text != nullptr && std::sscanf(text, "%9d", &value) == 1 ? std::max(value, 0) : 0;
+    };
+    const int wanted = number("OMP_NUM_THREADS"), most = number("OMP_THREAD_LIMIT");
+    const int threads = wanted > 0 ? wanted : usable_processors();
+    return most > 0 ? std::min(threads, most) : threads;
 }
 
 #if defined(__x86_64__)

@@ -6,14 +6,12 @@
 
 namespace dsopt {
 
-/// Where the parts of a CPU step run: OpenMP, threads of this call's own, or the pool that the caller brought. Copied
-/// freely.
+/// Where the parts of a CPU step run: the library's threads, or the pool that the caller brought. Copied freely.
 struct Parallel {
     static constexpr int kMaxThreads = 4096;
     int threads = 1;                   // and the most parts that work is cut into
-    dsopt_parallel_for hook = nullptr; // NULL: OpenMP, or plain threads
+    dsopt_parallel_for hook = nullptr; // NULL: the library's threads
     void *user = nullptr;
-    bool plain_threads = false; // never OpenMP; a build without it has nothing else
 
     /// Runs body(i) for i in [0, parts) and returns when all are done. `body` must not throw. DSOPT_ERR_HOOK: the pool
     /// did not run each part once.
@@ -28,9 +26,9 @@ private:
     void run_parts(int64_t parts, FunctionRef<void(int64_t)> body) const;
 };
 
-/// As many as OpenMP takes, or as there are cores in a build without it. In a child of fork() LLVM's OpenMP can wait for
-/// ever for a thread of the parent, so there it is not called: as many as OMP_NUM_THREADS says, else as many as cores.
-int default_threads(bool forked);
+/// As many as the environment variable OMP_NUM_THREADS says, else as many processors as this thread may run on, but at
+/// most OMP_THREAD_LIMIT. Programs and job schedulers set these for all libraries of a process, OpenMP or not.
+int default_threads();
 
 /// Default floating-point environment for the life of the object: callers that flush denormals or round differently
 /// would otherwise change the results. One per thread that computes.

@@ -52,15 +52,14 @@ Context::Context(const dsopt_context_desc &desc) :
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_CONTEXT_CHECK_POINTERS has no effect on the CPU");
     watch_forks();
     generation_ = fork_generation();
-    plain_threads_ = is_forked_child();
     device_ = make_device(desc);
-    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(plain_threads_), Parallel::kMaxThreads);
+    threads_ = desc.threads != 0 ? desc.threads : std::min(default_threads(), Parallel::kMaxThreads);
     if (log_level_ == 0) log_level_ = level_from_environment();
 }
 
 Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
-    if (hook != nullptr) return {threads_, hook, user, plain_threads_};
-    return {threads_, desc_.parallel_for, desc_.user, plain_threads_};
+    if (hook != nullptr) return {threads_, hook, user};
+    return {threads_, desc_.parallel_for, desc_.user};
 }
 
 void *Context::allocate(size_t bytes, void *stream) const {

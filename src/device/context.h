@@ -32,7 +32,6 @@ private:
     int threads_;
     int log_level_;
     int64_t generation_ = 0;
-    bool plain_threads_ = false;
 };
 
 /// A block of backend memory that goes back when its owner does.

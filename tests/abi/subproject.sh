@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# subproject.sh SOURCE-DIR BUILD-DIR CC CXX OPENMP MESON...: a Meson project that has dsopt as a subproject builds programs with
+# subproject.sh SOURCE-DIR BUILD-DIR CC CXX MESON...: a Meson project that has dsopt as a subproject builds programs with
 # the shared and with the static library, in C and in C++, and runs them. It gets none of dsopt's tests, benches and examples,
 # even if it enables all automatic features. Objects of the library come from BUILD-DIR where that has them, because compiling
 # the same sources again takes minutes; everything is linked again.
 set -eu
-source=$1 build=$2 cc=$3 cxx=$4 openmp=$5
-shift 5
+source=$1 build=$2 cc=$3 cxx=$4
+shift 4
 here=$(dirname "$(realpath "$0")")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -50,8 +50,7 @@ executable('static-cpp', 'subproject.cc', dependencies: static)
 END
 unset CFLAGS CXXFLAGS CPPFLAGS LDFLAGS
 export CC="$folder/cc" CXX="$folder/cxx"
-logged "$@" setup "$folder/out" "$folder/user" --wrap-mode=forcefallback -Dauto_features=enabled -Ddsopt:cuda=disabled \
-    "-Ddsopt:openmp=$openmp"
+logged "$@" setup "$folder/out" "$folder/user" --wrap-mode=forcefallback -Dauto_features=enabled -Ddsopt:cuda=disabled
 tests=$("$@" introspect --tests "$folder/out")
 [ "$tests" = '[]' ] || fail "there are tests: $tests"
 "$@" introspect --targets "$folder/out" >"$folder/targets"

@@ -68,16 +68,6 @@ TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
     EXPECT_EQ(push(4), 4);
 }
 
-TEST(IsForkedChild, IsTrueInAChild) {
-    dsopt::watch_forks();
-    EXPECT_FALSE(dsopt::is_forked_child());
-    const auto check = [](const auto &expect) { expect(dsopt::is_forked_child()); };
-    EXPECT_TRUE(holds_in_child(check));
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
-    EXPECT_TRUE(holds_in_child(check, ::_Fork)) << "a child that ran no handlers of pthread_atfork";
-#endif
-}
-
 TEST(Lazy, AValueThatAThreadWasComputingAtAForkIsComputedByTheChild) {
     static constinit dsopt::Lazy<int> value;
     {

@@ -1,30 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// A child whose parent used OpenMP by itself and had no context: its threads did not come along, and dsopt had not been
-// there to see the fork. Nothing in this program makes a context outside a child, except the last test.
+// Children of a process without a context, which dsopt did not see fork, and default numbers of threads. Nothing before
+// DefaultThreads makes a context outside a child.
 #include "support/fork.h"
 #include "support/harness.h"
-#include <sys/prctl.h>
+#include <sched.h>
 
 using namespace test;
 
 namespace {
-std::atomic<int> g_asked{0};
-}
-/// In place of the runtime's. LLVM's waits for ever in a child if a thread of the parent was initializing the runtime.
-extern "C" int omp_get_max_threads() {
-    ++g_asked;
-    return 2;
-}
 
-namespace {
-
-/// The caller's own loop, which leaves the runtime's threads behind.
-int64_t use_openmp() {
-    int64_t sum = 0;
-#pragma omp parallel for num_threads(4) reduction(+ : sum)
-    for (int64_t i = 0; i < 1000; ++i) sum += i;
-    return sum;
-}
+/// Makes a child that runs no handlers of pthread_atfork, where the C library has such a function.
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
+constexpr auto kBareFork = ::_Fork;
+#else
+constexpr auto kBareFork = ::fork;
+#endif
 
 std::string trained(int32_t threads) {
     const Trainer trainer(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(0.5),
@@ -33,20 +23,13 @@ std::string trained(int32_t threads) {
     return trainer.text();
 }
 
-TEST(Fork, WhatAChildMakesStepsThoughItsParentUsedOpenMpBeforeAnyContext) {
-    ASSERT_EQ(use_openmp(), 499500);
+TEST(Fork, WhatAChildMakesStepsThoughItsParentHadNoContext) {
     EXPECT_TRUE(holds_in_child([](const auto &expect) {
         const std::string alone = trained(1);
         for (const int32_t threads : {4, 100, 0}) expect(trained(threads) == alone);
-        expect(bool(holds_in_child([&](const auto &expect) { expect(trained(4) == alone); })));
-    }));
-}
-
-TEST(Fork, ANameWithParenthesesDoesNotHideIt) {
-    ASSERT_EQ(use_openmp(), 499500);
-    EXPECT_TRUE(holds_in_child([](const auto &expect) {
-        expect(::prctl(PR_SET_NAME, ") S 1 (", 0, 0, 0) == 0);
-        expect(!trained(4).empty());
+        const auto trains_alike = [&](const auto &expect) { expect(trained(4) == alone); };
+        expect(bool(holds_in_child(trains_alike)));
+        expect(bool(holds_in_child(trains_alike, kBareFork)));
     }));
 }
 
@@ -64,24 +47,45 @@ int64_t default_pieces() {
     return most;
 }
 
-TEST(Fork, AChildTakesItsThreadCountFromTheEnvironment) {
-    EXPECT_EQ(default_pieces(), 2); // the parent's
-    EXPECT_GT(g_asked, 0);
-    g_asked = 0;
-    EXPECT_TRUE(holds_in_child([](const auto &expect) {
-        for (const char *const wanted : {"3", "5,2", " 7 "}) {
-            expect(::setenv("OMP_NUM_THREADS", wanted, 1) == 0);
-            expect(default_pieces() == std::atoi(wanted));
-        }
-        ::unsetenv("OMP_NUM_THREADS");
-        const auto cores = int64_t(std::thread::hardware_concurrency());
-        expect(cores == 1 || default_pieces() == cores);
-        for (const char *const wanted : {"", "many", "-1", "0"}) {
-            expect(::setenv("OMP_NUM_THREADS", wanted, 1) == 0);
-            expect(cores == 1 || default_pieces() == cores);
-        }
-        expect(g_asked == 0);
-    }));
+class DefaultThreads : public testing::Test {
+protected:
+    void SetUp() override { TearDown(); }
+    void TearDown() override {
+        for (const char *const name : {"OMP_NUM_THREADS", "OMP_THREAD_LIMIT"}) ::unsetenv(name);
+    }
+};
+
+TEST_F(DefaultThreads, AreThoseOfTheEnvironmentWhenAContextIsMade) {
+    for (const char *const wanted : {"3", "5,2", " 7 "}) {
+        ASSERT_EQ(::setenv("OMP_NUM_THREADS", wanted, 1), 0);
+        EXPECT_EQ(default_pieces(), std::atoi(wanted));
+    }
+    ASSERT_EQ(::setenv("OMP_THREAD_LIMIT", "4", 1), 0);
+    EXPECT_EQ(default_pieces(), 4);
+    ASSERT_EQ(::setenv("OMP_NUM_THREADS", "2", 1), 0);
+    EXPECT_EQ(default_pieces(), 2);
+}
+
+TEST_F(DefaultThreads, AreTheProcessorsOnWhichTheThreadMayRunWhereTheEnvironmentHasNoNumber) {
+    cpu_set_t all;
+    ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);
+    const int64_t processors = CPU_COUNT(&all);
+    const auto expect_processors = [&](int64_t count) {
+        EXPECT_EQ(default_pieces(), count == 1 ? 0 : count); // one piece needs no pool
+    };
+    expect_processors(processors);
+    for (const char *const wanted : {"", "many", "-1", "0"}) {
+        ASSERT_EQ(::setenv("OMP_NUM_THREADS", wanted, 1), 0);
+        expect_processors(processors);
+    }
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    int first = 0;
+    while (!CPU_ISSET(first, &all)) ++first;
+    CPU_SET(first, &one);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    expect_processors(1);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof all, &all), 0);
 }
 
 } // namespace
