@@ -103,7 +103,8 @@ public:
 
     void run(int threads, int64_t parts, Body body, bool spins) noexcept {
         grow(threads - 1);
-        body_ = &body, parts_ = parts, spins_ = spins;
+        body_ = &body, parts_ = parts;
+        spins_.store(spins, std::memory_order_relaxed);
         shares_ = std::min(threads, int(workers_.size()) + 1);
         running_.reset(uint32_t(shares_) - 1);
         run_share(0);
@@ -122,11 +123,25 @@ private:
         Team &team;
         const int share;
         Signal offers; // odd: a share is offered; even: it was accepted
+        std::atomic<int> offered_on{-1}; // the processor of the thread that offered the last share
 
         static bool is_none(uint32_t offers) { return offers % 2 == 0; }
         void offer() {
+            offered_on.store(::sched_getcpu(), std::memory_order_relaxed);
             offers.add(1);
             offers.wake();
+        }
+        /// The scheduler may wake this thread on the processor of the thread that offered the share, which then cannot
+        /// go on, while others are idle.
+        void leave_processor() const {
+            const int processor = ::sched_getcpu();
+            if (processor < 0 || processor != offered_on.load(std::memory_order_relaxed)) return;
+            const cpu_set_t usable = affinity();
+            cpu_set_t others = usable;
+            CPU_CLR(processor, &others);
+            if (CPU_COUNT(&others) == 0) return;
+            ::sched_setaffinity(0, sizeof others, &others);
+            ::sched_setaffinity(0, sizeof usable, &usable);
         }
         /// True for one of the threads that call it after offer().
         bool accept() {
@@ -161,11 +176,10 @@ private:
         Worker &worker = *static_cast<Worker *>(of);
         Team &team = worker.team;
         ::pthread_setname_np(::pthread_self(), "dsopt");
-        for (bool spins = false;;) {
-            worker.offers.wait_while(Worker::is_none, spins);
-            spins = false; // after the caller has run the share
-            if (!worker.accept()) continue;
-            spins = team.spins_;
+        for (;;) {
+            worker.offers.wait_while(Worker::is_none, team.spins_.load(std::memory_order_relaxed));
+            worker.leave_processor();
+            if (!worker.accept()) continue; // the caller runs the share
             team.run_share(worker.share);
             // Here the call may end. Teams are never destroyed, so at worst this wakes the caller of the next one.
             if (team.running_.add(uint32_t(-1)) == 0) team.running_.wake();
@@ -184,7 +198,7 @@ private:
     const Body *body_ = nullptr;
     int64_t parts_ = 0;
     int shares_ = 0;
-    bool spins_ = false;
+    std::atomic<bool> spins_{false}; // also read between calls
     Signal running_; // shares that are not done, except the caller's
 };
 
