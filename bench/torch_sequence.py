@@ -22,7 +22,7 @@ import dsopt  # noqa: E402
 from lists import shapes  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
-# Some builds take hyper-threads for none and start with half of them; the engine follows the same OpenMP setting.
+# Some builds take hyper-threads for none and start with half of them; the engine starts one for each processor.
 torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 

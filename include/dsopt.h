@@ -68,9 +68,13 @@
  *    must not enable it. A call that waits for other ranks ends early by dsopt_comm_abort, else by its time-out.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
  *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
- *    create new contexts, whatever other threads of the parent were doing in dsopt. Their CPU work runs on threads of
- *    their own, started for each pass, and not on OpenMP, whose threads do not survive a fork. An id of
- *    dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
+ *    create new contexts, whatever other threads of the parent were doing in dsopt. It starts threads of its own. An id
+ *    of dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
+ *  - Threads. CPU work runs on the calling thread and on threads of the library, which the first call that needs them
+ *    starts. They spin for at most 50 us after their work, then sleep, and last as long as the process. They block all
+ *    signals except those that they cause themselves and SIGPROF, and may run where the thread that started them may.
+ *    Their name is "dsopt". Calls at the same time use different threads. If a thread cannot be started, or is not
+ *    scheduled in time, the calling thread does its work, with the same results.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
  *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are
@@ -278,9 +282,9 @@ typedef struct dsopt_context_desc {
     int32_t backend;
     /** CUDA ordinal; 0 on the CPU. */
     int32_t device;
-    /** Into how many pieces a step is cut, and how many workers run them. 0 = as many as OpenMP takes; in a child of
-     * fork() OMP_NUM_THREADS, else the number of cores; in a build without OpenMP the number of cores. OpenMP keeps a
-     * team of workers for each calling thread; programs that call from many threads should bring `parallel_for`. */
+    /** Into how many pieces a step is cut, and how many threads run them, the calling one included. 0 = the environment
+     * variable OMP_NUM_THREADS, else the number of processors on which the calling thread may run, but at most
+     * OMP_THREAD_LIMIT. Both are read when the context is created. */
     int32_t threads;
     /** Highest level passed to `log`. 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn. */
     int32_t log_level;
@@ -288,7 +292,7 @@ typedef struct dsopt_context_desc {
     void *(*allocate)(void *user, size_t bytes, size_t alignment, void *stream);
     /** Given together with `allocate`. */
     void (*release)(void *user, void *memory, size_t bytes, void *stream);
-    /** Thread pool that replaces OpenMP. dsopt_step can bring another one for its call. */
+    /** Thread pool that replaces the library's threads. dsopt_step can bring another one for its call. */
     dsopt_parallel_for parallel_for;
     /** NULL: nothing is ever printed. */
     void (*log)(void *user, int32_t level, const char *text);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes it. The threads of OpenMP
-// still wait for work then; what they run must not be taken from under them.
+// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes it. Its threads
+// still wait for work then, so the plugin must stay in memory.
 #define _DEFAULT_SOURCE // usleep
 #include <dlfcn.h>
 #include <stdio.h>

@@ -35,7 +35,7 @@ done
 # What is installed must not know where it was built, nor the options of the compiler that built it.
 [ "$toolkit" = none ] || set -- "$toolkit" "$(realpath "$toolkit")" "$(realpath -s "$toolkit")"
 [ "$toolkit" != none ] || set --
-for path in "$source" "$build" "$@" -L/ -fopenmp; do
+for path in "$source" "$build" "$@" -L/; do
     ! grep -rnF --include='*.pc' --include='*.cmake' -e "$path" "$moved" || fail "$path is in the installed package"
 done
 
@@ -50,10 +50,6 @@ flags() { pkg-config "--define-variable=prefix=$moved" ${cudalibdir:+"--define-v
 static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'; }
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
-
-if [ "$how" != shared ] && flags --static --libs | grep -qw -e -lomp; then # clang searches its folder with -fopenmp only
-    $cc -shared -o /dev/null -lomp 2>/dev/null || { echo "install: skipped, libomp is not where linkers look"; exit 77; }
-fi
 
 case $how in
 shared)

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 
-RUNTIME = r"(libstdc\+\+|libgcc_s|libgomp|libomp|libm|libc|libpthread|libdl|librt|ld-linux[-\w]*)\.so\.\d+"
+RUNTIME = r"(libstdc\+\+|libgcc_s|libm|libc|libpthread|libdl|librt|ld-linux[-\w]*)\.so\.\d+"
 
 
 def output(*command):

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::{env, fs};
 
 /// What libdsopt.a needs where no pkg-config file says so. gcc and c: rustc links with -nodefaultlibs.
-const OF_ARCHIVE: [&str; 7] = ["gomp", "stdc++", "m", "pthread", "dl", "gcc", "c"];
+const OF_ARCHIVE: [&str; 6] = ["stdc++", "m", "pthread", "dl", "gcc", "c"];
 
 fn feature(name: &str) -> bool {
     env::var_os(format!("CARGO_FEATURE_{name}")).is_some()

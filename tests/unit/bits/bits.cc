@@ -13,7 +13,7 @@ dsopt_optimizer_desc empty() {
     return desc;
 }
 
-/// Backwards and on two threads, as different from OpenMP as can be.
+/// Backwards and on two threads, in another order than the library's threads.
 void odd_pool(void *calls, int64_t n, void (*body)(void *, int64_t), void *arg) {
     ++*static_cast<int *>(calls);
     std::thread other([&] {

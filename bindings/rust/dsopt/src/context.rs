@@ -136,7 +136,7 @@ impl ContextBuilder {
         self
     }
 
-    /// A thread pool in place of OpenMP.
+    /// A thread pool in place of the library's threads.
     ///
     /// The calling thread should run pieces too: a pool whose threads all wait inside dsopt would otherwise never
     /// finish. If the pool leaves pieces out, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of
