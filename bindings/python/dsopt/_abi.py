@@ -15,6 +15,7 @@ import ctypes
 import json
 import operator
 import os
+import re
 import reprlib
 import sys
 import threading
@@ -147,9 +148,30 @@ def candidates(abi_version: int) -> List[str]:
     return ([own] if os.path.exists(own) else []) + ["libdsopt.so.%s" % abi_version]
 
 
+def _reason(place: str, said: str) -> Tuple[str, str]:
+    """Why dlopen failed, and what to do about it, for what dlerror says: nothing where `place` does not exist."""
+    missing = re.match(r"(?P<name>[^:]+): cannot open shared object file: No such file", said)
+    if missing:
+        name = missing.group("name")
+        if name == place:
+            return said, ""
+        return (
+            "%s was found, but %s, which it needs, was not" % (place, name),
+            "Install the package that has %s, or add the folder of %s to LD_LIBRARY_PATH" % (name, name),
+        )
+    version = re.match(r"[^:]+: version `(?P<version>[^']+)' not found \(required by ", said)
+    if version:
+        return (
+            "%s was found, but this system has no %s: %s" % (place, version.group("version"), said),
+            "It was built on a newer system: install a wheel of dsopt, or build dsopt on this system",
+        )
+    return said, "%s is no library of dsopt that this system can load" % place if os.path.exists(place) else ""
+
+
 def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
     """The library and where it was found, or MissingError with every place that was tried."""
-    problems = []
+    problems: List[str] = []
+    advice: List[str] = []
     for place in candidates(description["abi_version"]):
         try:
             library = ctypes.CDLL(place)
@@ -159,9 +181,15 @@ def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
             problems.append(
                 "%s has ABI version %d, and this package needs %d" % (place, version, description["abi_version"])
             )
-        except (OSError, AttributeError) as problem:  # no such file; a function is not in it
+        except AttributeError as problem:  # a function is not in it
             problems.append(str(problem))
-    raise _missing("libdsopt was not found: %s. Set DSOPT_LIBRARY to its path" % "; ".join(problems))
+        except OSError as problem:
+            for text, texts in zip(_reason(place, str(problem)), (problems, advice)):
+                if text:
+                    texts.append(text)
+    if not advice:
+        advice = ["Set DSOPT_LIBRARY to the path of libdsopt.so"]
+    raise _missing("libdsopt could not be loaded: %s. %s" % ("; ".join(problems), ". ".join(advice)))
 
 
 if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
