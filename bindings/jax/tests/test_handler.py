@@ -2,6 +2,7 @@
 """How the handler library is found and compiled."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,7 +10,9 @@ import unittest
 
 import support  # noqa: F401 - first, it sets up the devices  pylint: disable=unused-import
 import dsopt.jax
+from dsopt.jax import _build
 
+PACKAGE = os.path.dirname(os.path.abspath(dsopt.__file__))
 ASK = "import dsopt.jax; print(dsopt.jax.handler_path()); dsopt.jax.register()"
 
 
@@ -62,6 +65,45 @@ class Handler(unittest.TestCase):
             bad_compiler = self.ask(DSOPT_CACHE=cache, CXX="false")
         self.assertIn("there is no C++ compiler. Install one", no_compiler.stderr)
         self.assertIn("could not compile its XLA handler", bad_compiler.stderr)
+        self.assertIn("dsopt.jax: compiling its XLA handler for jaxlib ", bad_compiler.stderr)
+
+    def test_the_version_of_the_ffi_is_that_of_the_header(self):
+        major, minor = _build.api_version()
+        self.assertEqual(major, 0)
+        self.assertGreaterEqual(minor, 3)  # jaxlib 0.9.1
+
+    def test_a_prebuilt_handler_is_of_the_same_or_an_earlier_minor_version(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("_handler-0.3.so", "_handler-0.11.so", "_handler-1.2.so", "_handler.cc", "a_handler-0.2.so"):
+                with open(os.path.join(folder, name), "wb"):
+                    pass
+            for version, name in {
+                (-1, 0): None,
+                (0, 2): None,
+                (0, 3): "_handler-0.3.so",
+                (0, 10): "_handler-0.3.so",
+                (0, 11): "_handler-0.11.so",
+                (0, 12): "_handler-0.11.so",
+                (1, 1): None,
+                (1, 2): "_handler-1.2.so",
+            }.items():
+                with self.subTest(version=version):
+                    path = _build.prebuilt(folder, version)
+                    self.assertEqual(path, name and os.path.join(folder, name))
+
+    def test_a_prebuilt_handler_is_registered_without_a_compiler(self):
+        path = dsopt.jax.handler_path()
+        with tempfile.TemporaryDirectory() as folder:
+            package = os.path.join(folder, "dsopt")
+            shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_handler-*.so"))
+            shutil.copy(dsopt._abi.description_path, package)
+            name = "_handler-%d.%d.so" % _build.api_version()
+            shutil.copy(path, os.path.join(package, "jax", name))
+            cache = os.path.join(folder, "cache")
+            done = self.ask(PYTHONPATH=folder, DSOPT_CACHE=cache, DSOPT_LIBRARY=dsopt._abi.path, PATH="", CXX="/nothing")
+            self.assertEqual((done.returncode, done.stdout.strip()), (0, os.path.join(package, "jax", name)), done.stderr)
+            self.assertNotIn("compiling", done.stderr)
+            self.assertFalse(os.path.exists(cache))
 
 
 if __name__ == "__main__":

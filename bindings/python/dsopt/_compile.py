@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A library of C++ between libdsopt and a framework: compiled against the framework that is installed, on first use."""
+"""A library of C++ between libdsopt and a framework: the package's if it fits the framework that is installed, else
+compiled against it on first use."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 from . import _abi as abi
 from ._errors import MissingError
@@ -46,7 +48,8 @@ def _cache() -> str:
 
 @dataclass
 class Extension:
-    """What is compiled, for what, and how. `variable` names the environment's path of one that is there already."""
+    """What is compiled, for what, and how. `variable` names the environment's path of one that is there already,
+    `prebuilt` is the path of one in the package."""
 
     module: str
     what: str
@@ -57,12 +60,15 @@ class Extension:
     other_sources: Sequence[str]
     flags: Sequence[str]
     libraries: Sequence[str]
+    prebuilt: Optional[str] = None
 
     def path(self) -> str:
         """Of the library for the installed framework, compiled if it is not there yet."""
         chosen = os.environ.get(self.variable)
         if chosen:
             return chosen
+        if self.prebuilt is not None:
+            return self.prebuilt
         include = headers()
         path = os.path.join(_cache(), self._file_name(include))
         if not os.path.exists(path):
@@ -110,6 +116,11 @@ class Extension:
             result = os.path.join(name, "result.so")
             common = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-I" + include]
             command = [*self._compiler(), *common, *self.flags, self.source, "-o", result, *self.libraries, "-ldl"]
+            sys.stderr.write(
+                "%s: compiling its %s for %s %s, which is kept as %s\n"
+                % (self.module, self.what, self.framework, self.framework_version, path)
+            )
+            sys.stderr.flush()
             try:
                 done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
             except OSError as problem:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handler library: compiled against the installed jaxlib on first use, or found by DSOPT_JAX_HANDLER."""
+"""The handler library: in the package, compiled against the installed jaxlib on first use, or named by
+DSOPT_JAX_HANDLER."""
 
 import ctypes
 import functools
 import os
+import re
 import sys
+from typing import Optional, Tuple
 
 import jax
 import jaxlib
@@ -14,6 +17,25 @@ from .. import _compile
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 _SYMBOLS = os.path.join(HERE, "_handler.map")
+
+
+def api_version() -> Tuple[int, int]:
+    """Returns the version of XLA's FFI in the installed jaxlib, from the header that comes with it."""
+    with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as file:
+        text = file.read()
+    major, minor = (re.search(r"^#define XLA_FFI_API_%s (\d+)$" % part, text, re.M) for part in ("MAJOR", "MINOR"))
+    return (int(major[1]), int(minor[1])) if major and minor else (-1, 0)  # for which no handler is compiled
+
+
+def prebuilt(folder: str, version: Tuple[int, int]) -> Optional[str]:
+    """Returns the path of the handler in `folder` for a version of XLA's FFI. XLA takes handlers that were compiled with
+    its own version or with an earlier minor one, and refuses those of a later one."""
+    best = None
+    for name in os.listdir(folder):
+        found = re.fullmatch(r"_handler-(\d+)\.(\d+)\.so", name)
+        if found and int(found[1]) == version[0] and int(found[2]) <= version[1]:
+            best = max(best or (-1, ""), (int(found[2]), name))
+    return best and os.path.join(folder, best[1])
 
 
 def handler_path() -> str:
@@ -28,6 +50,7 @@ def handler_path() -> str:
         other_sources=[os.path.join(HERE, name) for name in ("_memory.h", "_operands.h", "_program.h")] + [_SYMBOLS],
         flags=["-fvisibility=hidden", "-isystem", jax.ffi.include_dir()],
         libraries=["-Wl,--version-script=" + _SYMBOLS],
+        prebuilt=prebuilt(HERE, api_version()),
     ).path()
 
 
