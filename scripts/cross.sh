@@ -13,29 +13,7 @@ note() { # STATUS WORDS...
     [ "$status" = 0 ] && passed=$((passed + 1)) && echo "PASS $*" || { failed=$((failed + 1)) && echo "FAIL $*"; }
 }
 
-mkdir -p "$build/include"
-for header in rapidjson xxhash.h; do # headers alone, which are the same for every processor; /usr/include as a whole is not
-    [ -e "$build/include/$header" ] || ln -s "/usr/include/$header" "$build/include/$header"
-done
-cat >"$build/cross.ini" <<END
-[binaries]
-c = '$prefix-gcc'
-cpp = '$prefix-g++'
-ar = '$prefix-ar'
-strip = '$prefix-strip'
-objcopy = '$prefix-objcopy'
-ld = '$prefix-ld'
-nm = '$prefix-nm'
-pkgconfig = 'false'
-exe_wrapper = ['qemu-aarch64', '-L', '/usr/$prefix']
-[built-in options]
-cpp_args = ['-isystem', '$build/include']
-[host_machine]
-system = 'linux'
-cpu_family = 'aarch64'
-cpu = 'cortex-a72'
-endian = 'little'
-END
+"$root/scripts/cross_file.sh" "$build"
 options="--buildtype=release -Dtests=disabled -Dbench=disabled -Dbindings=disabled -Dcuda=disabled"
 # shellcheck disable=SC2086 # options
 log=$( ([ -f "$build/library/build.ninja" ] || meson setup "$build/library" "$root" --cross-file "$build/cross.ini" $options) 2>&1 &&

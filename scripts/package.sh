@@ -51,11 +51,8 @@ deb() {
 
 wheel() {
     export_tree wheel
-    [ -f "$tree/pyproject.toml" ] || fail "there is no pyproject.toml to make a wheel of"
-    scripts/venv.sh "$work/venv" python python3 || fail "no environment to build a wheel in"
-    # As in deb: with the system's compilers. With the pinned tools, and not the newest that pip would download.
-    env -u CC -u CXX PATH="$work/venv/bin:$PATH" "$work/venv/bin/pip" wheel --quiet --no-input --disable-pip-version-check \
-        --no-deps --no-build-isolation --wheel-dir "$packages" "$tree" || fail "pip wheel"
+    grep -q "^  version: \"$version\"$" "$tree/packaging/conda/recipe.yaml" || fail "packaging/conda/recipe.yaml is not about $version"
+    scripts/wheel.sh "$tree" "$packages" || fail "the wheels"
 }
 
 crate() {

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the software bill of materials of one package: SPDX 2.3, as JSON.
 
-usage: sbom.py PACKAGE [--inputs FILE] [--output FILE]
+usage: sbom.py PACKAGE [--inputs FILE] [--with NAME=VERSION]... [--output FILE]
 
 PACKAGE is `install`, `wheel`, `crate` (dsopt), `crate-sys` (dsopt-sys), or the name of a Debian package. FILE is
 BUILD/sbom-inputs.json, in which Meson writes the version of dsopt, its compiler and what is compiled into its
-libraries, as the preprocessor sees them; crates have no compiled code and take the version from meson.build. The time
+libraries, as the preprocessor sees them; crates have no compiled code and take the version from meson.build. NAME is
+one more of the components, which is in the libraries of this package alone. The time
 is SOURCE_DATE_EPOCH if that is set. The same inputs give the same bytes.
 """
 import argparse
@@ -20,12 +21,16 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA_LICENCE = "LicenseRef-NVIDIA-CUDA-EULA"
+GCC_LICENCE = "GPL-3.0-or-later WITH GCC-exception-3.1"
 # Name -> licence, copyright without years, which differ by version, where it comes from. Texts of the first two are in LICENSES.
 COMPONENTS = {
     "RapidJSON": ("MIT", "Copyright (C) THL A29 Limited, a Tencent company, and Milo Yip.", "pkg:github/Tencent/rapidjson@v%s"),
     "xxHash": ("BSD-2-Clause", "Copyright (C) Yann Collet", "pkg:github/Cyan4973/xxHash@v%s"),
     "CUDA runtime": (CUDA_LICENCE, "NVIDIA Corporation", "pkg:generic/cudart@%s"),
+    "XLA FFI": ("Apache-2.0", "The OpenXLA Authors", "pkg:generic/xla-ffi@%s"),
+    "GCC runtime libraries": (GCC_LICENCE, "Free Software Foundation, Inc.", "pkg:generic/gcc@%s"),
 }
+ARCHIVES = ("CUDA runtime", "GCC runtime libraries")  # the others are headers
 # Package -> (name, package URL, what it has).
 PACKAGES = {
     "install": ("dsopt", "pkg:generic/dsopt@%s", "library"),
@@ -65,8 +70,7 @@ def document(kind, inputs, created):
     relations = [("SPDXRef-DOCUMENT", "DESCRIBES", top)]
     for part, version in compiled_in.items():
         packages.append(package(part, version, *COMPONENTS[part]))
-        # The CUDA runtime is an archive; the others are headers.
-        relations.append((top, "STATIC_LINK" if part == "CUDA runtime" else "CONTAINS", identifier(part)))
+        relations.append((top, "STATIC_LINK" if part in ARCHIVES else "CONTAINS", identifier(part)))
     if has != "source":
         compiler, version = inputs["compiler"].split(" ", 1)
         packages.append(package(compiler, version, "NOASSERTION", "NOASSERTION", "pkg:generic/" + compiler + "@%s"))
@@ -102,6 +106,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", choices=PACKAGES)
     parser.add_argument("--inputs")
+    parser.add_argument("--with", dest="more", action="append", default=[], metavar="NAME=VERSION")
     parser.add_argument("--output")
     options = parser.parse_args()
     if options.inputs:
@@ -111,6 +116,11 @@ def main():
         inputs = source_inputs()
     else:
         parser.error("--inputs is needed for what is compiled")
+    for more in options.more:
+        name, _, version = more.partition("=")
+        if name not in COMPONENTS or not version:
+            parser.error("--with takes one of %s, with its version" % ", ".join(COMPONENTS))
+        inputs["compiled_in"][name] = version
     now = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
     created = datetime.datetime.fromtimestamp(now, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     text = json.dumps(document(options.package, inputs, created), indent=2) + "\n"

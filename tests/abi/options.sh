@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; and with CUDA `enabled`, one where nvcc
-# is called through ccache.
+# options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; options that are for wheels alone are refused
+# without each other; and with CUDA `enabled`, a build where nvcc is called through ccache can be configured.
 set -eu
 source=$1 cuda=$2
 shift 2
@@ -9,6 +9,10 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$@" setup "$folder/least" "$source" -Dauto_features=disabled >"$folder/log" 2>&1 ||
     { echo "all off: refused"; tail -n 20 "$folder/log"; exit 1; }
+
+! "$@" setup "$folder/headers" "$source" -Dauto_features=disabled -Dpython=enabled -Djax_headers=/nothing >"$folder/log" 2>&1 &&
+    grep -q 'jax_headers is for wheels: it needs python_linker' "$folder/log" ||
+    { echo "headers of JAX without a linker: taken"; tail -n 20 "$folder/log"; exit 1; }
 
 [ "$cuda" = enabled ] || exit 0
 mkdir "$folder/bin"

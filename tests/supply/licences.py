@@ -17,7 +17,8 @@ import sys
 
 ROOT, INPUTS, CXX = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2]), sys.argv[3:]
 HEADERS = {"RapidJSON": "rapidjson/reader.h", "xxHash": "xxhash.h"}
-LICENCES = {"RapidJSON": "MIT", "xxHash": "BSD-2-Clause", "CUDA runtime": "LicenseRef-NVIDIA-CUDA-EULA"}
+LICENCES = {"RapidJSON": "MIT", "xxHash": "BSD-2-Clause", "CUDA runtime": "LicenseRef-NVIDIA-CUDA-EULA",
+            "XLA FFI": "Apache-2.0", "GCC runtime libraries": "GPL-3.0-or-later WITH GCC-exception-3.1"}
 RELATIONS = {"DESCRIBES", "CONTAINS", "STATIC_LINK", "BUILD_TOOL_OF"}
 
 
@@ -124,8 +125,12 @@ def materials():
     version = re.search(r"^#define DSOPT_VERSION_MAJOR (\d+)", read("include", "dsopt.h"), re.M).group(1)
     yield "inputs: the version is that of dsopt.h", inputs["version"].split(".")[0] == version
     scanned = 0
-    for kind in ("install", "wheel", "crate", "crate-sys", "libdsopt1", "libdsopt-dev", "dsopt-tools"):
+    wheels = {"XLA FFI": "0.3", "GCC runtime libraries": "12.2.0"}  # those of scripts/wheel.sh
+    kinds = ("install", "wheel", "crate", "crate-sys", "libdsopt1", "libdsopt-dev", "dsopt-tools")
+    for kind, more in [(kind, {}) for kind in kinds] + [("wheel", wheels)]:
         arguments = [] if kind.startswith("crate") else ["--inputs", INPUTS]
+        for name, number in more.items():
+            arguments += ["--with", f"{name}={number}"]
         text = written(kind, *arguments)
         sbom = json.loads(text)
         yield f"{kind}: has what SPDX requires", all(required(sbom))
@@ -133,7 +138,7 @@ def materials():
         have = {package["name"]: (package["versionInfo"], package["licenseDeclared"]) for package in sbom["packages"]}
         parts = {name: have[name] for name in have if name in LICENCES}
         has_library = kind in ("install", "wheel", "libdsopt1", "libdsopt-dev")
-        want = {name: (number, LICENCES[name]) for name, number in inputs["compiled_in"].items()} if has_library else {}
+        want = {name: (number, LICENCES[name]) for name, number in {**inputs["compiled_in"], **more}.items()} if has_library else {}
         yield f"{kind}: {parts} is compiled in, not {want}", parts == want
         concluded = sbom["packages"][0]["licenseConcluded"].split(" AND ")
         yield f"{kind}: {concluded} covers its parts", set(concluded) == {"Apache-2.0", *(LICENCES[name] for name in want)}

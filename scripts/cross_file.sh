@@ -1,0 +1,29 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# cross_file.sh FOLDER: writes FOLDER/cross.ini, by which Meson builds for aarch64 with Debian's cross compiler and runs programs under
+# qemu-user. FOLDER/include has headers that the cross compiler lacks.
+set -eu
+folder=$1 prefix=aarch64-linux-gnu
+mkdir -p "$folder/include"
+for header in rapidjson xxhash.h; do # headers alone, which are the same for every processor; /usr/include as a whole is not
+    [ -e "$folder/include/$header" ] || ln -s "/usr/include/$header" "$folder/include/$header"
+done
+cat >"$folder/cross.ini" <<END
+[binaries]
+c = '$prefix-gcc'
+cpp = '$prefix-g++'
+ar = '$prefix-ar'
+strip = '$prefix-strip'
+objcopy = '$prefix-objcopy'
+ld = '$prefix-ld'
+nm = '$prefix-nm'
+pkgconfig = 'false'
+exe_wrapper = ['qemu-aarch64', '-L', '/usr/$prefix']
+[built-in options]
+cpp_args = ['-isystem', '$folder/include']
+[host_machine]
+system = 'linux'
+cpu_family = 'aarch64'
+cpu = 'cortex-a72'
+endian = 'little'
+END

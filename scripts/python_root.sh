@@ -1,0 +1,43 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# python_root.sh ARCH FOLDER: unpacks a Python and its C library into FOLDER, and nothing else: no libstdc++, libgcc_s or libgomp. They are
+# of the oldest Debian that the mirror has, for ARCH (amd64, arm64), and need no root. Writes FOLDER/run, a command that runs the Python.
+set -eu
+arch=$1 folder=$2
+command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || { echo "python_root.sh: apt-get and dpkg-deb of Debian are needed"; exit 1; }
+case $arch in
+amd64) triplet=x86_64-linux-gnu loader=ld-linux-x86-64.so.2 emulator= ;;
+arm64) triplet=aarch64-linux-gnu loader=ld-linux-aarch64.so.1 emulator=qemu-aarch64 ;;
+esac
+[ "$(dpkg --print-architecture)" != "$arch" ] || emulator=
+rm -rf "$folder"
+mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/apt/debs"
+: >"$folder/apt/status"
+
+unpack() { # SUITE PYTHON PACKAGE...
+    suite=$1 python=$2
+    shift 2
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian $suite main" >"$folder/apt/sources"
+    options="-o Dir::Etc::sourcelist=$folder/apt/sources -o Dir::Etc::sourceparts=- -o Dir::Cache=$folder/apt/cache
+        -o Dir::State=$folder/apt -o Dir::State::lists=$folder/apt/lists -o Dir::State::status=$folder/apt/status
+        -o APT::Architecture=$arch -o APT::Architectures=$arch -o Acquire::Languages=none -o APT::Sandbox::User=root
+        -o Acquire::Retries=3 -q"
+    # shellcheck disable=SC2086 # options without spaces
+    apt-get $options update --error-on=any >"$folder/apt/log" 2>&1 || return 1
+    # shellcheck disable=SC2086
+    (cd "$folder/apt/debs" && apt-get $options download "$python-minimal" "lib$python-minimal" "lib$python-stdlib" libc6 zlib1g libexpat1 \
+        libcrypt1 "$@") >>"$folder/apt/log" 2>&1 || return 1
+    for package in "$folder"/apt/debs/*.deb; do
+        dpkg-deb -x "$package" "$folder"
+    done
+    # No cache of the system's libraries. The loader looks into folders of its own after these.
+    libraries=$folder/lib/$triplet:$folder/usr/lib/$triplet
+    cat >"$folder/run" <<END
+#!/bin/sh
+exec env PYTHONHOME=$folder/usr $emulator $folder/lib/$triplet/$loader --inhibit-cache --library-path $libraries $folder/usr/bin/$python "\$@"
+END
+    chmod +x "$folder/run"
+}
+
+unpack bullseye python3.9 libffi7 || unpack bookworm python3.11 libffi8 || { cat "$folder/apt/log"; exit 1; }
+rm -rf "$folder/apt"
