@@ -30,6 +30,9 @@ class Adagrad(Torch, TorchAdagrad):
     differentiable             must be False
     fused                      True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
                                be clipped between. Else GradScaler does both. The step is the same
+    stochastic_rounding        True: bfloat16 parameters are rounded up or down at random, in proportion to
+                               the distance, so that small updates are not lost; float32 ones are exact
+    seed                       of the random numbers, a whole number in [0, 2^64)
     """
 
     _fields = ("lr", "lr_decay", "weight_decay", "eps")
@@ -45,7 +48,9 @@ class Adagrad(Torch, TorchAdagrad):
                  *,
                  maximize: bool = False,
                  differentiable: bool = False,
-                 fused: Optional[bool] = None) -> None:
+                 fused: Optional[bool] = None,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self._init(TorchAdagrad,
                    params,
                    lr=lr,
@@ -56,7 +61,9 @@ class Adagrad(Torch, TorchAdagrad):
                    foreach=foreach,
                    maximize=maximize,
                    differentiable=differentiable,
-                   fused=fused)
+                   fused=fused,
+                   stochastic_rounding=stochastic_rounding,
+                   seed=seed)
         for group in self.param_groups:  # torch has rounded the sums of 16-bit parameters to their dtype
             for param in group["params"]:
                 if param.dtype in (torch.float16, torch.bfloat16):

@@ -10,6 +10,7 @@ import torch
 
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
+from ._rounding import defaults_of
 from ._tensors import DEVICES, refused, unsupported
 
 # As they are on import: a caller may put the classes here in their place.
@@ -29,7 +30,12 @@ class Torch(EngineOptimizer):
         if options.get("decoupled_weight_decay") and "decoupled_weight_decay" not in known:
             raise unsupported("Adam: decoupled_weight_decay=True is not known to torch %s; use AdamW" %
                               torch.__version__)
+        rounding = defaults_of(options["stochastic_rounding"], options["seed"])
         base.__init__(self, params, **{name: value for name, value in options.items() if name in known})
+        self.defaults.update(rounding)
+        for group in self.param_groups:
+            for name, value in rounding.items():
+                group.setdefault(name, value)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         for name in REFUSED:
@@ -62,6 +68,9 @@ class AdamW(Torch, TorchAdamW):
     differentiable          must be False
     fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
                             be clipped between. Else GradScaler does both. The step is the same
+    stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
+                            the distance, so that small updates are not lost; float32 ones are exact
+    seed                    of the random numbers, a whole number in [0, 2^64)
     """
 
     def __init__(self,
@@ -76,7 +85,9 @@ class AdamW(Torch, TorchAdamW):
                  foreach: Optional[bool] = None,
                  capturable: bool = False,
                  differentiable: bool = False,
-                 fused: Optional[bool] = None) -> None:
+                 fused: Optional[bool] = None,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self._init(TorchAdamW,
                    params,
                    lr=lr,
@@ -88,7 +99,9 @@ class AdamW(Torch, TorchAdamW):
                    foreach=foreach,
                    capturable=capturable,
                    differentiable=differentiable,
-                   fused=fused)
+                   fused=fused,
+                   stochastic_rounding=stochastic_rounding,
+                   seed=seed)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
@@ -112,6 +125,9 @@ class Adam(Torch, TorchAdam):
     fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
                             be clipped between. Else GradScaler does both. The step is the same
     decoupled_weight_decay  decay as AdamW does
+    stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
+                            the distance, so that small updates are not lost; float32 ones are exact
+    seed                    of the random numbers, a whole number in [0, 2^64)
     """
 
     def __init__(self,
@@ -127,7 +143,9 @@ class Adam(Torch, TorchAdam):
                  capturable: bool = False,
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
-                 decoupled_weight_decay: bool = False) -> None:
+                 decoupled_weight_decay: bool = False,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self._init(TorchAdam,
                    params,
                    lr=lr,
@@ -140,7 +158,9 @@ class Adam(Torch, TorchAdam):
                    capturable=capturable,
                    differentiable=differentiable,
                    fused=fused,
-                   decoupled_weight_decay=decoupled_weight_decay)
+                   decoupled_weight_decay=decoupled_weight_decay,
+                   stochastic_rounding=stochastic_rounding,
+                   seed=seed)
 
     def _fixed(self) -> List[Any]:
         return [bool(group.get("decoupled_weight_decay")) for group in self.param_groups]

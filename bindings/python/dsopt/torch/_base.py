@@ -12,6 +12,7 @@ import torch
 from .. import _abi as abi
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
+from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
 from ._tensors import Layouts, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -38,6 +39,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _counts = True  # "step" is in the state of each parameter
     _at_once = False  # state for all parameters from the first step on, with or without a gradient
     _reports = False  # dsopt_step.report is wanted
+    _rounds = True  # groups may have stochastic_rounding
     _report: Optional[torch.Tensor] = None  # of the last step; all plans use the same tensor
     _rank_key = ""  # ends the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
@@ -137,21 +139,32 @@ class EngineOptimizer(torch.optim.Optimizer):
                     seen.has_state() and
                     (all(p.grad is None for p in seen.idle) if self._given is None else
                      not any(map(self._has_grad, seen.idle))) and
-                    self._fixed() == seen.fixed and agrees_over_data(self) == seen.agrees)
+                    self._fixed() == seen.fixed and raw_seeds(groups) == seen.seeds and
+                    agrees_over_data(self) == seen.agrees)
         except TypeError:  # something else than tensors in the state
             return False
 
     def _plan(self) -> None:
         """Make the plans, and state for parameters that have their first gradient."""
         self._plans = None
+        seeds = seeds_of(self)
+        check_dtypes(self, seeds)
         entries, idle = self._entries()
         devices = list(dict.fromkeys(entry.param.device for entry in entries))
         if len(devices) > 1 and self._at_once:
             raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
                               ", ".join(map(str, devices)))
-        plans = [Plan(self, device, [entry for entry in entries if entry.param.device == device]) for device in devices]
+        plans = [Plan(self, *key, members) for key, members in self._by_engine(entries, seeds).items()]
         self._seen = Seen(self, idle)
         self._plans = plans
+
+    def _by_engine(self, entries: List[Entry],
+                   seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int]], List[Entry]]:
+        """The entries of each engine, which has one device, and one seed or none."""
+        parts: Dict[Tuple[torch.device, Optional[int]], List[Entry]] = {}
+        for entry in entries:
+            parts.setdefault((entry.param.device, seeds[entry.group]), []).append(entry)
+        return parts
 
     def _report_on(self, device: torch.device) -> torch.Tensor:
         """The tensor of the report. It stays where plans are made again, as nothing has been stepped then."""
@@ -198,6 +211,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(state_dict)
             self._keep_wrapped(before[0])
+            keep(before[1], self.param_groups)
+            seeds_of(self)
             self._after_load()
         except BaseException:
             self.state, self.param_groups = before
@@ -284,6 +299,7 @@ class Seen:
             self.layouts = Layouts(tensors)
             self.memory = list(map(torch.Tensor.detach, tensors))
         self.idle, self.fixed, self.agrees = idle, owner._fixed(), agrees_over_data(owner)
+        self.seeds = raw_seeds(owner.param_groups)
 
     def _tensors(self) -> List[torch.Tensor]:
         return list(chain.from_iterable(map(dict.values, self.states)))

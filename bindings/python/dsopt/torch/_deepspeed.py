@@ -10,6 +10,7 @@ from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer, number
 from ._lion import Lion
 from ._originals import mismatch
+from ._rounding import KEYS, defaults_of
 from ._step_arguments import given_of
 from ._tensors import refused, unsupported, wrong
 
@@ -38,6 +39,9 @@ class Named(EngineOptimizer):
             raise refused(type(self).__name__, "amsgrad")
         if compat not in (None, "deepspeed"):
             raise wrong("compat is %r, and must be None or 'deepspeed'" % (compat,))
+        if compat and defaults.get("stochastic_rounding"):
+            raise unsupported("%s: stochastic_rounding=True is not supported with compat='deepspeed', as the original "
+                              "does not have it; leave compat out" % type(self).__name__)
         self._compat = compat
         super().__init__(params, defaults)
 
@@ -47,7 +51,7 @@ class Named(EngineOptimizer):
     def _restore(self, loaded: Dict[str, Any]) -> None:
         for g, group in enumerate(self.param_groups):
             for key in self.defaults:
-                if key not in group and key not in REFUSED:  # torch adds "differentiable" to the defaults
+                if key not in group and key not in REFUSED + KEYS:  # torch adds "differentiable" to the defaults
                     raise mismatch("param_groups[%d] of the state dict has no %r, so it is not one of %s" %
                                    (g, key, type(self).__name__))
         super()._restore(loaded)
@@ -97,6 +101,9 @@ AMSGRAD = """
     amsgrad          must be False"""
 COMPAT = """
     compat           None: standard mode; "deepspeed": also the quirks of the original, step by step (docs/compat.md)
+    stochastic_rounding True: bfloat16 parameters are rounded up or down at random, in proportion to the distance, so
+                     that small updates are not lost; float32 ones are exact. Standard mode only
+    seed             of the random numbers, a whole number in [0, 2^64)
     """
 
 
@@ -136,10 +143,11 @@ class FusedAdam(StepArguments, Named):
 
     def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
                  eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
-                 set_grad_none: bool = True, *, compat: Optional[str] = None) -> None:
+                 set_grad_none: bool = True, *, compat: Optional[str] = None, stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
-                                                  weight_decay=weight_decay))
+                                                  weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
 
     def _starts_at(self, group: Dict[str, Any], g: int) -> float:
         """Old checkpoints have the number of steps in the group."""
@@ -156,17 +164,20 @@ class FusedAdam(StepArguments, Named):
 class FusedLion(StepArguments, Lion):
     """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
 
-    params           parameters, or dicts of parameters with their own values of what follows
-    lr               learning rate: the size of a step, as an update is a sign
-    betas            weight of the mean in the update, and decay of the mean
-    weight_decay     decoupled decay per step, times lr
-    set_grad_none    zero_grad() sets gradients to None; False: to zero
+    params               parameters, or dicts of parameters with their own values of what follows
+    lr                   learning rate: the size of a step, as an update is a sign
+    betas                weight of the mean in the update, and decay of the mean
+    weight_decay         decoupled decay per step, times lr
+    set_grad_none        zero_grad() sets gradients to None; False: to zero
+    stochastic_rounding  True: bfloat16 parameters are rounded up or down at random, in proportion to
+                         the distance, so that small updates are not lost; float32 ones are exact
+    seed                 of the random numbers, a whole number in [0, 2^64)
     """
 
     def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), weight_decay: float = 0.,
-                 set_grad_none: bool = True) -> None:
+                 set_grad_none: bool = True, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
         self.set_grad_none = set_grad_none
-        super().__init__(params, lr, betas, weight_decay)
+        super().__init__(params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed)
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
@@ -177,11 +188,19 @@ class TrustRatios(EngineOptimizer):
 
     def get_lamb_coeffs(self) -> List[float]:
         """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
-        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].tolist()]
+        return self._in_order([plan.whole["trust_ratio"].tolist() for plan in self._plans or ()])
 
     @ReadOnly
     def lamb_coeffs(self) -> List[torch.Tensor]:
-        return [ratio for plan in self._plans or () for ratio in plan.whole["trust_ratio"].unbind()]
+        return self._in_order([plan.whole["trust_ratio"].unbind() for plan in self._plans or ()])
+
+    def _in_order(self, values: List[Any]) -> List[Any]:
+        """The values of each plan's parameters, in the order of the groups."""
+        if len(values) < 2:
+            return [value for of_plan in values for value in of_plan]
+        of_param = {param: value for plan, of_plan in zip(self._plans or (), values)
+                    for param, value in zip(plan.params, of_plan)}
+        return [of_param[param] for group in self.param_groups for param in group["params"] if param in of_param]
 
 
 class FusedLamb(TrustRatios, Named):
@@ -208,7 +227,9 @@ class FusedLamb(TrustRatios, Named):
                  min_coeff: float = 0.01,
                  amsgrad: bool = False,
                  *,
-                 compat: Optional[str] = None) -> None:
+                 compat: Optional[str] = None,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._start(
             params, compat, amsgrad,
@@ -219,7 +240,8 @@ class FusedLamb(TrustRatios, Named):
                  weight_decay=weight_decay,
                  max_grad_norm=max_grad_norm,
                  max_coeff=max_coeff,
-                 min_coeff=min_coeff))
+                 min_coeff=min_coeff,
+                 **defaults_of(stochastic_rounding, seed)))
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         inside = 0 if self.eps_mode else int(abi.DSOPT_GROUP_EPS_INSIDE_SQRT)

@@ -6,28 +6,39 @@ from typing import Any, Dict, Tuple
 
 from .. import _abi as abi
 from ._base import EngineOptimizer, number
+from ._rounding import defaults_of
 
 
 class Lion(EngineOptimizer):
     """Chen et al. 2023, with decoupled decay. State is the authors': exp_avg alone. FusedLion has DeepSpeed's defaults.
 
-    params        parameters, or dicts of parameters with their own values of what follows
-    lr            learning rate: the size of a step, as an update is a sign
-    betas         weight of the mean in the update, and decay of the mean
-    weight_decay  decoupled decay per step, times lr
+    params               parameters, or dicts of parameters with their own values of what follows
+    lr                   learning rate: the size of a step, as an update is a sign
+    betas                weight of the mean in the update, and decay of the mean
+    weight_decay         decoupled decay per step, times lr
+    stochastic_rounding  True: bfloat16 parameters are rounded up or down at random, in proportion to
+                         the distance, so that small updates are not lost; float32 ones are exact
+    seed                 of the random numbers, a whole number in [0, 2^64)
     """
 
     _fields = ("lr", "beta1", "beta2", "weight_decay")
     _counts = False
 
-    def __init__(self, params: Any, lr: Any = 1e-4, betas: Tuple[Any, Any] = (0.9, 0.99),
-                 weight_decay: float = 0.0) -> None:
+    def __init__(self,
+                 params: Any,
+                 lr: Any = 1e-4,
+                 betas: Tuple[Any, Any] = (0.9, 0.99),
+                 weight_decay: float = 0.0,
+                 *,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         if not 0.0 <= lr:
             raise ValueError("Invalid learning rate: {}".format(lr))
         for i, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError("Invalid beta parameter at index {}: {}".format(i, beta))
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+        super().__init__(
+            params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_LION, 0, {}

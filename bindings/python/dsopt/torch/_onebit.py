@@ -58,6 +58,7 @@ MORE = """
                         without an mpu the default group of torch.distributed, or one rank without it
     compat              None: standard mode; "deepspeed": also the quirks of the original, step by step
                         (docs/compat.md). A load then starts error feedback again with zeros
+    stochastic_rounding must be False: 16-bit parameters have float32 masters
     """
 FREEZE = """
     freeze_step         steps in full precision, in which the gradients are averaged and the variance is adapted. From
@@ -81,6 +82,7 @@ class Onebit(OnebitNames):
     _fields = Named._fields[:-1]
     _kept = Named._kept + ("_eps_mode", "_comm_backend_name")
     _at_once = True
+    _rounds = False
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
     _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
@@ -88,11 +90,14 @@ class Onebit(OnebitNames):
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
-               cuda_aware: bool, comm_backend_name: str, **more: Any) -> None:
+               cuda_aware: bool, comm_backend_name: str, stochastic_rounding: bool, **more: Any) -> None:
         if eps_inside_sqrt and not compat:
             raise self._ignored(type(self).__name__, "eps_inside_sqrt", eps_inside_sqrt)
         if max_grad_norm and not compat:
             raise self._ignored(type(self).__name__, "max_grad_norm", max_grad_norm)
+        if stochastic_rounding:
+            raise unsupported("%s: stochastic_rounding=True is not supported, as its 16-bit parameters have float32 "
+                              "masters; leave it out" % type(self).__name__)
         if cuda_aware:
             raise unsupported("%s: cuda_aware=%r is not supported; a process group with backend nccl exchanges device "
                               "memory, and all others host memory" % (type(self).__name__, cuda_aware))
@@ -407,10 +412,11 @@ class OnebitAdam(Onebit):
                  comm_backend_name: str = NCCL,
                  *,
                  group: Any = None,
-                 compat: Optional[str] = None) -> None:
+                 compat: Optional[str] = None,
+                 stochastic_rounding: bool = False) -> None:
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding)
 
     def _schedule_fields(self) -> Dict[str, Any]:
         return {"freeze_step": self._freeze_step("freeze_step")}
@@ -457,11 +463,12 @@ class ZeroOneAdam(Onebit):
                  comm_backend_name: str = NCCL,
                  *,
                  group: Any = None,
-                 compat: Optional[str] = None) -> None:
+                 compat: Optional[str] = None,
+                 stochastic_rounding: bool = False) -> None:
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding)
 
     def _schedule_fields(self) -> Dict[str, Any]:
         return {"freeze_step": self._freeze_step("var_freeze_step"),
@@ -514,11 +521,13 @@ class OnebitLamb(TrustRatios, Onebit):
                  factor_threshold: float = 0.1,
                  *,
                  group: Any = None,
-                 compat: Optional[str] = None) -> None:
+                 compat: Optional[str] = None,
+                 stochastic_rounding: bool = False) -> None:
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
-                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name, max_coeff=max_coeff, min_coeff=min_coeff)
+                    max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding, max_coeff=max_coeff,
+                    min_coeff=min_coeff)
 
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
         return super()._hyper(group, g) + tuple(number(group[key], g, key) for key in ("min_coeff", "max_coeff"))

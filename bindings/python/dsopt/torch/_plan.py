@@ -52,12 +52,15 @@ class Engine(Handle):
 
 
 class Plan:
-    def __init__(self, owner: EngineOptimizer, device: torch.device, entries: List[Entry]) -> None:
-        self.device, self.entries = device, entries
+    def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
+        self.device, self.seed, self.entries = device, seed, entries  # the seed of stochastic rounding; None = nearest
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
         self.params = [entry.param for entry in entries]
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
+        if seed is not None:
+            desc.flags |= abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING
+            desc.seed = seed
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         parallel = Parallel(owner, self.context, device, entries, desc)
@@ -185,7 +188,9 @@ class Plan:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps_seen = torch.tensor(old, dtype=dtype, device=self.device)
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
-        for p, step in zip(self.params, self.steps_seen.unbind() if owner._counts else ()):
+        # The random numbers of stochastic rounding depend on the step.
+        counts = owner._counts or self.seed is not None
+        for p, step in zip(self.params, self.steps_seen.unbind() if counts else ()):
             owner.state[p]["step"] = step
 
     def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:

@@ -30,6 +30,9 @@ class SGD(Torch, TorchSGD):
     differentiable          must be False
     fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
                             be clipped between. Else GradScaler does both. The step is the same
+    stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
+                            the distance, so that small updates are not lost; float32 ones are exact
+    seed                    of the random numbers, a whole number in [0, 2^64)
     """
 
     _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
@@ -46,7 +49,9 @@ class SGD(Torch, TorchSGD):
                  maximize: bool = False,
                  foreach: Optional[bool] = None,
                  differentiable: bool = False,
-                 fused: Optional[bool] = None) -> None:
+                 fused: Optional[bool] = None,
+                 stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
         self._init(TorchSGD,
                    params,
                    lr=lr,
@@ -57,7 +62,9 @@ class SGD(Torch, TorchSGD):
                    maximize=maximize,
                    foreach=foreach,
                    differentiable=differentiable,
-                   fused=fused)
+                   fused=fused,
+                   stochastic_rounding=stochastic_rounding,
+                   seed=seed)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         nesterov = group["nesterov"] and group["momentum"]
@@ -71,8 +78,9 @@ class SGD(Torch, TorchSGD):
         return lr, decay, momentum, dampening, float(bool(group["nesterov"]))
 
     def _steps_of(self, state: Dict[str, Any]) -> float:
-        """The engine only asks whether the next step is the first, which makes the buffer."""
-        return float("momentum_buffer" in state)
+        """The engine asks whether the next step is the first, which makes the buffer. The step itself counts with
+        stochastic rounding only."""
+        return float(state.get("step", "momentum_buffer" in state))
 
     def _plan(self) -> None:
         self._forget()
@@ -81,6 +89,10 @@ class SGD(Torch, TorchSGD):
             if state.get("momentum_buffer", state) is None:  # of a torch that notes that there is none
                 del state["momentum_buffer"]
             begun.append("momentum_buffer" in state)
+        for group in self.param_groups:
+            for state in [self.state[param] for param in group["params"] if param in self.state]:
+                if group["momentum"] and "momentum_buffer" not in state:
+                    state.pop("step", None)  # of a run without momentum: the next step is the buffer's first
         try:
             super()._plan()
         except BaseException:
