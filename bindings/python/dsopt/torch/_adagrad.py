@@ -16,8 +16,8 @@ TorchAdagrad = torch.optim.Adagrad  # as it is on import
 class Adagrad(Torch, TorchAdagrad):
     """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
 
-    Sparse gradients are refused. Parameters are float32, float16, bfloat16 or complex64; the sums of 16-bit ones are
-    float32.
+    Sparse gradients are refused. Parameters are float32, float16, bfloat16, float64 or complex; the sums of 16-bit
+    ones are float32.
 
     params                     parameters, or dicts of parameters with their own values of what follows
     lr                         learning rate; a number, or a tensor that is read in each step

@@ -54,7 +54,7 @@ class Torch(EngineOptimizer):
 class AdamW(Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
-    Parameters are float32, float16, bfloat16 or complex64; the moments of 16-bit ones are float32.
+    Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
 
     params                  parameters, or dicts of parameters with their own values of what follows
     lr                      learning rate; a number, or a tensor that is read in each step
@@ -110,7 +110,7 @@ class AdamW(Torch, TorchAdamW):
 class Adam(Torch, TorchAdam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015).
 
-    Parameters are float32, float16, bfloat16 or complex64; the moments of 16-bit ones are float32.
+    Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
 
     params                  parameters, or dicts of parameters with their own values of what follows
     lr                      learning rate; a number, or a tensor that is read in each step

@@ -10,9 +10,11 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
+from ._double_plan import DoublePlan, is_double
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
+from ._several import Given, with_norms
 from ._tensors import Layouts, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -43,9 +45,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     _report: Optional[torch.Tensor] = None  # of the last step; all plans use the same tensor
     _rank_key = ""  # ends the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
-    _plans: Optional[List[Plan]] = None
+    _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
     _loading: Optional[Dict[str, Any]] = None
-    _given: Any = None  # during a step with more arguments than a closure: _step_arguments.Given
+    _given: Optional[Given] = None  # during a step with more arguments than a closure
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -112,12 +114,23 @@ class EngineOptimizer(torch.optim.Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._plans is None or not self._is_current():
             self._plan()
-        for i in range(len(self._plans)):  # type: ignore[arg-type]
-            try:
+        try:
+            self._run_plans(scale, found_inf)
+        except Stale:  # before anything was stepped
+            self._plan()
+            self._run_plans(scale, found_inf)
+
+    def _run_plans(self, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
+        plans, given = self._plans or (), self._given
+        if len(plans) > 1:
+            for plan in plans:
+                plan.check_params()
+            self._given = with_norms(self, scale, found_inf)
+        try:
+            for i in range(len(plans)):
                 self._run(i, scale, found_inf)
-            except Stale:
-                self._plan()
-                self._run(i, scale, found_inf)
+        finally:
+            self._given = given
 
     def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
         plan = self._plans[i]  # type: ignore[index]
@@ -154,16 +167,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         if len(devices) > 1 and self._at_once:
             raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
                               ", ".join(map(str, devices)))
-        plans = [Plan(self, *key, members) for key, members in self._by_engine(entries, seeds).items()]
+        plans = [DoublePlan(self, device, members) if double else Plan(self, device, seed, members)
+                 for (device, seed, double), members in self._parted(entries, seeds).items()]
         self._seen = Seen(self, idle)
         self._plans = plans
 
-    def _by_engine(self, entries: List[Entry],
-                   seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int]], List[Entry]]:
-        """The entries of each engine, which has one device, and one seed or none."""
-        parts: Dict[Tuple[torch.device, Optional[int]], List[Entry]] = {}
+    def _parted(self, entries: List[Entry],
+                seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int], bool], List[Entry]]:
+        """The entries of each plan, which has one device, one seed or none, and float64 parameters or others."""
+        parts: Dict[Tuple[torch.device, Optional[int], bool], List[Entry]] = {}
         for entry in entries:
-            parts.setdefault((entry.param.device, seeds[entry.group]), []).append(entry)
+            double = is_double(entry.param)
+            key = entry.param.device, None if double else seeds[entry.group], double
+            parts.setdefault(key, []).append(entry)
         return parts
 
     def _report_on(self, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,8 @@ from .. import _abi as abi
 from .._handle import Handle
 from .._hooks import gate
 from ._parallel import Parallel, agrees_over_data
-from ._tensors import STATES, Layouts, context_of, dtype_of, is_dense, put, strides_of, unsupported, words_of, wrong
+from ._tensors import (STATES, Layouts, check_grad, context_of, dtype_of, is_dense, put, strides_of, unsupported,
+                       words_of, wrong)
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -349,7 +350,7 @@ class Plan:
             self.layouts = self.grad_at = None
             if not all(map(_is_contiguous, both)) or any(g.is_neg() for g in present):
                 return self._arrange(grads)
-            self._check_params()
+            self.check_params()
             at = [self._examine(i, g) for i, g in enumerate(grads)]
             put(self.grad_words, 0, at)
             self.layouts, self.grad_at = Layouts(both), at
@@ -364,7 +365,8 @@ class Plan:
             self._follow(here)
         return [], []
 
-    def _check_params(self) -> None:
+    def check_params(self) -> None:
+        """Raises Stale if the parameters are not those of the time of the plan."""
         for param, dtype, shape in zip(self.params, self.dtypes, self.shapes):
             if param.dtype != dtype or param.shape != shape or param.device != self.device:
                 raise Stale
@@ -384,18 +386,8 @@ class Plan:
             self.grad_list[i].dtype = self.param_list[i].dtype
             return 0
         what = "the gradient of " + entry.name
-        if grad.layout != torch.strided:
-            raise unsupported("%s is sparse, and must be dense; use torch.optim.SparseAdam or torch.optim.SGD for it, "
-                              "or sparse=False in its torch.nn.Embedding" % what)
-        if grad.shape != entry.param.shape:
-            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(entry.param.shape)),
-                        "SHAPE")
-        if grad.device != self.device:
-            raise wrong("%s is on device %s, and the parameter on %s" % (what, grad.device, self.device), "DEVICE")
-        dtype, factor = dtype_of(grad, what)
-        if grad.is_complex() != entry.param.is_complex():
-            raise wrong("%s is %s, and the parameter %s" % (what, grad.dtype, entry.param.dtype), "DTYPE")
-        self.grad_list[i].dtype = dtype
+        check_grad(grad, entry.param, what, self.device)
+        self.grad_list[i].dtype, _ = dtype_of(grad, what)
         if not self.numels[i]:
             return ctypes.addressof(_somewhere)
         if not grad.data_ptr():
@@ -410,7 +402,7 @@ class Plan:
         staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
         copies: List[torch.Tensor] = []
         self.layouts = self.grad_at = self.param_at = None
-        self._check_params()
+        self.check_params()
         for i, (entry, grad) in enumerate(zip(self.entries, grads)):
             param = entry.param
             self.grad_list[i].data = self._examine(i, grad)

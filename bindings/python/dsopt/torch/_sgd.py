@@ -17,7 +17,7 @@ class SGD(Torch, TorchSGD):
     """torch.optim.SGD, stepped by the engine.
 
     Sparse gradients are refused, and a momentum that changes between 0 and another value. Parameters are float32,
-    float16, bfloat16 or complex64; the momentum of 16-bit ones is float32.
+    float16, bfloat16, float64 or complex; the momentum of 16-bit ones is float32.
 
     params                  parameters, or dicts of parameters with their own values of what follows
     lr                      learning rate; a number, or a tensor that is read in each step

@@ -2,20 +2,13 @@
 """Arguments of the steps of DeepSpeed's optimizers: gradients, output copies, a scale and norms."""
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
 from ._base import number
+from ._several import Given
 from ._tensors import unsupported, wrong
-
-
-class Given(NamedTuple):
-    """The arguments of one step."""
-    grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; one that is not here has no gradient
-    outputs: Dict[torch.Tensor, torch.Tensor]  # by parameter
-    scale: float  # gradients are this much too large
-    norms: Optional[List[float]]  # of the gradients of each group; None: the step takes them where it clips
 
 
 def _per_group(groups: List[Dict[str, Any]], values: Any, what: str) -> List[Optional[List[Any]]]:

@@ -54,6 +54,19 @@ def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
                     "optimizer of torch.optim" % (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
 
 
+def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch.device) -> None:
+    """Refuse a gradient that is not one of this parameter; its dtype apart. `what` names it in the error."""
+    if grad.layout != torch.strided:
+        raise unsupported("%s is sparse, and must be dense; use torch.optim.SparseAdam or torch.optim.SGD for it, "
+                          "or sparse=False in its torch.nn.Embedding" % what)
+    if grad.shape != param.shape:
+        raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(grad.shape), tuple(param.shape)), "SHAPE")
+    if grad.device != device:
+        raise wrong("%s is on device %s, and the parameter on %s" % (what, grad.device, device), "DEVICE")
+    if grad.is_complex() != param.is_complex():
+        raise wrong("%s is %s, and the parameter %s" % (what, grad.dtype, param.dtype), "DTYPE")
+
+
 def strides_of(tensor: torch.Tensor) -> List[int]:
     """Where the stride means something."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]

@@ -20,7 +20,7 @@ def sparse(kind):
 def double():
     (param,) = params_of((3,), dtype=torch.float64)
     param.grad = torch.ones_like(param)
-    FusedAdam([param]).step()
+    FusedAdam([param], compat="deepspeed").step()
 
 
 def wrapped(wrapper, dtype=torch.float16, **more):
