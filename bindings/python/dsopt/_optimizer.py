@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from . import _abi as abi
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
 from ._bound import Bound
+from ._double_arrays import Doubles, is_double, placed
 from ._comm import Comm
 from ._errors import ArgumentTypeError
 from ._files import load, save
@@ -58,8 +59,8 @@ class Optimizer(Handle):
         opt = dsopt.Optimizer({"w": w, "b": b}, dsopt.AdamW(lr=1e-3))
         opt.step({"w": gw, "b": gb})
 
-    params               dict of names and arrays, or a list of arrays; float32, float16 or bfloat16. The arrays are
-                         kept.
+    params               dict of names and arrays, or a list of arrays; float32, float16, bfloat16 or float64. The
+                         arrays are kept. float64 ones are stepped by NumPy, in double
     group                algorithm and hyper-parameters of `params`, such as AdamW(lr=1e-3). Further ones: add_group.
     context              None = CPU with every default
     scaler               loss scaling; None = none
@@ -164,8 +165,19 @@ class Optimizer(Handle):
                 destroy=abi.lib.dsopt_optimizer_destroy,
                 needed=self._needed,
             )
+        # float64 parameters, which the engine does not have
+        self._doubles: Optional[Doubles] = None
+        self._looks, self._reports_norms = nonfinite == "skip", bool(report_norms)
+        self._refuses_doubles = {
+            "compat='deepspeed'": compat != "none",
+            "a comm": bool(comms),
+            "accumulate=True": bool(accumulate),
+            "nonfinite='apply'": nonfinite == "apply",
+            "a context on " + self.context.backend: self.context.backend != "cpu",
+        }
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._algorithms: List[str] = []  # of each group
+        self._groups_of: List[int] = []  # of each parameter
         self._bound = Bound(self.context)
         if params is not None:
             if group is None:
@@ -186,12 +198,13 @@ class Optimizer(Handle):
                 kind=ArgumentTypeError,
             )
         pairs = named(params, len(self.names))
+        pairs, doubles = self._placed(pairs, [group.algorithm] * len(pairs))
         structs, kept = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
             self._algorithms.append(type(group).__name__)
-            self._registered(pairs, kept)
+            self._registered(pairs, kept, doubles, [len(self._algorithms) - 1] * len(pairs))
 
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
         """Append parameters to groups that are there.
@@ -203,20 +216,43 @@ class Optimizer(Handle):
         groups: List[Any] = list(group) if isinstance(group, (list, tuple)) else [group] * len(pairs)
         if len(groups) != len(pairs):
             refuse("group", "has %d indices for %d parameters" % (len(groups), len(pairs)), abi.DSOPT_ERR_SHAPE)
+        if any(is_double(param.array) for _, param in pairs) or self._doubles is not None:
+            refuse(
+                "params",
+                "cannot be added to groups where there is float64; add a group for them",
+                abi.DSOPT_ERR_UNSUPPORTED,
+            )
         structs, kept = self._structs(pairs, groups)
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_params(self.handle, structs, len(pairs)))
-            self._registered(pairs, kept)
+            self._registered(pairs, kept, [], [])
 
     def _structs(self, pairs: List[Tuple[str, Param]], groups: List[int]) -> Tuple[Any, Any]:
         self._bound.follow(self)
         made = [param.struct(name, self.context, group) for (name, param), group in zip(pairs, groups)]
         return (abi.dsopt_param * len(made))(*[struct for struct, _ in made]), made
 
-    def _registered(self, pairs: List[Tuple[str, Param]], kept: Any) -> None:
-        params = [param for _, param in pairs]
+    def _placed(
+        self, pairs: List[Tuple[str, Param]], algorithms: List[int]
+    ) -> Tuple[List[Tuple[str, Param]], List[Any]]:
+        if not any(is_double(param.array) for _, param in pairs):
+            return pairs, [None] * len(pairs)
+        return placed(pairs, algorithms, self._refuses_doubles)
+
+    def _registered(self, pairs: List[Tuple[str, Param]], kept: Any, doubles: List[Any], groups: List[int]) -> None:
+        params, first = [param for _, param in pairs], len(self.names)
         shapes = [tuple(param.shape) for param in params]
         self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], kept)
+        if self._doubles is None and any(array is not None for array in doubles):
+            self._doubles = Doubles(self._looks, self._reports_norms)
+            self._doubles.groups += self._groups_of
+        self._groups_of += groups
+        if self._doubles is not None:
+            self._doubles.add(self, first, doubles, groups)
+
+    def _without_doubles(self, name: str, instead: str) -> None:
+        if self._doubles is not None:
+            refuse(name, "is not supported with parameters of float64; " + instead, abi.DSOPT_ERR_UNSUPPORTED)
 
     def _shown(self) -> str:
         count, elements = len(self.names), sum(map(math.prod, self.shapes))
@@ -227,7 +263,8 @@ class Optimizer(Handle):
     @property
     def params(self) -> Dict[str, Any]:
         """The bound arrays by name, in flat order; None without memory."""
-        return dict(zip(self.names, self._bound.params))
+        arrays = self._doubles.arrays if self._doubles is not None else {}
+        return {name: arrays.get(i, array) for i, (name, array) in enumerate(zip(self.names, self._bound.params))}
 
     @property
     def groups(self) -> List[GroupView]:
@@ -267,6 +304,7 @@ class Optimizer(Handle):
         grads   a dict by name (those that lack have no gradient) or a list; None = those that are bound
         state   all of it by name, with its values: from init_state or from a saved state
         """
+        self._without_doubles("bind", "pass gradients to step, and make a new optimizer for other parameters")
         with self._exclusive:
             self._bound.bind(self, params, grads, state)
 
@@ -312,6 +350,12 @@ class Optimizer(Handle):
 
         What is a scalar may be a number on the CPU backend, and is an array in memory of the device elsewhere.
         """
+        if self._doubles is not None:
+            options = dict(lr=lr, hyper=hyper, grad_scale=grad_scale, skip=skip, grad_norms=grad_norms, out=out)
+            options.update(params=params, report=report, zero_grads=zero_grads, out_only=out_only, delta=delta)
+            options.update(accumulated=accumulated, no_nan=no_nan, stream=stream)
+            self._doubles.step(self, grads, options)
+            return
         with self._exclusive:
             flags = 0
             if zero_grads or out_only or delta or accumulated or no_nan:
@@ -406,6 +450,11 @@ class Optimizer(Handle):
         grads   as in `step`; None = those that are bound
         stream  the CUDA stream on which they are used
         """
+        if self._doubles is not None and grads is not None:
+            given = in_order("grads", grads, self.names, missing=True)
+            grads, mine = self._doubles.gradients(self, given, True)
+            for array in mine.values():
+                array.fill(0)
         with self._exclusive:
             require_stream(stream)
             if grads is None:
@@ -425,7 +474,8 @@ class Optimizer(Handle):
         struct = abi.dsopt_report()
         with gated(self):
             abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))
-        return report_of(struct)
+        report = report_of(struct)
+        return report if self._doubles is None else self._doubles.report(report)
 
     def next_reduction(self, call: int = 0) -> str:
         """What happens to the gradients of step number `call` (0 = the next one): "full" = they must be averaged over
@@ -443,6 +493,11 @@ class Optimizer(Handle):
     @property
     def shapes(self) -> List[Tuple[int, ...]]:
         """Shapes of the parameters, in flat order."""
+        return self._bound.shapes if self._doubles is None else self._doubles.shapes(self._bound.shapes)
+
+    @property
+    def engine_shapes(self) -> List[Tuple[int, ...]]:
+        """The same with the placeholders of float64 parameters."""
         return self._bound.shapes
 
     @property
@@ -462,6 +517,8 @@ class Optimizer(Handle):
         with self._exclusive, gated(self):
             self._bound.follow(self)
             abi.check(abi.lib.dsopt_optimizer_reset(self.handle, what, require_stream(stream)))
+        if self._doubles is not None and "moments" in parts:
+            self._doubles.reset(self)
 
     def save(self, file: Any, *, params: bool = False) -> None:
         """Write a checkpoint, a safetensors file.
@@ -469,6 +526,7 @@ class Optimizer(Handle):
         file    a path, or a binary file that is open for writing
         params  save the parameters as well
         """
+        self._without_doubles("save", "copy the arrays of opt.state, such as with numpy.savez")
         with self._exclusive:
             self._bound.follow(self)
             save(self, file, abi.DSOPT_IO_PARAMS * bool(params))
@@ -494,6 +552,7 @@ class Optimizer(Handle):
         scaler        False = the loss scale and its counters stay
         reset_errors  error feedback of the 1-bit family starts at zero
         """
+        self._without_doubles("load", "assign to opt.state by name")
         flags = (
             abi.DSOPT_IO_PARAMS * bool(params)
             | abi.DSOPT_IO_NO_STATE * (not state)
@@ -523,6 +582,7 @@ class Optimizer(Handle):
         state   arrays by name for the values; None = new host memory
         stream  the CUDA stream on which they are used
         """
+        self._without_doubles("init_state", "use step")
         if state is None:
             if self.context.backend != "cpu":
                 refuse("state", "is None, and must be arrays in memory of the device")
@@ -567,6 +627,7 @@ class Optimizer(Handle):
 
         All other arguments are as in `step`.
         """
+        self._without_doubles("apply", "use step")
         step = abi.dsopt_step(
             count=len(self.names),
             stream=require_stream(stream),

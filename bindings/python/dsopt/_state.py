@@ -142,7 +142,7 @@ class Info:
             info.name.decode(),
         )  # as in checkpoints
         self.dtype = info.tensor.dtype
-        self.shape: Tuple[int, ...] = (info.tensor.numel,) if whole else optimizer.shapes[info.param]
+        self.shape: Tuple[int, ...] = (info.tensor.numel,) if whole else optimizer.engine_shapes[info.param]
         self.rank_local = bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)
         self.address = info.tensor.data
 
@@ -318,7 +318,13 @@ class State(Mapping[str, Any]):
     def __repr__(self) -> str:
         return "<dsopt.State of %r>" % self._optimizer
 
+    def _doubles(self) -> Dict[str, Any]:
+        doubles = self._optimizer._doubles
+        return doubles.state if doubles is not None else {}
+
     def __getitem__(self, name: str) -> Any:
+        if name in self._doubles():
+            return self._doubles()[name]
         info = self._info(name)
         if info.address is None and info.bytes:
             self.copy(name)  # which makes the state
@@ -332,10 +338,15 @@ class State(Mapping[str, Any]):
     def copy(self, name: str) -> Any:
         """A copy of the tensor `name` in host memory. Waits for earlier calls on the optimizer and for the default
         stream."""
+        if name in self._doubles():
+            return self._doubles()[name].copy()
         info = self._info(name)
         return exported(self._optimizer.handle, info.index, info.dtype, info.shape)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._doubles():
+            self._optimizer._doubles.set_state(name, value)
+            return
         info, label = self._info(name), "state[%r]" % name
         tensor = tensor_of(value, label)
         if tensor.device != "cpu":

@@ -337,7 +337,7 @@ class Steps(unittest.TestCase):
         for make, text in (
             (lambda: dsopt.Optimizer({"w": w}), "group"),
             (lambda: dsopt.Optimizer({"w": w}, 1e-3), "group"),
-            (lambda: dsopt.Optimizer({"w": np.zeros(4)}, group), r"params\['w'\].*float64"),
+            (lambda: dsopt.Optimizer({"w": np.zeros(4)}, group, compat="deepspeed"), r"params\['w'\].*float64"),
             (lambda: dsopt.Optimizer({"w": w[::2]}, group), r"params\['w'\].*contiguous"),
             (lambda: dsopt.Optimizer({"w": np.zeros(4, np.int32)}, group), r"params\['w'\].*int32"),
             (lambda: dsopt.Optimizer({3: w}, group), "params"),

@@ -58,7 +58,6 @@ class Refusals(unittest.TestCase):
         (w,) = arrays((3,))
         opt = dsopt.Optimizer([w], dsopt.AdamW())
         for call, name in (
-            (lambda: dsopt.Optimizer({"w": np.zeros(3)}, dsopt.AdamW()), "params['w']"),
             (lambda: opt.step([np.zeros(3)]), "grads['p0']"),
             (lambda: dsopt.norm([np.zeros(3)]), "arrays[0]"),
         ):

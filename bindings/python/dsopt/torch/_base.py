@@ -122,10 +122,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _run_plans(self, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
         plans, given = self._plans or (), self._given
-        if len(plans) > 1:
-            for plan in plans:
-                plan.check_params()
-            self._given = with_norms(self, scale, found_inf)
+        if len(plans) == 1:
+            self._run(0, scale, found_inf)
+            return
+        for plan in plans:
+            plan.check_params()
+        self._given = with_norms(self, scale, found_inf)
         try:
             for i in range(len(plans)):
                 self._run(i, scale, found_inf)
