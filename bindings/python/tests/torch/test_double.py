@@ -157,6 +157,37 @@ class AsTorch(DoubleCase):
             self.near(p, q, times=10)
 
 
+GROUPS = [
+    (lambda: dsopt.AdamW(lr=0.01), torch.optim.AdamW, {}),
+    (lambda: dsopt.Adam(lr=0.01, weight_decay=0.1), torch.optim.Adam, {"weight_decay": 0.1}),
+    (lambda: dsopt.Sgd(lr=0.01), torch.optim.SGD, {}),
+    (lambda: dsopt.Sgd(lr=0.01, momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (lambda: dsopt.Adagrad(lr=0.01, lr_decay=0.1), torch.optim.Adagrad, {"lr_decay": 0.1}),
+]
+
+
+class Numpy(DoubleCase):
+    def test_optimizer_of_dsopt_agrees_with_torch(self):
+        """Over the memory of tensors, each step from the same weights."""
+        for group, reference, options in GROUPS:
+            params, others = doubles((300,), (7, 5)), doubles((300,), (7, 5))
+            arrays = [p.detach().numpy() for p in params]
+            ours, theirs = dsopt.Optimizer(arrays, group()), reference(others, lr=0.01, **options)
+            for i in range(10):
+                give(others, seed=i)
+                ours.step([q.grad.numpy() for q in others])
+                theirs.step()
+                for p, q in zip(params, others):
+                    self.near(p, q)
+                    p.data.copy_(q.detach())
+
+    def test_tensors_of_torch_are_parameters(self):
+        tensor = torch.ones(3, dtype=F64)
+        opt = dsopt.Optimizer({"w": tensor}, dsopt.Sgd(lr=0.5))
+        opt.step({"w": torch.ones(3, dtype=F64)})
+        self.assertEqual(tensor.tolist(), [0.5] * 3)
+
+
 class Rules(DoubleCase):
     def test_lion(self):
         for kind, betas in ((Lion, (0.9, 0.99)), (FusedLion, (0.9, 0.999))):
