@@ -451,8 +451,8 @@ class Optimizer(Handle):
         stream  the CUDA stream on which they are used
         """
         if self._doubles is not None and grads is not None:
-            given = in_order("grads", grads, self.names, missing=True)
-            grads, mine = self._doubles.gradients(self, given, True)
+            arrays = in_order("grads", grads, self.names, missing=True)
+            grads, mine = self._doubles.gradients(self, arrays, True)
             for array in mine.values():
                 array.fill(0)
         with self._exclusive:

@@ -48,7 +48,7 @@ class Replay:
                 group["exp_avg_mask"] = golden.tensors[mask].clone().reshape(group["params"][0].shape)
             groups.append(group)
         options = {name: golden.number(name) for name in inspect.signature(self.kind).parameters
-                   if golden.number(name) is not None}
+                   if golden.number(name) is not None and name != "seed"}
         options["betas"] = golden.number("beta1"), golden.number("beta2")
         if self.kind in FAMILY:
             self.engine = originals.Engine()
