@@ -38,6 +38,7 @@ class Torch(EngineOptimizer):
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
         for name in REFUSED:
             if isinstance(param_group, dict) and param_group.get(name):
                 raise refused("param_groups[%d]" % len(self.param_groups), name)

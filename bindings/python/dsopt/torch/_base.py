@@ -216,12 +216,13 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------- groups and state
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
         super().add_param_group(param_group)
         self._plans = None
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """As torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its own. A load that
-        fails changes nothing."""
+        """Load `state_dict`, as torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its
+        own. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups

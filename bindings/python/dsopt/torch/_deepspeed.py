@@ -113,7 +113,10 @@ class StepArguments(EngineOptimizer):
     set_grad_none: bool = True
 
     def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
-        """Set the gradients to None, or to zero. Without an argument as `set_grad_none` has it."""
+        """Set the gradients to None, or to zero.
+
+        set_to_none  True: to None; False: to zero; None: as the attribute set_grad_none has it
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self,
@@ -123,7 +126,11 @@ class StepArguments(EngineOptimizer):
              scale: Any = None,
              grad_norms: Any = None,
              grad_scaler: Any = None) -> Any:
-        """One step. The arguments after `closure` are refused, as in the original; grad_scaler is ignored."""
+        """One step. Returns what `closure` returns, which is called first.
+
+        grads, output_params, scale, grad_norms  must be None, as in the original: use FP16_Optimizer
+        grad_scaler                              no effect
+        """
         for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms",
                                                                                                    grad_norms)):
             if value is not None:
@@ -192,6 +199,7 @@ class TrustRatios(EngineOptimizer):
 
     @ReadOnly
     def lamb_coeffs(self) -> List[torch.Tensor]:
+        """The trust ratios of the last step as tensors, one per parameter that has had a gradient."""
         return self._in_order([plan.whole["trust_ratio"].unbind() for plan in self._plans or ()])
 
     def _in_order(self, values: List[Any]) -> List[Any]:

@@ -2,8 +2,6 @@
 """FP16_Optimizer and FP16_UnfusedOptimizer with the arguments of DeepSpeed: float32 masters, loss scale, clipping."""
 from __future__ import annotations
 
-import struct
-from ctypes import byref
 from numbers import Real
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -12,14 +10,15 @@ import torch
 from .. import _abi as abi
 from .._errors import StateError
 from .._handles import Scaler
-from ._base import WRAPPED, EngineOptimizer, number
+from ._base import WRAPPED, EngineOptimizer
 from ._gone import GONE
-from ._loss_scale import LossScaleConfig, more_of_scale, options_of, saved_scale
+from ._loss_scale import more_of_scale, options_of, saved_scale
 from ._originals import check_masters, kind_of, mismatch, per_parameter
 from ._parallel import Planned, mean_of_data_ranks
 from ._plan import Plan
-from ._tensors import asserted, unsupported, wrong
-from ._watch import LOG, Watched, measures, overflowed
+from ._scaled import Scaled
+from ._tensors import unsupported, wrong
+from ._watch import Watched, measures, overflowed
 
 
 # The end of the docstrings of both wrappers.
@@ -30,7 +29,7 @@ EXPERTS = """expert_groups         a dict of process groups in which ranks hold 
     """
 
 
-class Wrapper(Watched):
+class Wrapper(Scaled, Watched):
     """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
     in one pass. Masters are in `state` of the optimizer, as "master".
 
@@ -167,7 +166,12 @@ class Wrapper(Watched):
 
     # ---------------------------------------------------------------------------------------------------------- step
     def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
-        """Backward of the loss times the loss scale."""
+        """Backward of the loss times the loss scale.
+
+        loss          a scalar
+        create_graph  as in torch.Tensor.backward
+        retain_graph  as in torch.Tensor.backward
+        """
         if self._external is not None:
             loss = loss.float() * self._external
         elif self._scale_args is not None:
@@ -176,11 +180,14 @@ class Wrapper(Watched):
         loss.backward(create_graph=create_graph, retain_graph=retain_graph)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """One step, or none if a gradient is not finite. Returns `overflow`. A closure is not called, as in the
-        original, and there is a warning."""
+        """One step, or none if a gradient is not finite. Returns `overflow`.
+
+        closure  must be None; another one is not called, as in the original, and there is a warning
+        """
         return overflowed(self._step(closure, False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of the 16-bit parameters to None, or with `set_to_none` False to zero."""
         for group in self.param_groups:
             for param in group["params"]:
                 if set_to_none:
@@ -206,122 +213,10 @@ class Wrapper(Watched):
         """Of the last step, without the loss scale; NaN if nothing needed it."""
         return self._reported(abi.DSOPT_REPORT_GRAD_NORM)
 
-    # ---------------------------------------------------------------------------------------------------- loss scale
-    def _words(self) -> torch.Tensor:
-        return self._plan().whole["scaler"].cpu()
-
-    def _scaler(self) -> Any:
-        info = abi.dsopt_scaler_info()
-        words = self._words()
-        abi.check(abi.lib.dsopt_scaler_decode(words.data_ptr(), byref(info)))
-        return info
-
-    def _write_scaler(self, own: float, override: Optional[float], **counters: int) -> None:
-        """The words of the state tensor "scaler", as dsopt.h lists them."""
-        words = list(self._words().tolist())
-        words[0:2] = struct.unpack("<2i", struct.pack("<d", own))
-        words[2:4] = struct.unpack("<2i", struct.pack("<d", override or 0))
-        words[8] = override is not None
-        for place, name in ((4, "updates"), (5, "last_overflow")):
-            words[place] = counters.get(name, words[place])
-        whole = self._plan().whole
-        whole["scaler"].copy_(torch.tensor(words, dtype=torch.int32))
-        whole["loss_scale"].fill_(own if override is None else override)
-
-    def _scale_of(self, value: Any) -> float:
-        scale = number(value, 0, "loss_scale")
-        if not 0 < scale < 3.4e38:
-            raise wrong("the loss scale is %r, and must be positive and finite" % value)
-        if self._scale_args is None:
-            raise unsupported("there is no loss scale with %s; only torch.float16 parameters have one" %
-                              self.low_precision_dtype)
-        return scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The scaler's own value."""
-        return float(self._scaler().dynamic) if self._scale_args is not None else 1.0
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        info = self._scaler() if self._scale_args is not None else None
-        scale = self._scale_of(value)
-        self._write_scaler(scale, info.scale if info.overridden else None)  # type: ignore[union-attr]
-
-    def _scale_in_use(self) -> float:
-        """What gradients are divided by."""
-        return float(self._scaler().scale) if self._scale_args is not None else 1.0
-
-    @property
-    def loss_scale(self) -> Optional[float]:
-        """What the loss is multiplied by."""
-        return self._scale_in_use() if self._external is None else self._external
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.cur_scale = value
-
-    def override_loss_scale(self, loss_scale: Optional[float]) -> None:
-        """Use this scale, and leave the scaler alone meanwhile. None: back to the scaler's. With compat="deepspeed" the
-        backward pass alone uses it: the step divides gradients by the scaler's own, which moves on."""
-        if self._scale_args is None:
-            refuse = asserted if self._profile == "fused" else unsupported
-            raise refuse("override_loss_scale: there is no loss scale with %s; only torch.float16 parameters have one" %
-                         self.low_precision_dtype)
-        scale, before = None if loss_scale is None else self._scale_of(loss_scale), self.external_loss_scale
-        if self.verbose and scale != before:
-            LOG.info("the override of the loss scale changed from %s to %s", before, scale)
-        if getattr(self.optimizer, "_compat", None) == "deepspeed":
-            self._external, scale = scale, None
-        self._write_scaler(self.cur_scale, scale)
-
-    @property
-    def custom_loss_scaler(self) -> bool:
-        return self._external is not None or (self._scale_args is not None and bool(self._scaler().overridden))
-
-    @property
-    def external_loss_scale(self) -> Optional[float]:
-        return self.loss_scale if self.custom_loss_scaler else None
-
-    @property
-    def cur_iter(self) -> int:
-        return int(self._scaler().updates) if self._scale_args is not None else 0
-
-    @property
-    def last_overflow_iter(self) -> int:
-        return int(self._scaler().last_overflow) if self._scale_args is not None else -1
-
-    @property
-    def scale_factor(self) -> float:
-        return float((self._scale_args or {}).get("factor", 2.0))
-
-    @property
-    def scale_window(self) -> int:
-        return int((self._scale_args or {}).get("window", 1000))
-
-    @property
-    def min_loss_scale(self) -> Optional[float]:
-        return self.loss_scale_config.min_loss_scale
-
-    @property
-    def loss_scale_config(self) -> LossScaleConfig:
-        """The current loss scale, under the names of DeepSpeed's LossScaleConfig."""
-        return LossScaleConfig(self)
-
-    def scale_if_loss(self, value: torch.Tensor) -> torch.Tensor:
-        """A loss times the loss scale, without its backward. Waits for the device."""
-        return value * (self.loss_scale or 1.0)
-
-    def _combined_scale(self, total_norm: Any) -> float:
-        """What gradients are divided by: the loss scale, and by how much `total_norm`, which has it, is too large."""
-        scale = self._scale_in_use()
-        if self.clip_grad > 0:
-            scale *= max((float(total_norm) / scale + 1e-6) / self.clip_grad, 1.0)
-        return scale
-
     # ----------------------------------------------------------------------------------------------- groups and state
     @property
     def clip_grad(self) -> float:
+        """The largest L2 norm of all gradients; 0 = no clipping."""
         return self._clip_grad
 
     @clip_grad.setter
@@ -333,6 +228,7 @@ class Wrapper(Watched):
 
     @property
     def param_groups(self) -> List[Dict[str, Any]]:
+        """The groups of the optimizer, with the 16-bit parameters."""
         return self.optimizer.param_groups  # type: ignore[no-any-return]
 
     @param_groups.setter
@@ -342,6 +238,7 @@ class Wrapper(Watched):
 
     @property
     def state(self) -> Dict[Any, Any]:
+        """The state of the optimizer, with the masters. The keys are the 16-bit parameters."""
         return self.optimizer.state  # type: ignore[no-any-return]
 
     @state.setter
@@ -359,10 +256,12 @@ class Wrapper(Watched):
         return [[param for param in group["params"] if param.requires_grad] for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups to `lr`."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def get_lr(self) -> float:
+        """Returns the learning rate of the first group."""
         return self.param_groups[0]["lr"]  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -411,9 +310,11 @@ class Wrapper(Watched):
         return {**saved, **more_of_scale(self)}
 
     def load_state_dict(self, state_dict: Dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Load a state dict of this class, or of the original. Without optimizer states the masters and the loss scale
-        are loaded, and moments and counters stay. A scale that override_loss_scale has set stays in use. A load that
-        fails changes nothing."""
+        """Load a state dict. A scale that override_loss_scale has set stays in use. A load that fails changes nothing.
+
+        state_dict             from state_dict() of this class, or of the original
+        load_optimizer_states  False: the masters and the loss scale are loaded, and moments and counters stay
+        """
         if not isinstance(state_dict, dict):
             raise mismatch("the state dict is %s, and must be a dict" % kind_of(state_dict))
         targets, values = self._saved_masters(state_dict)
@@ -514,19 +415,29 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """One step, or none if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
-        fused_adam_legacy. A closure is not called, as in the original, and there is a warning."""
+        fused_adam_legacy.
+
+        closure  must be None; another one is not called, as in the original, and there is a warning
+        """
         report = self._step(closure, not self.fused_adam_legacy)
         self.has_executed_step |= not (self.fused_adam_legacy or report[abi.DSOPT_REPORT_SKIPPED])
         return overflowed(report)
 
     def step_fused_adam(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """A step that leaves the gradients as they are."""
+        """A step that leaves the gradients as they are.
+
+        closure  must be None; another one is not called, as in the original, and there is a warning
+        """
         return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, grad_groups_flat: List[torch.Tensor], total_norm: Any,
                                apply_scale: bool = True) -> float:
-        """What gradients with the norm `total_norm` must be divided by; with apply_scale these are. step() does all
-        of it in its own pass over the gradients."""
+        """Returns what gradients with the norm `total_norm` must be divided by. step() divides in its own pass.
+
+        grad_groups_flat  gradients of the caller
+        total_norm        their L2 norm, with the loss scale
+        apply_scale       True: `grad_groups_flat` is divided, in place
+        """
         scale = self._combined_scale(total_norm)
         for grad in grad_groups_flat if apply_scale else ():
             grad.detach().mul_(1 / scale)
@@ -584,12 +495,18 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
                          dynamic_loss_scale, 2.**16, 2.**16, dynamic_loss_args, verbose, mpu, clip_grad)
 
     def step_fused_lamb(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """The same as step()."""
+        """The same as step().
+
+        closure  must be None; another one is not called, as in the original, and there is a warning
+        """
         return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> float:
-        """What gradients with the norm `total_norm` must be divided by; with apply_scale the gradients of the masters
-        are, where a caller has set them. step() does all of it in its own pass over the parameters' gradients."""
+        """Returns what gradients with the norm `total_norm` must be divided by. step() divides in its own pass.
+
+        total_norm   their L2 norm, with the loss scale
+        apply_scale  True: the gradients of the masters, where a caller has set them, are divided in place
+        """
         scale = self._combined_scale(total_norm)
         for grad in [master.grad for group in self.masters() for master in group] if apply_scale else ():
             if grad is not None:
@@ -604,4 +521,5 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 
     @property
     def fp32_groups(self) -> List[List[torch.Tensor]]:
+        """The masters of each group: masters()."""
         return self.masters()

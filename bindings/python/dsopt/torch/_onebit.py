@@ -221,7 +221,7 @@ class Onebit(OnebitNames):
             for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """As torch's, also of the original's state dicts. The stage follows from `step`. The groups keep their
+        """Load `state_dict`, which may be one of the original. The stage follows from `step`. The groups keep their
         exp_avg_mask, as with the original: a run that goes on with longer sequences trains positions that the run
         before had masked."""
         self._own_masks = [{key: group[key] for key in group if key == "exp_avg_mask"} for group in self.param_groups]
@@ -259,7 +259,7 @@ class Onebit(OnebitNames):
         return copied
 
     def state_dict(self) -> Dict[str, Any]:
-        """As torch's."""
+        """Returns the state and the groups, as torch's."""
         if self._no_anchors and self._plans:
             self._set_anchors()
         return super().state_dict()  # type: ignore[no-any-return]
@@ -283,6 +283,8 @@ class Onebit(OnebitNames):
         self._no_anchors = not all("anchor" in state for state in states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own. Once
+        the variance is frozen, only groups with non_freeze=True can be added."""
         if param_group.get("max_grad_norm") and not self._compat:
             raise self._ignored("a group of " + type(self).__name__, "max_grad_norm", param_group["max_grad_norm"])
         if self.__dict__.get("_plans") and not param_group.get("non_freeze") and self._schedule().frozen:
@@ -427,6 +429,7 @@ class OnebitAdam(Onebit):
 
     @ReadOnly
     def adam_freeze_key(self) -> bool:
+        """The original's name of `frozen`."""
         return self.frozen
 
 
@@ -478,6 +481,7 @@ class ZeroOneAdam(Onebit):
 
     @ReadOnly
     def freeze_key(self) -> bool:
+        """The original's name of `frozen`."""
         return self.frozen
 
     @ReadOnly
@@ -543,4 +547,5 @@ class OnebitLamb(TrustRatios, Onebit):
 
     @ReadOnly
     def lamb_freeze_key(self) -> bool:
+        """The original's name of `frozen`."""
         return self.frozen

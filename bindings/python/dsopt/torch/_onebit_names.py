@@ -52,10 +52,12 @@ class OnebitNames(Named):
 
     @ReadOnly
     def cuda_aware(self) -> bool:
+        """False: the backend of the process group decides which memory is sent."""
         return False
 
     @ReadOnly
     def comm_backend_name(self) -> str:
+        """The constructor's argument of this name."""
         return str(self._comm_backend_name)
 
     @ReadOnly
@@ -65,6 +67,7 @@ class OnebitNames(Named):
 
     @ReadOnly
     def using_pipeline(self) -> bool:
+        """True if the engine has `pipeline_enable_backward_allreduce`, and comm_backend_name is not "mpi"."""
         return self._comm_backend_name != "mpi" and hasattr(self._engine, "pipeline_enable_backward_allreduce")
 
     @property

@@ -111,10 +111,12 @@ class SGD(Torch, TorchSGD):
                         self.state.get(param, {}).pop("momentum_buffer", None)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
         self._forget()
         super().add_param_group(param_group)
 
     def state_dict(self, *args: Any, **options: Any) -> Dict[str, Any]:
+        """Returns the state and the groups. `args` and options are those of torch's."""
         self._forget()
         return super().state_dict(*args, **options)
 

@@ -132,6 +132,7 @@ class Watched:
 
     @property
     def timers(self) -> Any:
+        """The timers that get the times of the phases of each step, or None."""
         return self._timers
 
     @timers.setter
