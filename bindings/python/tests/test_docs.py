@@ -5,55 +5,77 @@ import inspect
 import re
 import unittest
 
+import documented
 import dsopt
+from support import PACKAGE, python
 
-
-def described(argument, text):
-    """A row of a table that begins with the argument, perhaps after others, or a mention between backquotes."""
-    row = r"^ *(\w+, )*%s(, \w+)* +\S" % argument
-    return re.search(row, text, re.MULTILINE) or re.search(r"`%s`" % argument, text)
-
-
-def arguments(function):
-    found = inspect.signature(function).parameters.values()
-    return [p.name for p in found if p.name not in ("self", "cls") and p.kind not in (p.VAR_KEYWORD,)]
-
-
-def documented():
-    """(name, docstring, arguments) of everything that is exported, and of what a class has itself."""
-    for name in dsopt.__all__:
-        thing = getattr(dsopt, name)
-        text = inspect.getdoc(thing) or ""
-        if not inspect.isclass(thing):
-            yield name, text, arguments(thing)
-            continue
-        raises = issubclass(thing, BaseException)
-        has_own = "__doc__" in vars(thing) and not text.startswith(name + "(")  # a dataclass would write that one
-        protocol = getattr(thing, "_is_protocol", False)
-        yield name, text if has_own else "", [] if raises or protocol else arguments(thing)
-        for base in [base for base in thing.__mro__ if base.__module__.startswith("dsopt.")]:
-            for member, value in vars(base).items():
-                value = getattr(value, "__func__", value)
-                if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
-                    found = inspect.getdoc(value) or ""
-                    for other in re.findall(r"as in `(\w+)`", found):
-                        found += "\n" + (inspect.getdoc(getattr(thing, other)) or "")
-                    yield "%s.%s" % (name, member), found, [] if isinstance(value, property) else arguments(value)
+reference = documented.reference()
 
 
 class Docstrings(unittest.TestCase):
-    def test_everything_exported_has_one(self):
-        self.assertEqual([name for name, text, _ in documented() if len(text.split()) < 3], [])
+    def test_describe_everything_that_dsopt_exports(self):
+        self.assertEqual(list(documented.missing(dsopt)), [])
 
-    def test_every_argument_is_described(self):
-        missing = ["%s: %s" % (n, a) for n, text, found in documented() for a in found if not described(a, text)]
-        self.assertEqual(missing, [])
+    def test_describe_everything_that_the_modules_for_frameworks_export(self):
+        """In a process of their own: frameworks that are not installed are stubs there."""
+        found = sorted(path.parent.name for path in (PACKAGE / "dsopt").glob("[a-z]*/__init__.py"))
+        self.assertLessEqual({"jax", "tf", "torch"}, set(found))
+        path = str(documented.__file__)
+        program = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        status, said, complaint = python(program, path, *["dsopt." + name for name in found], timeout=600)
+        self.assertEqual((status, said), (0, ""), complaint)
 
-    def test_algorithms_show_the_defaults_of_the_library(self):
+    def test_of_what_has_no_docstring_is_missing(self):
+        class Module:
+            __all__ = ["Thing", "call"]
+
+            class Thing:
+                """A thing with a method. `a` is described."""
+
+                def __init__(self, a):
+                    pass
+
+                def method(self):
+                    pass
+
+            @staticmethod
+            def call(a, bb):
+                """Calls with an argument.
+
+                a  the first one
+                """
+
+        Module.Thing.__module__ = "dsopt.test"
+        self.assertEqual(
+            list(documented.missing(Module)),
+            ["Module.Thing.method has no docstring", "Module.call: the docstring does not describe bb"],
+        )
+
+    def test_of_algorithms_show_the_defaults_of_the_library(self):
         for kind in dsopt._groups.ALGORITHMS:
             for field, parameter in inspect.signature(kind).parameters.items():
                 self.assertEqual(parameter.default, getattr(kind(), field))
                 self.assertRegex(kind.__doc__, r"\n    %s .*\(%s\)\n" % (field, re.escape(repr(parameter.default))))
+
+
+class Markdown(unittest.TestCase):
+    """What the generator of the reference gets."""
+
+    def test_tables_become_lists(self):
+        text = "Text.\n\na, b    first\n        and more\n`cc`    third\n**rest  others\nAfter."
+        self.assertEqual(
+            reference.as_markdown(text),
+            "Text.\n\n- `a`, `b`: first\n  and more\n- `cc`: third\n- `**rest`: others\n\nAfter.",
+        )
+        self.assertEqual(
+            reference.rows_of(text), {"a": "first and more", "b": "first and more", "cc": "third", "rest": "others"}
+        )
+
+    def test_text_has_no_other_marks(self):
+        text, expected = '2 * a[0] * b, "<w>.x", `c * d`', '2 \\* a\\[0\\] \\* b, "&lt;w>.x", `c * d`'
+        self.assertEqual(reference.as_markdown(text), expected)
+        self.assertEqual(reference.as_markdown("Text:\n\n    x = a * b[0]\n\nb"), "Text:\n\n    x = a * b[0]\n\nb")
+        self.assertEqual(reference.as_markdown(""), "")
 
 
 if __name__ == "__main__":

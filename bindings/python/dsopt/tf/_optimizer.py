@@ -197,13 +197,13 @@ class Adam(keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="dsopt")
 class AdamW(Adam):
-    """keras.optimizers.AdamW by dsopt. See Adam.
+    """keras.optimizers.AdamW by dsopt. See `Adam`.
 
     weight_decay  decoupled decay, times the learning rate; it must be a number
 
-    The other arguments (learning_rate, beta_1, beta_2, epsilon, amsgrad, clipnorm, clipvalue, global_clipnorm,
-    use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor, gradient_accumulation_steps, name, kwargs) are
-    those of Adam.
+    The other arguments are those of `Adam`: `learning_rate`, `beta_1`, `beta_2`, `epsilon`, `amsgrad`, `clipnorm`,
+    `clipvalue`, `global_clipnorm`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`, `loss_scale_factor`,
+    `gradient_accumulation_steps`, `name`, `kwargs`.
     """
 
     def __init__(self, learning_rate: Any = 0.001, weight_decay: float = 0.004, beta_1: float = 0.9,
