@@ -22,6 +22,23 @@ class Readme(TestCase):
                 exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
             self.assertEqual(said.getvalue(), expected)
 
+    def test_lines_of_the_table_of_ecosystems(self):
+        """Those that need PyTorch alone."""
+        import dsopt.torch
+        import torch
+        text = (README.parents[4] / "README.md").read_text(encoding="utf-8")
+        table = text.split("\n## Ecosystems\n")[1].split("\n## ")[0]
+        rows = dict(re.findall(r"^\| (.+?) \| `(.+?)` \|", table, flags=re.M))
+        for name in ("PyTorch, training loop", "DDP, ZeroRedundancyOptimizer, FSDP1"):
+            model = torch.nn.Linear(3, 1)
+            known = {"dsopt": dsopt, "model": model, "ddp_model": model}
+            line = rows[name]
+            exec(line if "optimizer =" in line else "optimizer = " + line, known)
+            before = model.weight.detach().clone()
+            model(torch.ones(1, 3)).sum().backward()
+            known["optimizer"].step()
+            self.assertTrue((model.weight.detach() < before).all())
+
     def test_every_class_is_named(self):
         import dsopt.torch
         text = README.read_text(encoding="utf-8")
