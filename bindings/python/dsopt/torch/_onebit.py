@@ -10,6 +10,7 @@ import torch
 
 from .. import _abi as abi
 from .._errors import StateError, UnsupportedError
+from ._averaged import Averaged
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
 from ._onebit_names import NCCL, OnebitNames
@@ -73,7 +74,7 @@ def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return a.shape == b.shape and torch.equal(a.detach().cpu().float(), b.detach().cpu().float())
 
 
-class Onebit(OnebitNames):
+class Onebit(OnebitNames, Averaged):
     """What the 1-bit family has in common."""
 
     # GradScaler would skip the step of the one rank whose gradients are not finite, and the others would wait for it in
@@ -175,6 +176,7 @@ class Onebit(OnebitNames):
             for param in group["params"]:
                 if "mask" in self.state.get(param, {}):
                     del self.state[param]["mask"]  # of a mask that was removed
+        self._calls_left = 0
         super()._plan()
         if not has_active:
             self._find_active()
@@ -240,6 +242,7 @@ class Onebit(OnebitNames):
 
     def _after_load(self) -> None:
         super()._after_load()
+        self._unchecked = True
         self._update_engine_flag()
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -310,6 +313,7 @@ class Onebit(OnebitNames):
             self._no_anchors = False
         if getattr(self, "grad_scale", None) is not None:
             self._unscale()
+        self._check_gradients()
         super()._advance()
         self._update_engine_flag()
 

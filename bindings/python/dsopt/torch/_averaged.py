@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 1-bit family notices gradients that were averaged before a step which exchanges them itself."""
+from __future__ import annotations
+
+import warnings
+from itertools import chain
+from typing import Any, Iterable, List, Tuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _abi as abi
+from ._base import EngineOptimizer
+from ._parallel import data_group_of
+
+CHUNK = 2**20  # elements that are hashed at a time
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd numbers without structure, so that equal values at different places have different products.
+PLACE, TENSOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+AVERAGED = ("%s: in the first step that takes each rank's own gradients they are equal on all %d ranks. So they were "
+            "averaged before the step, and the communication that the step would save has been made. With DeepSpeed "
+            "set engine.enable_backward_allreduce = False after deepspeed.initialize; do not use "
+            "DistributedDataParallel. If nothing averages them, the ranks have the same data: give each rank its own")
+APART = ("%s: the weights of the %d ranks differ. Each rank must have a whole copy of the parameters with the same "
+         "values: broadcast them before the first step, and use neither ZeRO nor FSDP, which partition them")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().contiguous().reshape(-1)
+
+
+def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """A hash of 64 bits of numbered tensors, as a tensor on the device. The order in which sums are made does not
+    matter, so it is equal for equal bits."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for number, tensor in tensors:
+        for i, part in enumerate(_flat(tensor).split(CHUNK)):
+            bits = part.view(BITS[part.element_size()]).to(torch.int64) + 1
+            place = torch.arange(i * CHUNK, i * CHUNK + len(part), dtype=torch.int64, device=part.device)
+            total += (bits * ((place * PLACE + (number + 1) * TENSOR % 2**62) | 1)).sum().to(device)
+    return total
+
+
+def _any(tests: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for test in tests:
+        total += test.to(device)
+    return total.clamp(max=1)
+
+
+class Averaged(EngineOptimizer):
+    """What the 1-bit family does for this: one all-reduce of six numbers, before the first step whose gradients are
+    those of each rank, and again after a load. It tells nothing where all gradients are 0, and where one is not finite;
+    then the next such step takes it. All ranks are in the same stage, so all take part, with gradients or without."""
+
+    _unchecked = True
+    _calls_left = 0  # steps that are sure to need averaged gradients: a device is not asked for the stage in each
+    _rank_key = ""
+    _algorithm = 0
+    _schedule: Any
+    _schedule_fields: Any
+
+    def _calls_to_come(self, info: Any) -> int:
+        """How many steps after the next one need averaged gradients too, at least."""
+        if self._algorithm == abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM:
+            return 0
+        return max(0, int(self._schedule_fields()["freeze_step"]) - int(info.step) - 2)
+
+    def _check_gradients(self) -> None:
+        if not self._unchecked:
+            return
+        if self._plans is None or not self._is_current():
+            self._plan()
+        if not self._rank_key or not self._plans:
+            return
+        if self._calls_left > 0:
+            self._calls_left -= 1
+            return
+        info = self._schedule()
+        if info.reduction == abi.DSOPT_REDUCTION_FULL:
+            self._calls_left = self._calls_to_come(info) if self._plans[0].device.type == "cuda" else 0
+            return
+        whole = not (info.frozen and self._plans[0].whole.get("lr_sum") is not None)  # else ranks have local steps
+        self._unchecked = not self._compare(whole)
+
+    def _compare(self, weights: bool) -> bool:
+        """True if it is known now how the gradients came. Collective."""
+        plan, group = self._plans[0], data_group_of(self)  # type: ignore[index]
+        given = self._given
+        grads = [(i, grad) for i, grad in enumerate(p.grad if given is None else given.grads.get(p)
+                                                    for p in plan.params)
+                 if grad is not None and grad.layout == torch.strided and grad.element_size() in BITS]
+        gradients = hash_of(grads, plan.device)
+        params = hash_of(enumerate(plan.params if weights else ()), plan.device)
+        found = torch.stack([gradients, ~gradients, params, ~params, _any(((g != 0).any() for _, g in grads), plan.device),
+                             _any((~torch.isfinite(g).all() for _, g in grads), plan.device)])
+        if "nccl" not in str(dist.get_backend(group)):
+            found = found.cpu()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        most, least, heaviest, lightest, nonzero, nonfinite = [int(word) for word in found.tolist()]
+        said: List[str] = []
+        if heaviest != ~lightest:
+            said.append(APART)
+        elif nonfinite or not nonzero:
+            return False
+        elif most == ~least:
+            said.append(AVERAGED)
+        for text in said if dist.get_rank(group) == 0 else ():
+            warnings.warn(text % (type(self).__name__, dist.get_world_size(group)), stacklevel=2)
+        return True
