@@ -2,6 +2,7 @@
 """Optimizers of torch that step with the engine. See README.md."""
 from ._adagrad import Adagrad
 from ._adam import Adam, AdamW
+from ._cpu import DeepSpeedCPUAdam, DeepSpeedCPULion
 from ._deepspeed import FusedAdam, FusedLamb, FusedLion
 from ._fp16 import FP16_Optimizer, FP16_UnfusedOptimizer
 from ._lion import Lion
@@ -9,6 +10,6 @@ from ._onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ._sgd import SGD
 
 __all__ = [
-    "Adagrad", "Adam", "AdamW", "FP16_Optimizer", "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "FusedLion",
-    "Lion", "OnebitAdam", "OnebitLamb", "SGD", "ZeroOneAdam"
+    "Adagrad", "Adam", "AdamW", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FP16_Optimizer", "FP16_UnfusedOptimizer",
+    "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD", "ZeroOneAdam"
 ]

@@ -96,7 +96,8 @@ class Averaged(EngineOptimizer):
                  if grad is not None and grad.layout == torch.strided and grad.element_size() in BITS]
         gradients = hash_of(grads, plan.device)
         params = hash_of(enumerate(plan.params if weights else ()), plan.device)
-        found = torch.stack([gradients, ~gradients, params, ~params, _any(((g != 0).any() for _, g in grads), plan.device),
+        found = torch.stack([gradients, ~gradients, params, ~params,
+                             _any(((g != 0).any() for _, g in grads), plan.device),
                              _any((~torch.isfinite(g).all() for _, g in grads), plan.device)])
         if "nccl" not in str(dist.get_backend(group)):
             found = found.cpu()

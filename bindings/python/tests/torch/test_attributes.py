@@ -15,7 +15,8 @@ import originals
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 
 import dsopt
-from dsopt.torch import FP16_Optimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from dsopt.torch import (DeepSpeedCPUAdam, DeepSpeedCPULion, FP16_Optimizer, FusedAdam, FusedLamb, OnebitAdam,
+                         OnebitLamb, ZeroOneAdam)
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 FAMILY = ((OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}), (OnebitLamb, {"freeze_step": 2}))
@@ -429,7 +430,7 @@ def names_in(cell):
 
 class Table(TestCase):
     def test_what_is_there_is_there(self):
-        for kind in (FusedAdam, FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb):
+        for kind in (FusedAdam, FusedLamb, DeepSpeedCPUAdam, DeepSpeedCPULion, OnebitAdam, ZeroOneAdam, OnebitLamb):
             params = params_of((4,))
             optimizer = kind(params)
             give_grads(params)

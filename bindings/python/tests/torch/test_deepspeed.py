@@ -9,8 +9,8 @@ from support import TestCase, give_grads, main, params_of, torch
 
 import dsopt
 import dsopt.torch
-from dsopt.torch import (FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, FusedLion, OnebitAdam, OnebitLamb,
-                         ZeroOneAdam)
+from dsopt.torch import (DeepSpeedCPUAdam, DeepSpeedCPULion, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam,
+                         FusedLamb, FusedLion, OnebitAdam, OnebitLamb, ZeroOneAdam)
 
 REQUIRED = inspect.Parameter.empty
 
@@ -39,6 +39,10 @@ DEEPSPEED = {
     FusedAdam: dict(params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
                     weight_decay=0., amsgrad=False, set_grad_none=True),
     FusedLion: dict(params=REQUIRED, lr=1e-3, betas=(0.9, 0.999), weight_decay=0., set_grad_none=True),
+    DeepSpeedCPUAdam: dict(model_params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
+                           weight_decay=0, amsgrad=False, adamw_mode=True, fp32_optimizer_states=True),
+    DeepSpeedCPULion: dict(model_params=REQUIRED, lr=1e-3, betas=(0.9, 0.999), weight_decay=0,
+                           fp32_optimizer_states=True),
     FusedLamb: dict(params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False,
                     weight_decay=0., max_grad_norm=0., max_coeff=10.0, min_coeff=0.01, amsgrad=False),
     OnebitAdam: dict(ONEBIT, freeze_step=100000, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
@@ -64,6 +68,7 @@ STEPS = {
     **dict.fromkeys((FusedAdam, FusedLion), dict(closure=None, grads=None, output_params=None, scale=None,
                                                  grad_norms=None, grad_scaler=None)),
     FusedLamb: dict(closure=None, grads=None, output_params=None, scale=1., grad_norms=None),
+    **dict.fromkeys((DeepSpeedCPUAdam, DeepSpeedCPULion), dict(closure=None)),
     **dict.fromkeys((OnebitAdam, ZeroOneAdam, OnebitLamb), dict(closure=None, grads=None)),
 }
 
