@@ -44,12 +44,18 @@ int main() {
     dsopt_context *context = nullptr;
     expect("context", dsopt_context_create(&cpu, &context), DSOPT_OK, "");
 
-    all_reduce(context, "no exception", [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; }, DSOPT_OK, "");
-    all_reduce(context, "std::runtime_error",
-               [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) -> int { throw std::runtime_error("the cable is cut"); },
-               DSOPT_ERR_COMM, "the cable is cut");
-    all_reduce(context, "int", [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) -> int { throw 42; }, DSOPT_ERR_COMM,
-               "threw");
+    all_reduce(
+        context, "no exception", [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; },
+        DSOPT_OK, "");
+    all_reduce(
+        context, "std::runtime_error",
+        [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) -> int {
+            throw std::runtime_error("the cable is cut");
+        },
+        DSOPT_ERR_COMM, "the cable is cut");
+    all_reduce(
+        context, "int", [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) -> int { throw 42; },
+        DSOPT_ERR_COMM, "threw");
 
     cpu.backend = 77;
     dsopt_context *none = nullptr;

@@ -55,11 +55,13 @@ HIDDEN int _dl_find_object(void *address, struct dl_find_object *result) {
 
 // glibc 2.30: as pthread_cond_timedwait, with a time of `clock`. Waits for at most a second of the other clock, which may be set
 // during the wait, and then wakes up without a reason, as every wait may.
-HIDDEN int pthread_cond_clockwait(pthread_cond_t *condition, pthread_mutex_t *mutex, clockid_t clock, const struct timespec *until) {
+HIDDEN int pthread_cond_clockwait(pthread_cond_t *condition, pthread_mutex_t *mutex, clockid_t clock,
+                                  const struct timespec *until) {
     const int64_t second = 1000000000;
     struct timespec now, slice;
     if (until->tv_nsec < 0 || until->tv_nsec >= second || clock_gettime(clock, &now) != 0) return EINVAL;
-    int64_t left = until->tv_sec - now.tv_sec > 1 ? second : (until->tv_sec - now.tv_sec) * second + until->tv_nsec - now.tv_nsec;
+    int64_t left =
+        until->tv_sec - now.tv_sec > 1 ? second : (until->tv_sec - now.tv_sec) * second + until->tv_nsec - now.tv_nsec;
     const int whole = left < second;
     if (!whole) left = second;
     if (left < 0) left = 0;

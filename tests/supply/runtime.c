@@ -26,8 +26,13 @@ static void finds_what_the_system_finds(void) {
     static int data;
     int local;
     void *const heap = malloc(16);
-    void *const addresses[] = {*(void **)&(find_function){_dl_find_object}, (void *)&data, dlsym(RTLD_DEFAULT, "printf"),
-                               dlsym(RTLD_DEFAULT, "dlopen"), &local, heap, NULL};
+    void *const addresses[] = {*(void **)&(find_function){_dl_find_object},
+                               (void *)&data,
+                               dlsym(RTLD_DEFAULT, "printf"),
+                               dlsym(RTLD_DEFAULT, "dlopen"),
+                               &local,
+                               heap,
+                               NULL};
     for (size_t i = 0; i < sizeof addresses / sizeof addresses[0]; ++i) {
         struct dl_find_object one, other;
         const int status = _dl_find_object(addresses[i], &one), wanted = systems(addresses[i], &other);
@@ -35,7 +40,8 @@ static void finds_what_the_system_finds(void) {
         expect((status == 0) == (i < 4), "code and data are of an object, the stack and the heap are not");
         if (status != 0 || wanted != 0) continue;
         expect(one.dlfo_eh_frame == other.dlfo_eh_frame, "with the same table for the unwinder");
-        expect((char *)addresses[i] >= (char *)one.dlfo_map_start && (char *)addresses[i] < (char *)one.dlfo_map_end, "that has the address");
+        expect((char *)addresses[i] >= (char *)one.dlfo_map_start && (char *)addresses[i] < (char *)one.dlfo_map_end,
+               "that has the address");
     }
     free(heap);
 }
@@ -75,7 +81,8 @@ static void waits(void) {
     pthread_mutex_lock(&mutex);
     for (int i = 0; i < 2; ++i) {
         struct timespec until = in(clocks[i], 0);
-        expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == ETIMEDOUT, "a time in the past has passed");
+        expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == ETIMEDOUT,
+               "a time in the past has passed");
         for (int64_t wait = 20000000; wait <= 1500000000; wait += 1480000000) { // the second is longer than a slice
             until = in(clocks[i], wait);
             int status = 0;
@@ -84,12 +91,14 @@ static void waits(void) {
             expect(status == ETIMEDOUT && is_past(clocks[i], &until), "the wait ends when the time has come");
         }
         until.tv_nsec = 1000000000;
-        expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == EINVAL, "nanoseconds are below a second");
+        expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == EINVAL,
+               "nanoseconds are below a second");
     }
     const struct timespec far = in(CLOCK_MONOTONIC, INT64_C(3600000000000));
     pthread_t thread;
     expect(pthread_create(&thread, NULL, signals, NULL) == 0, "there is a thread");
-    while (!ready) expect(pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &far) == 0, "a signal ends the wait");
+    while (!ready)
+        expect(pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &far) == 0, "a signal ends the wait");
     pthread_mutex_unlock(&mutex);
     pthread_join(thread, NULL);
 }
