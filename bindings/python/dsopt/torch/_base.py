@@ -11,11 +11,12 @@ import torch
 
 from .. import _abi as abi
 from ._double_plan import DoublePlan, is_double
+from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
 from ._several import Given, with_norms
-from ._tensors import Layouts, refused, unsupported, wrong
+from ._tensors import Layouts, is_dtensor, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -164,15 +165,24 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = None
         seeds = seeds_of(self)
         check_dtypes(self, seeds)
-        entries, idle = self._entries()
+        at_once = self._at_once or takes_norms(self)
+        entries, idle = self._entries(at_once)
         devices = list(dict.fromkeys(entry.param.device for entry in entries))
-        if len(devices) > 1 and self._at_once:
+        if len(devices) > 1 and at_once:
             raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
                               ", ".join(map(str, devices)))
-        plans = [DoublePlan(self, device, members) if double else Plan(self, device, seed, members)
-                 for (device, seed, double), members in self._parted(entries, seeds).items()]
-        self._seen = Seen(self, idle)
+        parts = self._parted(entries, seeds)
+        if len(parts) > 1 and takes_norms(self):
+            raise unsupported("%s takes norms of whole DTensors in one engine, and its parameters need several: they "
+                              "differ in stochastic_rounding, in the seed, or in float64; make an optimizer for each" %
+                              type(self).__name__)
+        plans = [DoublePlan(self, device, members) if double else self._plan_of(members)(self, device, seed, members)
+                 for (device, seed, double), members in parts.items()]
+        self._seen = Seen(self, idle, any(isinstance(plan, ShardedPlan) for plan in plans))
         self._plans = plans
+
+    def _plan_of(self, entries: List[Entry]) -> Any:
+        return ShardedPlan if any(is_dtensor(entry.param) for entry in entries) else Plan
 
     def _parted(self, entries: List[Entry],
                 seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int], bool], List[Entry]]:
@@ -190,8 +200,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device)
         return self._report
 
-    def _entries(self) -> Tuple[List[Entry], List[torch.Tensor]]:
-        """The parameters that have a gradient, or state from an earlier one; and all others."""
+    def _entries(self, at_once: bool) -> Tuple[List[Entry], List[torch.Tensor]]:
+        """The parameters that have a gradient, or state from an earlier one, or with at_once that are trained; and all
+        others."""
         entries: List[Entry] = []
         idle: List[torch.Tensor] = []
         known: Dict[torch.Tensor, str] = {}
@@ -208,7 +219,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if param in known:
                     raise wrong("%s is also %s" % (name, known[param]), "OVERLAP")
                 known[param] = name
-                if self.state.get(param) or self._has_grad(param) or (self._at_once and param.requires_grad):
+                if self.state.get(param) or self._has_grad(param) or (at_once and param.requires_grad):
                     entries.append(Entry(g, name, param))
                 else:
                     idle.append(param)
@@ -306,7 +317,8 @@ class Seen:
     """What plans depend on, to notice a change. It keeps the memory of the state tensors, also where a caller gives
     them other memory, so that no other tensor can come to the same addresses."""
 
-    def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor]) -> None:
+    def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor], sharded: bool) -> None:
+        self.sharded = sharded  # state tensors may be DTensors, which have no addresses
         self.process = os.getpid()
         self.sizes = [len(group["params"]) for group in owner.param_groups]
         self.params = list(chain.from_iterable(map(_params_of, owner.param_groups)))
@@ -321,7 +333,8 @@ class Seen:
         self.seeds = raw_seeds(owner.param_groups)
 
     def _tensors(self) -> List[torch.Tensor]:
-        return list(chain.from_iterable(map(dict.values, self.states)))
+        tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        return local_tensors(tensors) if self.sharded else tensors
 
     def has_state(self) -> bool:
         """True if the state tensors have the addresses and layouts of the time of the plans."""

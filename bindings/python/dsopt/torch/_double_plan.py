@@ -13,7 +13,7 @@ import torch
 from .. import _abi as abi
 from .._double import Hyper, clipping, moments_of, squares, supports, update
 from ._plan import Entry, Plan, Stale
-from ._tensors import DEVICES, FLOATS, check_grad, context_of, wrong
+from ._tensors import DEVICES, FLOATS, check_grad, context_of, is_dtensor, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -81,6 +81,11 @@ class DoublePlan:
             context_of(self.device, entry.name)
         if owner._wrapper is not None:
             owner._wrapper._check_dtypes()
+        sharded = next((entry for entry in self.entries if is_dtensor(entry.param)), None)
+        if sharded is not None:
+            raise wrong("%s is a %s DTensor, and DTensors must be float32, float16, bfloat16 or complex64; convert it, or "
+                        "leave it to an optimizer of torch.optim" %
+                        (sharded.name, str(sharded.param.dtype).replace("torch.", "")), "DTYPE")
         what = "%s is %s, which " % (entry.name, str(entry.param.dtype).replace("torch.", ""))
         if getattr(owner, "_compat", None):
             raise wrong(what + "compat='deepspeed' does not have, as the original does not; leave compat out", "DTYPE")

@@ -18,8 +18,8 @@ from .. import _abi as abi
 from .._handle import Handle
 from .._hooks import gate
 from ._parallel import Parallel, agrees_over_data
-from ._tensors import (STATES, Layouts, check_grad, context_of, dtype_of, is_dense, put, strides_of, unsupported,
-                       words_of, wrong)
+from ._tensors import (STATES, Layouts, check_grad, context_of, dtype_of, is_dense, is_dtensor, put, strides_of,
+                       unsupported, words_of, wrong)
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -54,9 +54,12 @@ class Engine(Handle):
 
 class Plan:
     def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
-        self.device, self.seed, self.entries = device, seed, entries  # the seed of stochastic rounding; None = nearest
+        self.device, self.seed = device, seed  # the seed of stochastic rounding; None = nearest
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
+        self.keys = [entry.param for entry in entries]  # the parameters as keys of the state
+        self.entries = entries = self._with_memory(entries)
         self.params = [entry.param for entry in entries]
+        self.written = self.params  # whose versions a step raises
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
         if seed is not None:
@@ -64,7 +67,7 @@ class Plan:
             desc.seed = seed
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
-        parallel = Parallel(owner, self.context, device, entries, desc)
+        parallel = self._parallel(owner, desc)
         # dsopt_optimizer_apply keeps no times. dsopt_optimizer_step does, and with the 1-bit family the first step of a
         # plan compares the lists of ranks. That is one more collective, so all ranks must make a new plan at once.
         self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
@@ -94,7 +97,14 @@ class Plan:
                                    report=self.report.data_ptr() if self.report is not None else None)
 
     # ------------------------------------------------------------------------------------------------------- set-up
-    def _register(self, owner: EngineOptimizer, parallel: Parallel) -> None:
+    def _with_memory(self, entries: List[Entry]) -> List[Entry]:
+        """The entries with tensors whose memory the engine can use."""
+        return entries
+
+    def _parallel(self, owner: EngineOptimizer, desc: Any) -> Any:
+        return Parallel(owner, self.context, self.device, self.entries, desc)
+
+    def _register(self, owner: EngineOptimizer, parallel: Any) -> None:
         """Groups and parameters, without memory."""
         for g, group in enumerate(owner.param_groups):
             algorithm, flags, fields = owner._rule(group)
@@ -144,10 +154,10 @@ class Plan:
         self.state_of: List[List[Tuple[int,
                                        str]]] = [[]
                                                  for _ in self.entries]  # per parameter: index and name of each entry
-        fresh = not any(owner._has_begun(owner.state.get(p)) for p in self.params)
+        fresh = not any(owner._has_begun(owner.state.get(p)) for p in self.keys)
         given: List[torch.Tensor] = []  # state that is there before a first step
         self._take_steps(owner)
-        self.of_param = [owner.state[p] for p in self.params]
+        self.of_param = [owner.state[p] for p in self.keys]
         self.whole: Dict[str, torch.Tensor] = {}  # what belongs to no single parameter, by its name
         for i, place in enumerate(self.state_list):
             info = abi.dsopt_state_info()
@@ -183,7 +193,7 @@ class Plan:
         """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one
         tensor, which is copied from and to that list. Where torch's state has no `step`, none is put there."""
         count = len(self.entries)
-        states = [owner.state[p] for p in self.params]
+        states = [owner.state[p] for p in self.keys]
         old = [owner._steps_of(state) if state else owner._starts_at(owner.param_groups[entry.group], entry.group)
                for entry, state in zip(self.entries, states)]
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -191,14 +201,26 @@ class Plan:
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
         # The random numbers of stochastic rounding depend on the step.
         counts = owner._counts or self.seed is not None
-        for p, step in zip(self.params, self.steps_seen.unbind() if counts else ()):
+        for p, step in zip(self.keys, self.steps_seen.unbind() if counts else ()):
             owner.state[p]["step"] = step
+
+    def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
+        """A state tensor of a parameter, if it is there."""
+        tensor: Optional[torch.Tensor] = self.of_param[i].get(name)
+        if tensor is not None and is_dtensor(tensor):
+            raise unsupported("state %r of %s is a DTensor, and the parameter a plain tensor; load it with "
+                              "torch.distributed.checkpoint" % (name, self.entries[i].name))
+        return tensor
+
+    def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        """Put a state tensor into the state of its parameter."""
+        self.of_param[i][name] = tensor
 
     def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
         entry = self.entries[info.param]
-        param, state = entry.param, owner.state[entry.param]
+        param = entry.param
         dtype = torch.complex64 if param.is_complex() else STATES[info.tensor.dtype]
-        tensor = state.get(name)
+        tensor = self._state_tensor(info.param, name)
         if tensor is None:
             # In the order of the parameter's elements; else in that of its shape.
             like = param.detach() if is_dense(param) else param.detach().contiguous()
@@ -216,7 +238,7 @@ class Plan:
         if not is_dense(tensor):
             tensor = tensor.contiguous()
         self.plain &= tensor.is_contiguous()
-        state[name] = tensor
+        self._keep(info.param, name, tensor)
         return tensor
 
     def _state_of_whole(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
@@ -277,7 +299,7 @@ class Plan:
             param.copy_(copy)
         del copies  # a kernel that reads them comes first on the stream
         if _bump is not None:
-            _bump(self.params if given is None else self.params + list(given.outputs.values()))
+            _bump(self.written if given is None else self.written + list(given.outputs.values()))
 
     def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Put outputs and norms into the call. Returns the scale of the gradients."""
@@ -329,11 +351,14 @@ class Plan:
     def _stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
+    def _grads(self, given: Any) -> List[Optional[torch.Tensor]]:
+        return [p.grad for p in self.params] if given is None else [given.grads.get(p) for p in self.params]
+
     def _gather(self, given: Any) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
         """Put the addresses of parameters and gradients into the lists. Returns the parameters whose new values will be
         in a copy, with that copy; and the copies of gradients, which must live until the call has been made."""
         params = self.params
-        grads = [p.grad for p in params] if given is None else [given.grads.get(p) for p in params]
+        grads = self._grads(given)
         if not self.plain:
             return self._arrange(grads)
         present = grads
@@ -424,8 +449,8 @@ class Plan:
     def _order_state(self, i: int, param: torch.Tensor) -> None:
         """Convert the state of a parameter to the strides of its elements."""
         for index, name in self.state_of[i]:
-            tensor = self.of_param[i][name]
+            tensor = self._state_tensor(i, name)
             if strides_of(tensor) != strides_of(param):
                 new = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
-                self.of_param[i][name] = new.copy_(tensor)
+                self._keep(i, name, new.copy_(tensor))
                 self.state_list[index].data = new.data_ptr()

@@ -54,6 +54,12 @@ class Collectives:
             out.copy_(self._tensor(send, count, DTYPES[dtype]))
         dist.all_reduce(out, dist.ReduceOp.MAX if op == abi.DSOPT_OP_MAX else dist.ReduceOp.SUM, group=self.group)
 
+    def broadcast(self, address: int, count: int, dtype: int) -> None:
+        """From rank 0 of the group, in place."""
+        if count:
+            root = 0 if self.group is None else dist.distributed_c10d._get_global_rank(self.group, 0)
+            dist.broadcast(self._tensor(address, count, DTYPES[dtype]), root, group=self.group)
+
     def all_gather(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
             return
@@ -112,6 +118,15 @@ def ranks_of(group: Any) -> int:
     return int(dist.get_world_size(group)) if is_distributed() else 1
 
 
+def memory_of(group: Any, device: torch.device, what: str) -> bool:
+    """True if the collectives of a process group are to work in the memory of `device`; False: in host memory."""
+    backend = str(dist.get_backend(group))
+    own = device.type == "cuda" and "nccl" in backend
+    if "nccl" in backend and "gloo" not in backend and not own:
+        raise unsupported("%s: its backend nccl has no collectives for parameters on %s" % (what, device))
+    return own
+
+
 def comm_of(group: Any, context: Context, device: torch.device, what: str = "group") -> Optional[Comm]:
     """A comm over a process group; None: the default group, if there is one. One rank needs no comm. `what` names the
     group in the error."""
@@ -123,9 +138,6 @@ def comm_of(group: Any, context: Context, device: torch.device, what: str = "gro
         raise wrong("%s does not have this rank" % what)
     if dist.get_world_size(group) == 1:
         return None
-    backend = str(dist.get_backend(group))
-    own = device.type == "cuda" and "nccl" in backend
-    if "nccl" in backend and "gloo" not in backend and not own:
-        raise unsupported("%s: its backend nccl has no collectives for parameters on %s" % (what, device))
+    own = memory_of(group, device, what)
     collectives = Collectives(group, device if own else torch.device("cpu"))
     return Comm.table(context, collectives, collectives.rank, collectives.ranks, memory="backend" if own else "host")

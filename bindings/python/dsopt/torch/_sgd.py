@@ -106,7 +106,7 @@ class SGD(Torch, TorchSGD):
         """Take out buffers whose first step was skipped: the gradient that makes a buffer is not dampened."""
         if any(group["dampening"] for group in self.param_groups):
             for plan in self._plans or ():
-                for param, step in zip(plan.params, plan.steps.tolist()):
+                for param, step in zip(plan.keys, plan.steps.tolist()):
                     if not step:
                         self.state.get(param, {}).pop("momentum_buffer", None)
 

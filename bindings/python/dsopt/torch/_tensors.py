@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from array import array
 from operator import attrgetter
@@ -54,8 +55,19 @@ def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
                     "optimizer of torch.optim" % (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """True for a tensor of torch.distributed.tensor. There is none before the program has imported that module, which
+    had another name before torch 2.5."""
+    module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
 def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch.device) -> None:
     """Refuse a gradient that is not one of this parameter; its dtype apart. `what` names it in the error."""
+    if is_dtensor(grad):
+        raise unsupported("%s is a DTensor, and the parameter a plain tensor; give it the local tensor, or make the "
+                          "parameter a DTensor" % what)
     if grad.layout != torch.strided:
         raise unsupported("%s is sparse, and must be dense; use torch.optim.SparseAdam or torch.optim.SGD for it, "
                           "or sparse=False in its torch.nn.Embedding" % what)

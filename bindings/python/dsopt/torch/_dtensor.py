@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are DTensors: the engine steps the local tensors of this rank.
+
+An element-wise rule needs no communication for that. LAMB's trust ratios and max_grad_norm are those of whole tensors,
+and their sums are added up over the ranks of the meshes (_mesh.py). State tensors are DTensors with the placements of
+their parameter.
+"""
+from __future__ import annotations
+
+from operator import is_
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+import torch
+
+from .. import _abi as abi
+from .._comm import Comm
+from .._handles import Context
+from ._mesh import Named, Spread, interval_of
+from ._parallel import LAMBS
+from ._plan import Entry, Plan, Stale
+from ._tensors import is_dtensor, unsupported, wrong
+
+if TYPE_CHECKING:
+    from ._base import EngineOptimizer
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor is its own. Without to_local(), which may make a view of it."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the result of a collective that still runs
+        local = local.wait()
+    return local  # type: ignore[no-any-return]
+
+
+def local_tensors(tensors: List[Any]) -> List[Any]:
+    return list(map(_local, tensors))
+
+
+def _spec(tensor: Any) -> Any:
+    """Mesh, placements and shape of a DTensor in one object; None for a plain tensor."""
+    return getattr(tensor, "_spec", None)
+
+
+def takes_norms(owner: EngineOptimizer) -> bool:
+    """True if ranks must add up norms, because a rule uses those of whole tensors and some parameter is a DTensor. The
+    lists of all ranks are then equal: each has all parameters that are trained."""
+    if "max_norm" not in owner._fields and not any(owner._rule(group)[0] in LAMBS for group in owner.param_groups):
+        return False
+    return any(is_dtensor(param) for group in owner.param_groups for param in group["params"])
+
+
+def _refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
+    """Raise for a DTensor that cannot be stepped."""
+    kind = type(owner).__name__
+    if hasattr(owner, "_group"):
+        raise unsupported("%s is a DTensor, and %s exchanges momenta of whole tensors between data-parallel ranks, "
+                          "each with all parameters; use plain parameters, or AdamW or FusedLamb for DTensors" %
+                          (name, kind))
+    if owner._wrapper is not None:
+        raise unsupported("%s is a DTensor, and %s has masters of plain parameters only; keep float32 parameters and "
+                          "give fully_shard a MixedPrecisionPolicy, with torch.amp.GradScaler for float16" %
+                          (name, type(owner._wrapper).__name__))
+    if getattr(owner, "_compat", None) and takes_norms(owner):
+        raise unsupported("%s is a DTensor, and %s with compat='deepspeed' takes one trust ratio per shard, as the "
+                          "original; leave compat out" % (name, kind))
+    if any(placement.is_partial() for placement in param.placements):
+        raise unsupported("%s is a DTensor with placements %s, and a parameter cannot be a Partial; redistribute it" %
+                          (name, _placed(param)))
+    local = _local(param)
+    if hasattr(local, "__tensor_flatten__"):  # made of other tensors, without memory of its own
+        raise unsupported("the local tensor of %s is a %s, and must be a plain tensor; leave this parameter to "
+                          "torch.optim" % (name, type(local).__name__))
+
+
+def _placed(tensor: Any) -> str:
+    return "(%s)" % ", ".join(map(repr, tensor.placements))
+
+
+class MeshNorms:
+    """What Parallel is for plain parameters: the comm over which norms are added up, and how a shard counts."""
+
+    def __init__(self, owner: EngineOptimizer, context: Context, device: torch.device, tensors: Dict[str, Any],
+                 desc: Any) -> None:
+        self.desc, self.tensors = desc, tensors
+        self.comms: List[Comm] = []
+        self.spread: Optional[Spread] = None
+        if takes_norms(owner):
+            self.spread = Spread([Named(name, tensor) for name, tensor in tensors.items()])
+            comm = self.spread.comm(context, device)
+            if comm is not None:
+                self.comms.append(comm)
+                desc.model = comm.handle
+        self.hooked = bool(self.comms)
+
+    def describe(self, place: Any, entry: Entry) -> None:
+        """Complete a dsopt_param."""
+        param = self.tensors.get(entry.name)
+        if param is None:
+            return
+        if self.comms:
+            place.flags |= self.spread.flags(param)  # type: ignore[union-attr]
+        if self.desc.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING and param.dtype == torch.bfloat16:
+            # The random number of an element depends on its place in the whole tensor, so any sharding has its bits.
+            offset = interval_of(param)
+            if offset is None:
+                raise unsupported("%s has shape %s, strides %s and placements %s, and stochastic_rounding needs shards "
+                                  "that are intervals of the tensor in memory, as those of Shard(0) are; leave "
+                                  "stochastic_rounding out of the group" %
+                                  (entry.name, tuple(param.shape), param.stride(), _placed(param)))
+            place.offset = offset
+
+
+class ShardedPlan(Plan):
+    """A plan some of whose parameters are DTensors. `params` are their local tensors, which are read in each step:
+    FSDP2 may replace them."""
+
+    def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
+        for entry in entries:
+            if is_dtensor(entry.param):
+                _refuse(owner, entry.name, entry.param)
+        self.specs = [_spec(entry.param) for entry in entries]
+        self.redistributed: List[torch.Tensor] = []  # gradients; they live until the step has been enqueued
+        super().__init__(owner, device, seed, entries)
+        self._note_written()
+
+    def _with_memory(self, entries: List[Entry]) -> List[Entry]:
+        return [entry._replace(param=_local(entry.param)) for entry in entries]
+
+    def _note_written(self) -> None:
+        self.written = self.params + [key for key, spec in zip(self.keys, self.specs) if spec is not None]
+
+    def _parallel(self, owner: EngineOptimizer, desc: Any) -> MeshNorms:
+        tensors = {entry.name: key for entry, key in zip(self.entries, self.keys) if is_dtensor(key)}
+        return MeshNorms(owner, self.context, self.device, tensors, desc)
+
+    # --------------------------------------------------------------------------------------------------------- state
+    def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
+        key, tensor = self.keys[i], self.of_param[i].get(name)
+        if self.specs[i] is None or tensor is None:
+            return super()._state_tensor(i, name)
+        what = "state %r of %s" % (name, self.entries[i].name)
+        if not is_dtensor(tensor):
+            raise unsupported("%s is a plain tensor, and the parameter a DTensor; load it with "
+                              "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict" % what)
+        return _local(self._like(key, tensor, what))
+
+    def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        key, old = self.keys[i], self.of_param[i].get(name)
+        if self.specs[i] is None:
+            super()._keep(i, name, tensor)
+        elif _local(old) is not tensor or tuple(old.placements) != tuple(key.placements):
+            with torch.no_grad():
+                self.of_param[i][name] = type(key.data).from_local(tensor, key.device_mesh, key.placements,
+                                                                   run_check=False, shape=key.shape,
+                                                                   stride=key.stride())
+
+    def _like(self, key: Any, tensor: Any, what: str) -> Any:
+        """`tensor` with the placements of a parameter. That communicates where it has others."""
+        if tensor.shape != key.shape:
+            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(tensor.shape), tuple(key.shape)),
+                        "SHAPE")
+        if tensor.device_mesh != key.device_mesh:
+            raise unsupported("%s is on the mesh %s, and the parameter on %s; put both on one mesh" %
+                              (what, tensor.device_mesh, key.device_mesh))
+        if tuple(tensor.placements) == tuple(key.placements):
+            return tensor
+        with torch.no_grad():
+            return tensor.redistribute(placements=key.placements)
+
+    # ---------------------------------------------------------------------------------------------------------- step
+    def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:
+        self._find_memory()
+        for entry, key, spec in zip(self.entries, self.keys, self.specs) if owner._given is not None else ():
+            if spec is not None and key in owner._given.outputs:
+                raise unsupported("output_params has a tensor for %s, which is a DTensor; copy its local tensor after "
+                                  "the step" % entry.name)
+        super().run(owner, scale, skip)
+        self.redistributed = []
+
+    def check_params(self) -> None:
+        self._find_memory()
+        super().check_params()
+
+    def _find_memory(self) -> None:
+        params = local_tensors(self.keys)
+        if all(map(is_, params, self.params)) and all(map(is_, map(_spec, self.keys), self.specs)):
+            return
+        for key, spec in zip(self.keys, self.specs):
+            now = _spec(key)
+            if now is not spec and (now is None or spec is None or now.mesh != spec.mesh or
+                                    tuple(now.placements) != tuple(spec.placements) or now.shape != spec.shape):
+                raise Stale
+        self.params, self.specs = params, list(map(_spec, self.keys))
+        self.entries = [entry._replace(param=param) for entry, param in zip(self.entries, params)]
+        self._note_written()
+
+    def _grads(self, given: Any) -> List[Optional[torch.Tensor]]:
+        self.redistributed = []
+        grads = [key.grad for key in self.keys] if given is None else [given.grads.get(key) for key in self.keys]
+        return [grad if grad is None or spec is None else self._local_grad(i, grad, spec)
+                for i, (grad, spec) in enumerate(zip(grads, self.specs))]
+
+    def _local_grad(self, i: int, grad: Any, spec: Any) -> torch.Tensor:
+        if _spec(grad) is not spec:
+            what = "the gradient of " + self.entries[i].name
+            if not is_dtensor(grad):
+                raise unsupported("%s is a plain tensor, and the parameter a DTensor; make the gradient one with "
+                                  "DTensor.from_local" % what)
+            placed = self._like(self.keys[i], grad, what)  # of other placements, as with torch.optim
+            if placed is not grad:
+                self.redistributed.append(placed)
+            grad = placed
+        return _local(grad)
