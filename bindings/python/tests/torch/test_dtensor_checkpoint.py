@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed.checkpoint with DTensors: saved by two processes and loaded by four, and the reverse."""
+import os
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+from dtensors import ABSENT
+from support import TestCase, child, main, run_ranks
+
+if not ABSENT:
+    from dtensor_checkpoints import LOAD, SAVE
+    CASES = {"save": SAVE, "load": LOAD}
+
+
+@unittest.skipIf(ABSENT, ABSENT)
+class Checkpoints(TestCase):
+    def over(self, saving, loading):
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.dict(os.environ, {"DSOPT_TEST_CHECKPOINTS": folder}):
+                run_ranks(self, __file__, "save:%d" % saving, saving)
+                run_ranks(self, __file__, "load:%d" % loading, loading)
+
+    def test_of_two_processes_in_four(self):
+        self.over(2, 4)
+
+    def test_of_four_processes_in_two(self):
+        self.over(4, 2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        which, ranks = sys.argv[2].split(":")
+        child(CASES[which], int(sys.argv[3]), sys.argv[4], int(ranks))
+    else:
+        main()
