@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from itertools import chain
-from typing import Any, Iterable, List, Tuple
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -70,12 +69,12 @@ class Averaged(EngineOptimizer):
             return 0
         return max(0, int(self._schedule_fields()["freeze_step"]) - int(info.step) - 2)
 
+    def _run_plans(self, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
+        self._check_gradients()
+        super()._run_plans(scale, found_inf)
+
     def _check_gradients(self) -> None:
-        if not self._unchecked:
-            return
-        if self._plans is None or not self._is_current():
-            self._plan()
-        if not self._rank_key or not self._plans:
+        if not self._unchecked or not self._rank_key or not self._plans:
             return
         if self._calls_left > 0:
             self._calls_left -= 1

@@ -101,7 +101,8 @@ class DeepSpeedCPUAdam(Offload, Named):
 
     def step_subgroup(self, subgroup_id: int, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One step of the one parameter that has a gradient, with the state of the subgroup: `state[subgroup_id]`. So
-        the parameter may be another tensor in each call. Without a gradient nothing is stepped."""
+        the parameter may be another tensor in each call. Without a gradient nothing is stepped. `subgroup_id` is any
+        key that is no tensor, such as a number. Returns what `closure` returns, which is called first."""
         loss = _called(closure)
         g, param = self._subgroup_param("step_subgroup(%r)" % (subgroup_id, ))
         if g is None or param is None:
@@ -125,7 +126,8 @@ class DeepSpeedCPUAdam(Offload, Named):
 
     def rollback_subgroup(self, sub_group_id: int, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Undo the last step_subgroup of the one parameter that has a gradient, which must be that step's. Weights and
-        moments are computed back in double, so they are those before the step up to rounding."""
+        moments are computed back in double, so they are those before the step up to rounding. `sub_group_id` is the key
+        that step_subgroup was given. Returns what `closure` returns, which is called first."""
         loss = _called(closure)
         where = "rollback_subgroup(%r)" % (sub_group_id, )
         own = self.state[sub_group_id] if sub_group_id in self.state else {}

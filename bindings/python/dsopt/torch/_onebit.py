@@ -313,7 +313,6 @@ class Onebit(OnebitNames, Averaged):
             self._no_anchors = False
         if getattr(self, "grad_scale", None) is not None:
             self._unscale()
-        self._check_gradients()
         super()._advance()
         self._update_engine_flag()
 
