@@ -83,8 +83,8 @@ class DoublePlan:
             owner._wrapper._check_dtypes()
         sharded = next((entry for entry in self.entries if is_dtensor(entry.param)), None)
         if sharded is not None:
-            raise wrong("%s is a %s DTensor, and DTensors must be float32, float16, bfloat16 or complex64; convert it, or "
-                        "leave it to an optimizer of torch.optim" %
+            raise wrong("%s is a %s DTensor, and DTensors must be float32, float16, bfloat16 or complex64; convert it, "
+                        "or leave it to an optimizer of torch.optim" %
                         (sharded.name, str(sharded.param.dtype).replace("torch.", "")), "DTYPE")
         what = "%s is %s, which " % (entry.name, str(entry.param.dtype).replace("torch.", ""))
         if getattr(owner, "_compat", None):

@@ -172,6 +172,23 @@ def stochastic_rounding_has_the_bits_of_unsharded_parameters(rank):
         twins.assert_params(kind.__name__)
         twins.assert_states(kind.__name__, optimizer, other)
         assert any(not torch.equal(param, its) for param, its in zip(nearest.param_groups[0]["params"], twins.whole))
+    # Groups of several seeds have several engines, and all look for new memory before any of them steps.
+    twins = Twins(intervals, torch.bfloat16)
+    optimizer, other = [AdamW([{"params": params[:4], "seed": 1}, {"params": params[4:]}], lr=0.1,
+                              stochastic_rounding=True) for params in (twins.params, twins.whole)]
+    for step in range(4):
+        twins.give_grads()
+        optimizer.step()
+        other.step()
+        twins.assert_params("two seeds, step %d" % step)
+        last = 8  # of the second engine
+        twins.params[last]._local_tensor = twins.params[last]._local_tensor.clone()
+        if step == 1:
+            new = torch.nn.Parameter(place(whole(twins.params[last]), two["column"], [Replicate()]))
+            twins.params[last].grad = None
+            torch.utils.swap_tensors(twins.params[last], new)
+            twins.layouts = list(intervals)
+            twins.layouts[last] = (*intervals[last][:2], [Replicate()])
     # The ratios of LAMB are those of whole tensors to 1e-6 only, so an element may be rounded in the other direction.
     twins = Twins(intervals, torch.bfloat16)
     lamb = FusedLamb(twins.params, lr=0.02, stochastic_rounding=True)

@@ -12,8 +12,9 @@ from dtensors import (DTensor, Partial, Replicate, Shard, Twins, assert_equal, b
                       random, shard_model, square, whole)
 
 import dsopt
-from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
-                         FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+from dsopt.torch import (SGD, Adagrad, Adam, AdamW, DeepSpeedCPUAdam, DeepSpeedCPULion, FP16_Optimizer,
+                         FP16_UnfusedOptimizer, FusedAdam, FusedLamb, FusedLion, Lion, OnebitAdam, OnebitLamb,
+                         ZeroOneAdam)
 from dsopt.torch._mesh import interval_of
 
 ELEMENT_WISE = [
@@ -21,7 +22,7 @@ ELEMENT_WISE = [
     (SGD, dict(lr=0.02, momentum=0.9, nesterov=True)), (SGD, dict(lr=0.02, momentum=0.9, dampening=0.5)),
     (Adagrad, dict(lr=0.02, initial_accumulator_value=0.1)), (Lion, dict(lr=0.01, weight_decay=0.1)),
     (FusedAdam, dict(lr=0.02, weight_decay=0.1)), (FusedAdam, dict(lr=0.02, adam_w_mode=False, compat="deepspeed")),
-    (FusedLion, dict(lr=0.01))
+    (FusedLion, dict(lr=0.01)), (DeepSpeedCPUAdam, dict(lr=0.02)), (DeepSpeedCPULion, dict(lr=0.01))
 ]
 
 
@@ -60,6 +61,27 @@ def element_wise_rules_agree_with_torch_on_dtensors(rank):
                 assert isinstance(ours, DTensor) == isinstance(value, DTensor), key
                 torch.testing.assert_close(whole(ours), whole(value))
             assert set(optimizer.state[param]) == set(theirs.state[expected])
+
+
+def complex_parameters_and_any_memory_order(rank):
+    mesh = line()
+    values = [torch.complex(random((5, 3), 1), random((5, 3), 2)), random((6, 4), 3).t()]
+    grads = [torch.complex(random((5, 3), 4), random((5, 3), 5)), random((4, 6), 6)]
+    whole_params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in values]
+    column_major = DTensor.from_local(values[1].clone(memory_format=torch.preserve_format), mesh, [Replicate()],
+                                      run_check=False)
+    params = [torch.nn.Parameter(place(values[0], mesh, [Shard(0)])), torch.nn.Parameter(column_major)]
+    optimizer, other = AdamW(params, lr=0.1), AdamW(whole_params, lr=0.1)
+    for _ in range(3):
+        for param, its, grad, placement in zip(params, whole_params, grads, (Shard(0), Replicate())):
+            param.grad, its.grad = place(grad, mesh, [placement]), grad.clone()
+        optimizer.step()
+        other.step()
+    for param, its in zip(params, whole_params):
+        assert_equal(whole(param), its.detach(), "parameter")
+        state = optimizer.state[param]["exp_avg"]
+        assert state.stride() == param.stride() and state.dtype == param.dtype
+        assert_equal(whole(state), other.state[its]["exp_avg"], "state")
 
 
 def gradients_of_other_placements_are_redistributed(rank):
@@ -189,6 +211,14 @@ def refusals_name_what_is_wrong(rank):
                low_precision_dtype=torch.bfloat16)
         assert inner._wrapper is None
     refuse("FusedLamb with compat='deepspeed' takes one trust ratio per shard", keep, FusedLamb, compat="deepspeed")
+
+    refuse(r"\[0\] is a float64 DTensor, and DTensors must be float32", keep, error=dsopt.TensorError,
+           twins=params(torch.float64))
+    twins = params(torch.bfloat16)
+    twins.give_grads()
+    lamb = FusedLamb([{"params": twins.params[:1], "seed": 1}, {"params": twins.params[1:]}], stochastic_rounding=True)
+    raises(dsopt.UnsupportedError, "FusedLamb takes norms of whole DTensors in one engine, and .* differ in stochastic",
+           lamb.step)
 
     def plain_grad(params, optimizer):
         params[0].grad = torch.zeros(6, 4)
@@ -382,8 +412,9 @@ def program_of_the_readme(rank):
 
 STEPS = [
     element_wise_rules_have_the_bits_of_unsharded_parameters, element_wise_rules_agree_with_torch_on_dtensors,
-    gradients_of_other_placements_are_redistributed, gradients_may_be_absent_on_some_ranks, memory_may_be_replaced,
-    an_optimizer_of_parameters_on_the_meta_device, refusals_name_what_is_wrong, place_of_a_shard_in_its_tensor, fsdp2,
-    fsdp2_of_bfloat16_parameters, tensor_parallel_with_plain_parameters, fsdp2_of_tensor_parallel,
-    grad_scaler_skips_on_all_ranks, program_of_the_readme
+    complex_parameters_and_any_memory_order, gradients_of_other_placements_are_redistributed,
+    gradients_may_be_absent_on_some_ranks, memory_may_be_replaced, an_optimizer_of_parameters_on_the_meta_device,
+    refusals_name_what_is_wrong, place_of_a_shard_in_its_tensor, fsdp2, fsdp2_of_bfloat16_parameters,
+    tensor_parallel_with_plain_parameters, fsdp2_of_tensor_parallel, grad_scaler_skips_on_all_ranks,
+    program_of_the_readme
 ]
