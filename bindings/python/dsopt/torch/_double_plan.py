@@ -63,7 +63,7 @@ class Operations:
 class DoublePlan:
     def __init__(self, owner: EngineOptimizer, device: torch.device, entries: List[Entry]) -> None:
         self.device, self.entries = device, entries
-        self.params = [entry.param for entry in entries]
+        self.keys = self.params = [entry.param for entry in entries]
         self.dtypes, self.shapes = [p.dtype for p in self.params], [p.shape for p in self.params]
         self._refuse(owner)
         self.checked = Plan(owner, torch.device("cpu"), None, [])
