@@ -7,9 +7,11 @@ from ._deepspeed import FusedAdam, FusedLamb, FusedLion
 from ._fp16 import FP16_Optimizer, FP16_UnfusedOptimizer
 from ._lion import Lion
 from ._onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+from ._register import register, unregister
 from ._sgd import SGD
 
 __all__ = [
     "Adagrad", "Adam", "AdamW", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FP16_Optimizer", "FP16_UnfusedOptimizer",
-    "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD", "ZeroOneAdam"
+    "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD", "ZeroOneAdam", "register",
+    "unregister"
 ]

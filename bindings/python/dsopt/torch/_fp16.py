@@ -172,12 +172,15 @@ class Wrapper(Scaled, Watched):
         create_graph  as in torch.Tensor.backward
         retain_graph  as in torch.Tensor.backward
         """
+        self._scaled(loss).backward(create_graph=create_graph, retain_graph=retain_graph)
+
+    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
+        """A value times the loss scale, in float32. Does not wait for the device."""
         if self._external is not None:
-            loss = loss.float() * self._external
-        elif self._scale_args is not None:
-            scale = self._plan().whole["loss_scale"]
-            loss = loss.float() * scale.reshape(()).to(loss.device)
-        loss.backward(create_graph=create_graph, retain_graph=retain_graph)
+            return value.float() * self._external
+        if self._scale_args is None:
+            return value
+        return value.float() * self._plan().whole["loss_scale"].reshape(()).to(value.device)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """One step, or none if a gradient is not finite. Returns `overflow`.

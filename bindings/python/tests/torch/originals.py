@@ -12,18 +12,26 @@ import types
 import unittest
 
 VERSION = "0.19.6"  # the last one with the 1-bit optimizers
+NEWER = "0.19.8"  # in a folder of its own, which processes that tests start have in PYTHONPATH
+ASIDE = os.path.join(sys.prefix, "aside")
 
 
-def _reason():
-    try:
-        found = importlib.metadata.version("deepspeed").split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return "DeepSpeed %s is not installed (scripts/requirements/torch-source.txt)" % VERSION
-    return None if found == VERSION else "DeepSpeed is %s, and the tests are for %s" % (found, VERSION)
+def _reason(version, requirements, **path):
+    for found in importlib.metadata.distributions(name="deepspeed", **path):
+        found = found.version.split("+")[0]
+        return None if found == version else "DeepSpeed is %s, and the tests are for %s" % (found, version)
+    return "DeepSpeed %s is not installed (scripts/requirements/%s.txt)" % (version, requirements)
 
 
-REASON = _reason()  # why there is no DeepSpeed to compare with, or None
+REASON = _reason(VERSION, "torch-source")  # why there is no DeepSpeed to compare with, or None
+NEWER_REASON = _reason(NEWER, "torch-aside", path=[ASIDE])
 needed = unittest.skipIf(REASON is not None, REASON)
+newer_needed = unittest.skipIf(NEWER_REASON is not None, NEWER_REASON)
+
+
+def newer():
+    """Environment variables of a process that imports the newer DeepSpeed."""
+    return {"PYTHONPATH": os.pathsep.join([ASIDE] + list(filter(None, [os.environ.get("PYTHONPATH")])))}
 
 
 class Engine:
@@ -63,20 +71,27 @@ class _Packbits:
         return torch.from_numpy(numpy.unpackbits(packed.numpy()).astype(numpy.float32) * 2 - 1)
 
 
-def load():
-    """DeepSpeed's classes. In a process that tests start, after torch.distributed.init_process_group: the import of
+def start():
+    """The module deepspeed. In a process that tests start, after torch.distributed.init_process_group: the import of
     DeepSpeed takes seconds and changes settings of the whole process."""
-    if "deepspeed" in sys.modules:
-        return load.found
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.comm
-    import deepspeed.ops.op_builder
 
     # It would compile an all-reduce over shared memory.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def load():
+    """DeepSpeed's classes, in such a process."""
+    if "deepspeed" in sys.modules:
+        return load.found
+    deepspeed = start()
+    import deepspeed.ops.op_builder
     deepspeed.ops.op_builder.PackbitsBuilder = _Packbits
     import deepspeed.runtime.comm.compressed as compressed
 

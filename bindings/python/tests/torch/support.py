@@ -58,13 +58,14 @@ class TestCase(unittest.TestCase):
         self.assertEqual(len(actual), len(expected))
 
 
-def run_ranks(test, program, which, ranks=2):
-    """Run `program --child WHICH RANK FILE` once per rank, and fail with what a rank says if it fails. Returns what
-    each says."""
+def run_ranks(test, program, which, ranks=2, environment=None):
+    """Run `program --child WHICH RANK FILE` once per rank, with more environment variables, and fail with what a rank
+    says if it fails. Returns what each says."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, os.path.abspath(program), "--child", which]
         every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "rendezvous")], stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]
+                                  stderr=subprocess.STDOUT, text=True, env={**os.environ, **(environment or {})})
+                 for rank in range(ranks)]
         said = [process.communicate(timeout=1500)[0] for process in every]
     for rank, process in enumerate(every):
         test.assertEqual(process.returncode, 0, "rank %d: %s" % (rank, said[rank]))
