@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four devices on the CPU, a small model, and the engine by ctypes to compare with. Import it before jax."""
+"""Eight devices on the CPU, a small model, and the engine by ctypes to compare with. Import it before jax."""
 
 import ctypes
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # pylint: disable=wrong-import-position

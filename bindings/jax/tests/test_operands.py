@@ -12,7 +12,7 @@ import numpy as np
 import dsopt
 import dsopt.jax
 from dsopt import _abi as abi
-from dsopt.jax import _build, _call
+from dsopt.jax import _build, _call, _step
 
 SHAPES = {"w": (4, 3), "b": (5,)}
 RECIPE = _call.Recipe(
@@ -27,6 +27,7 @@ VALUES = {
     "grad_scale": jnp.float32(1),
     "skip": jnp.int32(0),
     "after": jnp.zeros(3),
+    "grad_norms": jnp.ones(2),
 }
 HLO = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "s32", "uint8": "u8"}
 
@@ -41,7 +42,7 @@ class Call:
     def __init__(self, name="dsopt_step", values=(), recipe=RECIPE, out=False, zeros=False):
         _build.library()
         params = {param.name: jnp.ones(param.shape, param.dtype) for param in recipe.params}
-        state = _call.init(recipe, list(params.values()))
+        state = _step.init(recipe, list(params.values()))
         entries = [
             (entry.name if entry.param < 0 else "%s of '%s'" % (entry.name, recipe.params[entry.param].name), x)
             for entry, x in zip(recipe.layout.entries, state)
@@ -208,7 +209,7 @@ class Operands(unittest.TestCase):
         self.refused(call, "attribute flags is 16 with options 288")
 
     def test_options_that_are_unknown(self):
-        for name, value in (("dsopt_step", 512), ("dsopt_step", _call.ZEROS), ("dsopt_init", 2)):
+        for name, value in (("dsopt_step", 2048), ("dsopt_step", _call.ZEROS), ("dsopt_step", _call.NORMS | 1), ("dsopt_init", 2)):
             call = Call(name)
             call.attributes["options"] = np.int64(value)
             self.refused(call, "attribute options is %d" % value)
@@ -229,10 +230,43 @@ class Operands(unittest.TestCase):
         self.refused(change("params", 2, (1 << 32) + 1), "attribute params: dtype is 4294967297, must fit into 32 bits")
         self.refused(change("params", 3, 2), "parameter 0 is 2, there are 2 groups")
         self.refused(change("group_numbers", 0, 1 << 40), "attribute group_numbers: algorithm is 1099511627776")
+        call = Call()
+        call.attributes["offsets"] = np.zeros(3, np.int64)  # not a number for each of the two parameters
+        self.refused(call, "the attributes are those of another version of dsopt.jax")
         for name in ("numbers", "reals", "group_numbers", "group_reals", "params"):
             call = Call()
             call.attributes[name] = call.attributes[name][:-1]
             self.refused(call, "the attributes are those of another version of dsopt.jax")
+
+
+class Norms(unittest.TestCase):
+    @staticmethod
+    def run_with(result, grads):
+        call = jax.ffi.ffi_call("dsopt_step", result)
+        return call(*grads, options=np.int64(_call.NORMS), **RECIPE.attributes)
+
+    def test_of_all_gradients_and_of_each(self):
+        _build.library()
+        grads = [jnp.full(SHAPES["w"], 2.0), jnp.full(SHAPES["b"], np.inf, jnp.bfloat16)]
+        for rows, norms, bad in ((1, [np.inf], [5]), (2, [48**0.5, np.inf], [0, 5])):
+            found = np.asarray(self.run_with(jax.ShapeDtypeStruct((rows, 8), jnp.uint32), grads))
+            np.testing.assert_allclose(found[:, :2].copy().view(np.float64).ravel(), norms, rtol=1e-15)
+            np.testing.assert_array_equal(found[:, 4:6].copy().view(np.int64).ravel(), bad)
+
+    def test_of_other_gradients_and_into_other_results_are_refused(self):
+        _build.library()
+        grads = [jnp.ones(SHAPES["w"]), jnp.ones(SHAPES["b"])]
+        good = jax.ShapeDtypeStruct((2, 8), jnp.uint32)
+        for result, given, text in (
+            (jax.ShapeDtypeStruct((3, 8), jnp.uint32), grads, r"result 'norms' is u32\[3,8\], must be u32\[1,8\] or"),
+            (jax.ShapeDtypeStruct((2, 8), jnp.float32), grads, r"result 'norms' is f32\[2,8\]"),
+            (good, grads[:1], "gradient of 'b' is missing"),
+            (good, [*grads, grads[0]], "the call has 3 operands, must have 2"),
+            (good, [grads[0], jnp.ones(6)], r"gradient of 'b' is f32\[6\]"),
+            (good, [grads[0], jnp.ones(5, jnp.int32)], r"gradient of 'b' is s32\[5\]"),
+        ):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, text):
+                jax.block_until_ready(self.run_with(result, given))
 
 
 class FusedStep(unittest.TestCase):

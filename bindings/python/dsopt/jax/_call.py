@@ -5,7 +5,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ _STATE_DTYPES = {
 }
 
 # enum Option of _handler.cc, by the name of the operand where there is one
-OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128}
-OUT, HYPER_IS_ERROR, ZEROS = 32, 64, 256
+OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128, "grad_norms": 512}
+OUT, HYPER_IS_ERROR, ZEROS, NORMS = 32, 64, 256, 1024
 _SCALARS = ("rank", "grad_scale", "skip")
 
 # Fields of dsopt_group in the order of the attribute lists
 _GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval")
-_GROUP_REALS = (
+GROUP_REALS = (
     "lr",
     "beta1",
     "beta2",
@@ -99,7 +99,7 @@ def group(algorithm: int, flags: int = 0, **fields) -> tuple:
         setattr(made, name, value)
     return (
         (algorithm, flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
-        tuple(float(getattr(made, name)) for name in _GROUP_REALS),
+        tuple(float(getattr(made, name)) for name in GROUP_REALS),
     )
 
 
@@ -118,6 +118,29 @@ class Recipe:
     ranks: int = 1
     timeout_ms: int = 0
     comm: str = ""  # "" = the program makes a LOCAL comm of its own
+    offsets: tuple = ()  # where the shards of each rank begin in their parameters, a row per rank; () = whole
+
+    def of_shards(self, shapes, offsets=()) -> "Recipe":
+        """The same for parameters of other shapes."""
+        params = tuple(param._replace(shape=shape) for param, shape in zip(self.params, shapes))
+        return dataclasses.replace(self, params=params, offsets=offsets)
+
+    @property
+    def looks(self) -> bool:
+        """True if a step reads all gradients before it decides what to do."""
+        return self.nonfinite == abi.DSOPT_NONFINITE_SKIP or self.max_norm > 0 or bool(self.scaler)
+
+    @property
+    def is_lamb(self) -> bool:
+        return any(numbers[0] == abi.DSOPT_ALGORITHM_LAMB for numbers, _ in self.groups)
+
+    @property
+    def reports_norms(self) -> bool:
+        return bool(self.flags & abi.DSOPT_OPTIMIZER_REPORT_NORMS)
+
+    @property
+    def rounds_at_random(self) -> bool:
+        return bool(self.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)
 
     @functools.cached_property
     def attributes(self) -> dict:
@@ -141,6 +164,7 @@ class Recipe:
             "group_reals": np.array([reals for _, reals in self.groups], np.float64).ravel(),
             "params": np.array(rows, np.int64).ravel(),
             "names": "".join(names),
+            "offsets": np.array(self.offsets, np.int64).ravel(),
             "comm": self.comm,
         }
 
@@ -189,7 +213,7 @@ def _layout(recipe: Recipe) -> Layout:
                 algorithm=numbers[0],
                 flags=numbers[1],
                 **dict(zip(_GROUP_NUMBERS, numbers[2:])),
-                **dict(zip(_GROUP_REALS, reals)),
+                **dict(zip(GROUP_REALS, reals)),
             )
             abi.check(lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(made), None, 0))
         params = (abi.dsopt_param * len(recipe.params))()
@@ -259,73 +283,102 @@ def like(x, dtype=None):
     return jax.ShapeDtypeStruct(kind.shape, dtype, sharding=sharding)
 
 
-def _only_call(function):
-    """Say in our words what JAX would refuse in its own."""
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """dsopt_init without its arrays: [rank] parameters -> state."""
 
-    def refuse(what):
-        raise unsupported("dsopt.jax: a step cannot be %s" % what)
+    recipe: Recipe
+    has_rank: bool = False
+    gradient = None  # as of Step
+    out = None
 
-    guarded = jax.custom_batching.custom_vmap(function)
-    guarded.def_vmap(lambda *_: refuse("vectorised: vmap the loss, and step once with the gradients that come out"))
-    differentiable = jax.custom_jvp(guarded)
-    differentiable.defjvp(lambda *_: refuse("differentiated: take the gradients before it"))
-    return differentiable
+    def __call__(self, *arrays) -> list:
+        _build.library()
+        results = [jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in self.recipe.layout.entries]
+        call = jax.ffi.ffi_call("dsopt_init", results)
+        return list(call(*arrays, options=np.int64(OPTIONS["rank"] * self.has_rank), **self.recipe.attributes))
+
+    def owners(self) -> tuple:
+        """The parameter whose shape each operand and each result has; None for the others."""
+        operands = [None] * self.has_rank + list(range(len(self.recipe.params)))
+        return operands, [None if entry.param < 0 else entry.param for entry in self.recipe.layout.entries]
 
 
-def init(recipe: Recipe, params: list, rank=None) -> list:
-    """The starting values of every state tensor, in list order."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """dsopt_step without its arrays: [values] [parameters] gradients state -> parameters or `out`, state, report.
+
+    out     dtypes of new arrays for the results; None = the parameters' own memory
+    over    the results that have the memory of their gradients
+    zeros   the parameters are zeros, and the state is without "step", which counts as 1: on the CPU, with `out`
+    values  operands by the names of OPTIONS, in that order
+    """
+
+    recipe: Recipe
+    values: tuple = ()
+    flags: int = 0
+    options: int = 0
+    out: Optional[tuple] = None
+    over: tuple = ()
+    zeros: bool = False
+
+    def __call__(self, *arrays) -> list:
+        _build.library()
+        values, params, grads, state = self.split(arrays)
+        options = self.options | sum(OPTIONS[name] for name in values)
+        results = [
+            *(map(like, params) if self.out is None else map(like, grads, self.out)),
+            *map(like, state),
+            jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
+            jax.ShapeDtypeStruct((self.recipe.layout.workspace,), jnp.uint8),
+        ]
+        first, n = len(values) + len(params), len(grads)
+        aliases = {first + n + i: n + i for i in range(len(state))}
+        if self.out is None:
+            aliases.update({len(values) + i: i for i in range(n)})
+        else:
+            options |= OUT | ZEROS * self.zeros
+            aliases.update({first + i: i for i in self.over})
+        call = jax.ffi.ffi_call(
+            "dsopt_step", results, input_output_aliases=aliases, has_side_effect=self.recipe.ranks > 1
+        )
+        attributes = {"flags": np.int64(self.flags | abi.DSOPT_STEP_NO_NAN), **self.recipe.attributes}
+        return list(call(*arrays, options=np.int64(options), **attributes))[:-1]
+
+    def split(self, arrays) -> tuple:
+        """The values by name, parameters, gradients and state of a list of operands."""
+        n, begin = len(self.recipe.params), len(self.values)
+        middle = begin if self.zeros else begin + n
+        return dict(zip(self.values, arrays)), arrays[begin:middle], arrays[middle : middle + n], arrays[middle + n :]
+
+    def entries(self) -> list:
+        """The state among the operands."""
+        return [entry for entry in self.recipe.layout.entries if not (self.zeros and entry.name == "step")]
+
+    @property
+    def gradient(self) -> int:
+        """Index of the gradient among the operands of a parameter."""
+        return 0 if self.zeros else 1
+
+    def owners(self) -> tuple:
+        """As of Init."""
+        leaves = list(range(len(self.recipe.params)))
+        state = [None if entry.param < 0 else entry.param for entry in self.entries()]
+        given = [] if self.zeros else leaves
+        return [None] * len(self.values) + given + leaves + state, leaves + state + [None]
+
+
+def norms(arrays, each: bool) -> jax.Array:
+    """dsopt_norm_result of the list of arrays, or of each one, as rows of 32-bit words."""
     _build.library()
-    results = [jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in recipe.layout.entries]
-    values = [] if rank is None else [rank]
-    call = jax.ffi.ffi_call("dsopt_init", results)
-    return list(call(*values, *params, options=np.int64(0 if rank is None else OPTIONS["rank"]), **recipe.attributes))
-
-
-def step(
-    recipe: Recipe,
-    params: Optional[list],
-    grads: list,
-    state: list,
-    values: dict,
-    *,
-    flags: int = 0,
-    options: int = 0,
-    out: Optional[list] = None,
-    over: Sequence[int] = (),
-):
-    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Without `out` parameters are
-    updated in their own memory. With `out` results go to new arrays of those shapes and dtypes; result i takes the
-    memory of gradient i for each i in `over`. params=None (with `out`, on the CPU): the parameters are zeros, and
-    `state` leaves out "step", which counts as 1. Returns parameters or out, state, report."""
-    _build.library()
-    operands = []
-    for name, bit in OPTIONS.items():  # in the order that the handler reads them
-        if values.get(name) is not None:
-            operands.append(_operand(name, values[name]))
-            options |= bit
-    n, m = len(grads), len(state)
-    given = [] if params is None else params
-    results = [
-        *(map(like, params) if out is None else out),
-        *map(like, state),
-        jax.ShapeDtypeStruct((abi.DSOPT_REPORT_FLOATS,), jnp.float32),
-        jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8),
-    ]
-    first_grad = len(operands) + len(given)
-    aliases = {first_grad + n + i: n + i for i in range(m)}
-    if out is None:
-        aliases.update({len(operands) + i: i for i in range(n)})
-    else:
-        options |= OUT if given else OUT | ZEROS
-        aliases.update({first_grad + i: i for i in over})
-    call = jax.ffi.ffi_call("dsopt_step", results, input_output_aliases=aliases, has_side_effect=recipe.ranks > 1)
-    attributes = {"flags": np.int64(flags | abi.DSOPT_STEP_NO_NAN), **recipe.attributes}
-
-    def apply(*arrays):
-        return list(call(*arrays, options=np.int64(options), **attributes))
-
-    done = _only_call(apply)(*operands, *given, *grads, *state)
-    return list(done[:n]), list(done[n : n + m]), done[n + m]
+    recipe = Recipe(
+        groups=(group(abi.DSOPT_ALGORITHM_SGD),),
+        params=tuple(Param("p%d" % i, x.shape, x.dtype.name, 0) for i, x in enumerate(arrays)),
+        flags=abi.DSOPT_OPTIMIZER_NO_MASTER,
+    )
+    rows = len(arrays) if each else 1
+    call = jax.ffi.ffi_call("dsopt_step", jax.ShapeDtypeStruct((rows, 8), jnp.uint32))
+    return call(*arrays, options=np.int64(NORMS), **recipe.attributes)
 
 
 def one_number(name: str, value) -> jax.Array:
@@ -336,7 +389,7 @@ def one_number(name: str, value) -> jax.Array:
     return array.reshape(())
 
 
-def _operand(name: str, value) -> jax.Array:
+def operand(name: str, value) -> jax.Array:
     if name in _SCALARS:
         value = one_number(name, value)
     if name == "skip":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _abi as abi
-from . import _call, _comms
+from . import _call, _comms, _step
 
 _GROUP_OPTIONS = {
     "min_trust",
@@ -215,7 +215,7 @@ class FusedStep:
         """
         tree = _Tree(params)
         recipe = self._recipe(tree, self._values(None))
-        state = tree.pack(recipe, _call.init(recipe, tree.leaves, _comms.rank(self._axis)))
+        state = tree.pack(recipe, _step.init(recipe, tree.leaves, _comms.rank(self._axis)))
         if masters is not None:
             given = tree.treedef.flatten_up_to(masters)
             kept = tree.treedef.flatten_up_to(state.get("master", jax.tree.map(lambda _: None, params)))
@@ -287,7 +287,7 @@ class FusedStep:
         }
         if self._axis is not None and after is None:
             values["after"] = _comms.previous(gradients)
-        leaves, entries, report = _call.step(recipe, tree.leaves, gradients, entries, values)
+        leaves, entries, report = _step.step(recipe, tree.leaves, gradients, entries, values)
         if self._axis is not None:
             _comms.remember([report, *entries, *leaves])  # the report first: no later call writes over it
         return tree.treedef.unflatten(leaves), tree.pack(recipe, entries), Report(report)

@@ -4,6 +4,7 @@
 //
 //   dsopt_init  params              -> state
 //   dsopt_step  [values] [params] grads state -> params (or out) state report workspace
+//               with option NORMS: grads      -> norms
 //
 // The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
 // the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
@@ -121,12 +122,47 @@ void init(Program &program, int32_t device, void *stream, const ffi::RemainingAr
                                         state.data(), static_cast<int64_t>(state.size()), stream));
 }
 
+// Norm and finite check of the gradients: one dsopt_norm_result for all of them, or one for each.
+void norms(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
+           const ffi::RemainingRets &rets, int64_t options) {
+    if (options != kNorms) refuse("attribute options is " + std::to_string(options) + ", NORMS goes with no other one");
+    Reader<ffi::RemainingArgs> in(args);
+    Reader<ffi::RemainingRets> out(rets);
+    std::vector<dsopt_tensor> list;
+    for (size_t i = 0; i < program.count(); ++i)
+        list.push_back(tensor_of(in.float_elements({"gradient of", &program.name(i)}, program.numel(i))));
+    in.end();
+    const auto buffer = out.any({"result 'norms'"});
+    out.end();
+    const auto n = static_cast<int64_t>(list.size());
+    constexpr int64_t words = sizeof(dsopt_norm_result) / 4;
+    const int64_t one[] = {1, words}, each[] = {n, words};
+    if (buffer.element_type() != ffi::DataType::U32 ||
+        !(same(buffer.dimensions(), Dims(one, 2)) || same(buffer.dimensions(), Dims(each, 2))))
+        refuse("result 'norms' is " + text_of(buffer.element_type(), buffer.dimensions()) + ", must be u32[1,8] or u32[" +
+               std::to_string(n) + ",8]");
+    Context own; // with the thread pool of this call
+    if (pool) {
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.parallel_for = parallel_for;
+        desc.user = pool;
+        dsopt_context *made;
+        check(dl.dsopt_context_create(&desc, &made));
+        own.reset(made);
+    }
+    dsopt_context *const context = pool ? own.get() : program.context(device);
+    auto *const results = static_cast<dsopt_norm_result *>(buffer.untyped_data());
+    const int64_t rows = buffer.dimensions()[0], length = rows == 1 ? n : 1;
+    for (int64_t row = 0; row < rows; ++row)
+        check(dl.dsopt_tensors_norm(context, list.data() + row, length, DSOPT_NORM_L2, 0, nullptr, results + row, stream));
+}
+
 // Gradients are not aliased to results, and parameters only without kOut: neither may be written.
 int32_t checked_flags(int64_t options, int64_t flags) {
     constexpr int64_t kKeep = DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA;
     if (options & ~kOptions || (options & kZeros && !(options & kOut)))
         refuse("attribute options is " + std::to_string(options) +
-               ", must be a sum of _call.OPTIONS, OUT, HYPER_IS_ERROR and ZEROS, with ZEROS only if OUT is there");
+               ", must be a sum of _call.OPTIONS, OUT, HYPER_IS_ERROR and ZEROS or NORMS alone, with ZEROS only if OUT is there");
     if (flags & ~(kKeep | DSOPT_STEP_NO_NAN) || !(flags & kKeep) != !(options & kOut))
         refuse("attribute flags is " + std::to_string(flags) + " with options " + std::to_string(options) +
                ", must be a sum of NO_NAN and, if and only if option OUT is there, OUT_ONLY or DELTA");
@@ -136,6 +172,7 @@ int32_t checked_flags(int64_t options, int64_t flags) {
 void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
           const ffi::RemainingRets &rets, const ffi::Dictionary &attrs) {
     const auto options = attribute<int64_t>(attrs, "options");
+    if (options & kNorms) return norms(program, device, stream, pool, args, rets, options);
     DSOPT_NEW(dsopt_step, step);
     step.flags = checked_flags(options, attribute<int64_t>(attrs, "flags"));
     Reader<ffi::RemainingArgs> in(args);
@@ -152,6 +189,8 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
     step.grad_scale = static_cast<const float *>(value(kGradScale, "operand 'grad_scale'", ffi::DataType::F32, {}));
     step.skip = static_cast<const int32_t *>(value(kSkip, "operand 'skip'", ffi::DataType::S32, {}));
     if (options & kAfter) in.any({"operand 'after'"});
+    step.grad_norms =
+        static_cast<const float *>(value(kGradNorms, "operand 'grad_norms'", ffi::DataType::F32, {groups}));
 
     const size_t n = program.count();
     std::vector<ffi::AnyBuffer> given, grads, moved;

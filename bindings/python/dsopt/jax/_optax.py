@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .. import _abi as abi
-from . import _call
+from . import _call, _partition, _step
 
 _LARGE = 1 << 23  # elements of a leaf: 32 MiB of fp32
 _PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB of fp32, which a last-level cache holds
@@ -261,8 +261,16 @@ def _over_engine(theirs, moments, engine):
     direction and moments of each leaf. State is made by optax and has its structure, so a checkpoint of one goes on
     with the other."""
 
+    def init(params):
+        state = theirs.init(params)  # in a program made of zeros, in which XLA sees no sharding
+        return state._replace(**{name: jax.tree.map(_partition.alike, params, getattr(state, name)) for name in moments})
+
     def update(updates, state, params=None):
         del params
+        spread = _partition.is_spread(jax.tree.leaves((updates, state)))
+        return in_program(updates, state) if spread else plain_update(updates, state)
+
+    def plain_update(updates, state):
         grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
         names = _call.names_of(updates, is_leaf=_is_none)
         old = zip(*(treedef.flatten_up_to(getattr(state, name)) for name in moments))
@@ -291,7 +299,8 @@ def _over_engine(theirs, moments, engine):
             changed["count"] = optax.safe_increment(state.count)
         return new, state._replace(**changed)
 
-    return optax.GradientTransformation(theirs.init, update)
+    in_program = jax.jit(plain_update)  # where devices have shards, which they keep only in a program
+    return optax.GradientTransformation(init, update)
 
 
 def _is_none(x):
@@ -379,7 +388,7 @@ def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
         else moments[entry.param][rule.moments.index(entry.name)].astype(jnp.float32)
         for entry in entries
     ]
-    change, state, report = _call.step(
+    change, state, report = _step.step(
         recipe,
         [jnp.zeros(param.shape, param.dtype) for param in recipe.params] if zeros else None,
         grads,
@@ -387,7 +396,7 @@ def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
         values,
         flags=abi.DSOPT_STEP_DELTA,
         options=_call.HYPER_IS_ERROR,
-        out=[_call.like(grad, leaf.dtype) for grad, leaf in zip(grads, leaves)],
+        out=[leaf.dtype for leaf in leaves],
         over=[i for i, dead in enumerate(over) if dead],
     )
     new = {(entry.name, entry.param): x for entry, x in zip(entries, state)}

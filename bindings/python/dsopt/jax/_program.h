@@ -35,7 +35,9 @@ enum Option : int64_t {
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
     kAfter = 128,       // an operand that is not read: this call runs after the one that wrote it
     kZeros = 256,       // on the CPU: parameters are zeros and counts of steps are ones, and neither is an operand
-    kOptions = 511
+    kGradNorms = 512,   // f32 per group, dsopt_step.grad_norms
+    kNorms = 1024,      // no step: the norms of the gradients, which are the only operands
+    kOptions = 2047
 };
 
 // The library's text as an error of XLA. Called in the thread that failed.
@@ -102,10 +104,12 @@ struct Program {
         group_numbers(list<int64_t>(attrs, "group_numbers")),
         group_reals(list<double>(attrs, "group_reals")),
         params(list<int64_t>(attrs, "params")),
+        offsets(list<int64_t>(attrs, "offsets")),
         comm_name(attribute<std::string_view>(attrs, "comm")) {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
             group_reals.size() % kGroupReals ||
-            group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam)
+            group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam ||
+            (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
             refuse("the attributes are those of another version of dsopt.jax");
         cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
@@ -134,6 +138,7 @@ struct Program {
     // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
     dsopt_optimizer *at(int32_t device, int64_t rank) { return made_at(device, rank).optimizer.get(); }
     const std::vector<Entry> &entries(int32_t device, int64_t rank) { return made_at(device, rank).entries; }
+    dsopt_context *context(int32_t device) { return made_at(device, 0).context.get(); }
 
     int64_t ranks() const { return numbers[kRanks]; }
     size_t count() const { return params.size() / kParam; }
@@ -209,8 +214,9 @@ private:
     };
 
     Made &made_at(int32_t device, int64_t rank) {
-        if (rank < 0 || rank >= ranks())
-            refuse("operand 'rank' is " + std::to_string(rank) + ", must be from 0 to " + std::to_string(ranks() - 1));
+        const int64_t rows = offsets.empty() ? ranks() : static_cast<int64_t>(offsets.size() / count());
+        if (rank < 0 || rank >= rows)
+            refuse("operand 'rank' is " + std::to_string(rank) + ", must be from 0 to " + std::to_string(rows - 1));
         Made *made;
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -257,7 +263,7 @@ private:
         check(dl.dsopt_optimizer_create(context, &desc, &optimizer));
         Optimizer owner(optimizer);
         for (size_t g = 0; g < groups(); ++g) add_group(optimizer, g);
-        add_params(optimizer);
+        add_params(optimizer, rank);
         made.entries = entries_of(optimizer);
         made.optimizer = std::move(owner);
     }
@@ -328,7 +334,7 @@ private:
         check(dl.dsopt_optimizer_add_group(optimizer, &group, nullptr, 0));
     }
 
-    void add_params(dsopt_optimizer *optimizer) {
+    void add_params(dsopt_optimizer *optimizer, int64_t rank) {
         std::vector<dsopt_param> list(count());
         for (size_t i = 0; i < count(); ++i) {
             const int64_t *p = &params[i * kParam];
@@ -336,6 +342,7 @@ private:
             list[i].tensor.dtype = int32_of(p[kDtype], "attribute params: dtype");
             list[i].group = int32_of(p[kGroup], "attribute params: group");
             list[i].name = names[i].c_str();
+            if (!offsets.empty()) list[i].offset = offsets[static_cast<size_t>(rank) * count() + i];
         }
         check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
     }
@@ -380,7 +387,8 @@ private:
     const std::vector<int64_t> group_numbers;
     const std::vector<double> group_reals;
     const std::vector<int64_t> params;
-    std::vector<std::string> names; // of the parameters
+    const std::vector<int64_t> offsets; // of the shards of a rank in their parameters, a row per rank; empty = whole
+    std::vector<std::string> names;     // of the parameters
     const std::string comm_name;
     std::vector<char> unique; // id of the LOCAL comm
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read

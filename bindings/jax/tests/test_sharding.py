@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded parameters under plain jit: placements, values, collectives and memory, of updates and steps without norms."""
+
+import unittest
+
+import support  # first, it sets up the devices
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sharded
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import dsopt.jax
+from dsopt.jax import FusedStep
+
+OPTAX = {
+    "adam": (0.01,),
+    "adamw": (0.01,),
+    "lamb": (0.01,),
+    "lion": (0.001,),
+    "adagrad": (0.01,),
+    "sgd": (0.01, 0.9),
+}
+
+
+def updating(tx):
+    """Steps with a transformation; gradients are made in the program."""
+
+    def step(params, grads, state):
+        updates, state = tx.update(jax.tree.map(lambda g, p: g + 0.1 * p, grads, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def steps(step, params, grads, state, count=3):
+    step = jax.jit(step)
+    for _ in range(count):
+        params, state = step(params, grads, state)[:2]
+    return params, state
+
+
+def trees_of(state):
+    """The trees of a state that have the structure of the parameters."""
+    is_tree = lambda x: isinstance(x, dict) and set(x) == set(sharded.SHAPES)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_tree) if is_tree(x)]
+
+
+class Updates(unittest.TestCase):
+    def test_keep_placements_and_bits(self):
+        params, grads = sharded.tree(0), sharded.tree(1)
+        for rule, arguments in OPTAX.items():
+            ours, theirs = getattr(dsopt.jax, rule)(*arguments), getattr(optax, rule)(*arguments)
+            whole, _ = steps(updating(ours), params, grads, ours.init(params))
+            for mesh in sharded.MESHES if rule == "adamw" else ("4 x 2",):
+                with self.subTest(rule, mesh=mesh):
+                    p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
+                    new, state = steps(updating(ours), p, g, ours.init(p))
+                    self.assertEqual([leaf for t in [new, *trees_of(state)] for leaf in sharded.misplaced(t, mesh)], [])
+                    optax_new, _ = steps(updating(theirs), p, g, theirs.init(p))
+                    for name, x in new.items():
+                        np.testing.assert_allclose(x, optax_new[name], rtol=2e-5, atol=2e-6, err_msg=name)
+                        if rule != "lamb":
+                            np.testing.assert_array_equal(x, whole[name], err_msg=name)
+                        else:
+                            np.testing.assert_allclose(x, whole[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+    def test_have_no_collective_that_optax_has_not(self):
+        for mesh in ("8", "4 x 2"):
+            p, g = sharded.placed(sharded.tree(0), mesh), sharded.placed(sharded.tree(1), mesh)
+            for rule, arguments in OPTAX.items() if mesh == "4 x 2" else [("adamw", (0.01,))]:
+                with self.subTest(rule, mesh=mesh):
+                    found = []
+                    for module in (dsopt.jax, optax):
+                        tx = getattr(module, rule)(*arguments)
+                        found.append(sharded.collectives(updating(tx), p, g, tx.init(p)))
+                    self.assertEqual(*found)
+
+    def test_init_follows_the_parameters(self):
+        for mesh in ("4", "4 x 2"):
+            params = sharded.placed(sharded.tree(0), mesh)
+            for rule, arguments in OPTAX.items():
+                tx = getattr(dsopt.jax, rule)(*arguments)
+                for init in (tx.init, jax.jit(tx.init)):
+                    with self.subTest(rule, mesh=mesh, init=init):
+                        state = init(params)
+                        for moments in trees_of(state):
+                            self.assertEqual(sharded.misplaced(moments, mesh), [])
+                        for ours, theirs in zip(
+                            jax.tree.leaves(state), jax.tree.leaves(getattr(optax, rule)(*arguments).init(params)), strict=True
+                        ):
+                            np.testing.assert_array_equal(ours, theirs)
+
+    def test_keep_placements_outside_of_a_program(self):
+        mesh = "4 x 2"
+        params, grads = sharded.tree(0), sharded.tree(1)
+        p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
+        tx = dsopt.jax.adamw(0.01)
+        updates, state = tx.update(g, tx.init(p), p)
+        self.assertEqual([sharded.misplaced(x, mesh) for x in [updates, *trees_of(state)]], [[], [], []])
+        whole, _ = tx.update(grads, tx.init(params), params)
+        self.assertEqual(support.bits(updates), support.bits(whole))
+
+    def test_of_chains_masks_and_labels_keep_placements(self):
+        mesh = "2 x 2"
+        labels = {leaf: "a" if leaf < "one" else "b" for leaf in sharded.SHAPES}
+        mask = {leaf: leaf != "tuple" for leaf in sharded.SHAPES}
+        chosen = {
+            "chain": lambda m: optax.chain(optax.clip_by_global_norm(0.5), m.adamw(0.01)),
+            "mask": lambda m: m.adamw(0.01, weight_decay=0.1, mask=mask),
+            "masked": lambda m: optax.masked(m.adamw(0.01), mask),
+            "multi_transform": lambda m: optax.multi_transform({"a": m.adamw(0.01), "b": m.lion(0.01)}, labels),
+            "inject": lambda m: optax.inject_hyperparams(m.adamw)(learning_rate=0.01),
+            "steps": lambda m: optax.MultiSteps(m.adamw(0.01), 2),
+        }
+        params, grads = sharded.tree(0), sharded.tree(1)
+        p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
+        for name, make in chosen.items():
+            with self.subTest(name):
+                ours, theirs = make(dsopt.jax), make(optax)
+                new, _ = steps(updating(ours), p, g, ours.init(p))
+                wanted, _ = steps(updating(theirs), p, g, theirs.init(p))
+                self.assertEqual(sharded.misplaced(new, mesh), [])
+                for leaf, x in new.items():
+                    np.testing.assert_allclose(x, wanted[leaf], rtol=2e-5, atol=2e-6, err_msg=leaf)
+                self.assertEqual(
+                    sharded.collectives(updating(ours), p, g, ours.init(p)),
+                    sharded.collectives(updating(theirs), p, g, theirs.init(p)),
+                )
+
+    def test_place_results_as_optax_where_placements_differ(self):
+        """State sharded and parameters whole, as of ZeRO-1; gradients with another sharding; sharded gradients only."""
+        mesh = sharded.mesh_of("2 x 2")
+        x, y, whole = (NamedSharding(mesh, spec) for spec in (P("x"), P(None, "y"), P()))
+        for name, placement in {"zero": (whole, whole, x), "other": (x, y, x), "grads": (whole, x, whole)}.items():
+            with self.subTest(name):
+                p, g, m = (jax.device_put(jnp.arange(48.0).reshape(8, 6) / 48, s) for s in placement)
+                results = []
+                for module in (dsopt.jax, optax):
+                    tx = module.adamw(0.01)
+                    state = jax.tree.map(lambda v: jax.device_put(v, m.sharding) if v.ndim else v, tx.init(p))
+                    new, moved = steps(updating(tx), p, g, state)
+                    found = sharded.collectives(updating(tx), p, g, state)
+                    results.append((new, moved, found))
+                (new, moved, found), (wanted, theirs, allowed) = results
+                np.testing.assert_allclose(new, wanted, rtol=2e-5, atol=2e-6)
+                self.assertTrue(new.sharding.is_equivalent_to(wanted.sharding, 2), (new.sharding, wanted.sharding))
+                for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(theirs), strict=True):
+                    self.assertTrue(a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding))
+                for kind in set(found) | set(allowed):
+                    self.assertLessEqual(sum(found.get(kind, [])), sum(allowed.get(kind, [])), (kind, found, allowed))
+
+    def test_work_where_axes_do_not_divide_a_dimension(self):
+        mesh = sharded.mesh_of("4")
+
+        def step(module, p, g):
+            spread = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("x")))
+            tx = module.adamw(0.01)
+            return tx.update(spread(g), tx.init(spread(p)), spread(p))[0]
+
+        p, g = jnp.linspace(0, 1, 10), jnp.linspace(-1, 1, 10)
+        ours = jax.jit(lambda p, g: step(dsopt.jax, p, g))(p, g)
+        np.testing.assert_allclose(ours, jax.jit(lambda p, g: step(optax, p, g))(p, g), rtol=2e-5)
+
+    def test_work_with_the_partitioner_before_shardy(self):
+        mesh = "4 x 2"
+        params, grads = sharded.tree(0), sharded.tree(1)
+        p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
+        tx, fused = dsopt.jax.adamw(0.01), FusedStep("adamw", 0.01, max_norm=0.1)
+        wanted, _ = steps(updating(tx), p, g, tx.init(p))
+        in_place, _ = steps(fused.step, p, g, fused.init(p))
+        jax.config.update("jax_use_shardy_partitioner", False)
+        try:
+            new, state = steps(updating(tx), p, g, jax.jit(tx.init)(p))
+            self.assertEqual([sharded.misplaced(x, mesh) for x in [new, *trees_of(state)]], [[], [], []])
+            self.assertEqual(support.bits(new), support.bits(wanted))
+            new, state = steps(fused.step, p, g, jax.jit(fused.init)(p))
+            self.assertEqual([sharded.misplaced(x, mesh) for x in [new, *trees_of(state)]], [[], [], []])
+            self.assertEqual(support.bits(new), support.bits(in_place))
+        finally:
+            jax.config.update("jax_use_shardy_partitioner", True)
+
+
+class Memory(unittest.TestCase):
+    def test_of_state_is_divided_by_the_devices(self):
+        mesh = sharded.mesh_of("8")
+        params = {"w": jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, P("x")))}
+        whole = 4 * 64 * 32
+        for name, tx in (("optax", optax.adamw(0.01)), ("dsopt", dsopt.jax.adamw(0.01))):
+            with self.subTest(name):
+                new, state = steps(updating(tx), params, params, tx.init(params))
+                self.assertEqual(sharded.bytes_per_device(new), whole // 8)
+                self.assertLessEqual(sharded.bytes_per_device(state), 2 * whole // 8 + 64)
+        fused = FusedStep("adamw", 0.01)
+        new, state = steps(fused.step, params, params, fused.init(params))
+        self.assertEqual(sharded.bytes_per_device(new), whole // 8)
+        self.assertLessEqual(sharded.bytes_per_device(state), 2 * whole // 8 + 64)
+
+    def test_of_a_program_is_that_of_shards(self):
+        """Arguments, results and temporaries of one device; a gathered array would be eight times a shard."""
+        mesh = sharded.mesh_of("8")
+        params = {"w": jax.device_put(jnp.ones((512, 64)), NamedSharding(mesh, P("x")))}
+        shard = 4 * 512 * 64 // 8
+        tx, fused = dsopt.jax.adamw(0.01), FusedStep("adamw", 0.01)
+        for step, state in ((updating(tx), tx.init(params)), (fused.step, fused.init(params))):
+            program = jax.jit(step, donate_argnums=(0, 2)).lower(params, params, state).compile()
+            sizes = program.memory_analysis()
+            self.assertLessEqual(sizes.argument_size_in_bytes, 4 * shard + 1024)
+            self.assertLessEqual(sizes.output_size_in_bytes, 3 * shard + 1024)
+            self.assertLessEqual(sizes.temp_size_in_bytes, 2 * shard + 4096)
+            self.assertGreaterEqual(sizes.alias_size_in_bytes, 3 * shard)
+
+
+if __name__ == "__main__":
+    unittest.main()

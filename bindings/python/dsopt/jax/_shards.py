@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one device of a program does with its shards.
+
+Update rules are element by element, so a step of shards is a step of smaller parameters. What depends on whole tensors
+(overflow, clipping, norms of the report, trust ratios) is summed over the devices, in one all-reduce of a few floats
+per tensor before the step, and in another one after it for LAMB and for norms of the report."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _abi as abi
+from . import _call
+
+_FAR = 68  # norms are squared as they are, and times 2^-68 and 2^68: one of the three is in the range of fp32
+
+
+def program(call, places, axis):
+    """The function of one device's shards for a _call.Init or _call.Step. `axis` is over all devices."""
+    recipe = call.recipe
+    local = dataclasses.replace(call, recipe=recipe.of_shards([place.shape for place in places]))
+    is_spread = any(place.shape != param.shape for place, param in zip(places, recipe.params))
+    if isinstance(call, _call.Init) or not is_spread:
+        return local  # on every device the same
+    if not (recipe.looks or recipe.reports_norms or recipe.is_lamb or recipe.rounds_at_random):
+        return local
+    for place, param in zip(places, recipe.params):
+        if place.padded:
+            raise _call.unsupported(
+                "dsopt.jax: the sharding of parameter %s does not divide its shape %s, which clipping, overflow checks, "
+                "loss scales, norms, LAMB and random rounding do not support: choose axes that divide it"
+                % (param.name, param.shape)
+            )
+    return _Shards(call, local, places, axis)
+
+
+class _Shards:
+    """A step of shards."""
+
+    def __init__(self, call, local, places, axis):
+        self.call, self.local, self.places, self.axis = call, local, places, axis
+        self.recipe = call.recipe
+        if self.recipe.rounds_at_random:
+            if self.recipe.is_lamb:
+                raise _call.unsupported(
+                    "dsopt.jax: stochastic_rounding of LAMB is not supported for sharded parameters: use masters"
+                )
+            offsets = _offsets(self.recipe.params, places)
+            self.local = dataclasses.replace(local, recipe=dataclasses.replace(local.recipe, offsets=offsets))
+
+    def __call__(self, *arrays):
+        values, params, grads, state = self.call.split(arrays)
+        bad = None
+        if self.recipe.looks:
+            norms, bad = self.whole(grads)
+            groups = [[i for i, p in enumerate(self.recipe.params) if p.group == g] for g in range(self.groups)]
+            values["grad_norms"] = jnp.stack([_hypot(norms[np.array(group)]) for group in groups])
+        if self.recipe.rounds_at_random:
+            values["rank"] = jax.lax.axis_index(self.axis).astype(jnp.int32)
+        step = self.lamb if self.recipe.is_lamb else self.plain
+        params, state, report = step(values, list(params), list(grads), list(state))
+        if bad is not None:
+            report = self.with_bad(report, bad)
+        return [*params, *state, report]
+
+    @property
+    def groups(self):
+        return len(self.recipe.groups)
+
+    # ----------------------------------------------------------------------------------------------------------- norms
+    def whole(self, arrays):
+        """L2 norm and number of Inf and NaN of each tensor, whose shards are `arrays`: two vectors."""
+        copies = [place.copies for place in self.places] * (len(arrays) // len(self.places))
+        mantissa, exponent, bad = _decoded(_call.norms(arrays, each=True))
+        squares = [jnp.ldexp(mantissa * mantissa, 2 * (exponent + far)) for far in (0, -_FAR, _FAR)]
+        sums = jnp.stack([*squares, bad]) * np.array([1 / n for n in copies], np.float32)
+        plain, small, large, bad = jax.lax.psum(sums, self.axis)
+        in_range = jnp.isfinite(plain) & (plain > 2.0**-60)
+        far = jnp.where(plain <= 2.0**-60, jnp.sqrt(large) * 2.0**-_FAR, jnp.sqrt(small) * 2.0**_FAR)
+        return jnp.where(in_range, jnp.sqrt(plain), far), jnp.round(bad)
+
+    def with_bad(self, report, bad):
+        """The report with the Inf and NaN of all devices, of which the engine saw but the norms."""
+        found = jnp.sum(bad)
+        report = report.at[abi.DSOPT_REPORT_NONFINITE].set(found)
+        report = report.at[abi.DSOPT_REPORT_FIRST_BAD].set(
+            jnp.where(found > 0, jnp.argmax(bad > 0), -1).astype(jnp.float32)
+        )
+        if self.recipe.nonfinite == abi.DSOPT_NONFINITE_APPLY:
+            return report
+        return report.at[abi.DSOPT_REPORT_REASONS].add(jnp.where(found > 0, float(abi.DSOPT_SKIP_GRADIENTS), 0.0))
+
+    def with_norms(self, report, weights, updates):
+        """The report with the norms of all weights and updates, from those of each tensor."""
+        skipped = report[abi.DSOPT_REPORT_SKIPPED] != 0
+        for place, norms in ((abi.DSOPT_REPORT_WEIGHT_NORM, weights), (abi.DSOPT_REPORT_UPDATE_NORM, updates)):
+            report = report.at[place].set(jnp.where(skipped, report[place], _hypot(norms)))
+        return report
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+    def plain(self, values, params, grads, state):
+        """A step of the engine, with the values that were found here."""
+        names = tuple(name for name in _call.OPTIONS if name in values)
+        local = dataclasses.replace(self.local, values=names)
+        done = local(*(values[name] for name in names), *params, *grads, *state)
+        n = len(grads)
+        new, moved, report = done[:n], done[n:-1], done[-1]
+        if self.recipe.reports_norms:
+            before, after = self.weights(params, state), self.weights(new, moved)
+            changes = [b.astype(jnp.float32) - a.astype(jnp.float32) for a, b in zip(before, after)]
+            norms, _ = self.whole([*before, *changes])
+            report = self.with_norms(report, norms[:n], norms[n:])
+        return new, moved, report
+
+    def weights(self, params, state):
+        """Masters, and parameters that have none."""
+        masters = self.by_name(state, "master")
+        return [masters.get(i, param) for i, param in enumerate(params)]
+
+    def by_name(self, state, name):
+        entries = self.recipe.layout.entries
+        return {entry.param: x for entry, x in zip(entries, state) if entry.name == name}
+
+    def lamb(self, values, params, grads, state):
+        """The engine's update with a trust ratio and a learning rate of 1, from which the norms of whole tensors are
+        summed. The weights follow here."""
+        n, entries, step = len(params), self.recipe.layout.entries, self.by_name(state, "step")[-1]
+        recipe, given = _with_trust_of_1(self.local.recipe), _with_rate_of_1(values)
+        names = tuple(name for name in _call.OPTIONS if name in given)
+        update = _call.Step(recipe, names, abi.DSOPT_STEP_DELTA, self.call.options, out=("float32",) * n)
+        old = self.weights(params, state)
+        ours = {(entry.name, entry.param): x for entry, x in zip(entries, state)}
+        done = update(*(given[x] for x in names), *old, *grads, *(ours[e.name, e.param] for e in recipe.layout.entries))
+        changes, report = done[:n], done[-1]
+        ours.update({(e.name, e.param): x for e, x in zip(recipe.layout.entries, done[n:-1])})
+
+        norms, _ = self.whole([*old, *changes])
+        lower, upper = (self.of_group(place) for place in ("min_trust", "max_trust"))
+        is_one = (norms[:n] == 0) | (norms[n:] == 0)
+        ratio = jnp.where(is_one, 1, jnp.clip(norms[:n] / jnp.where(is_one, 1, norms[n:]), lower, upper))
+        factor = self.rates(values, step) * ratio
+        skipped = report[abi.DSOPT_REPORT_SKIPPED] != 0
+        new = [
+            jnp.where(skipped, a.astype(jnp.float32), a.astype(jnp.float32) + factor[i] * change)
+            for i, (a, change) in enumerate(zip(old, changes))
+        ]
+        if self.recipe.reports_norms:
+            report = self.with_norms(report, norms[:n], norms[n:] * factor)
+        for entry, x in zip(entries, state):
+            if entry.name == "master":
+                ours[entry.name, entry.param] = new[entry.param]
+            if entry.name == "trust_ratio":
+                ours[entry.name, entry.param] = jnp.where(skipped, x, ratio)
+        new = [jnp.where(skipped, param, x.astype(param.dtype)) for param, x in zip(params, new)]
+        return new, [ours[entry.name, entry.param] for entry in entries], report
+
+    def of_group(self, name):
+        """A number of the group of each parameter."""
+        place = _call.GROUP_REALS.index(name)
+        return np.array([self.recipe.groups[param.group][1][place] for param in self.recipe.params], np.float32)
+
+    def rates(self, values, step):
+        """Learning rate times bias correction for each parameter."""
+        groups = np.array([param.group for param in self.recipe.params])
+
+        def value(place, name, in_double):
+            known = in_double(np.array([reals[_call.GROUP_REALS.index(name)] for _, reals in self.recipe.groups]))
+            known = known.astype(np.float32)
+            if "hyper" not in values:
+                return known
+            row = values["hyper"][:, place]
+            return jnp.where(jnp.isnan(row), known, row if name == "lr" else jnp.log1p(row - 1))
+
+        with np.errstate(divide="ignore"):
+            logs = [value(place, name, np.log)[groups] for place, name in ((1, "beta1"), (2, "beta2"))]
+        rate = (values["lr"] if "lr" in values else value(0, "lr", np.array))[groups]
+        if self.recipe.groups[0][0][1] & abi.DSOPT_GROUP_NO_BIAS_CORRECTION:
+            return rate
+        c1, c2 = (-jnp.expm1((step + 1).astype(jnp.float32) * log) for log in logs)
+        return rate * jnp.sqrt(c2) / c1
+
+
+def _with_trust_of_1(recipe):
+    """A LAMB whose update is the direction: masters are its parameters."""
+    groups = []
+    for numbers, reals in recipe.groups:
+        fields = dict(zip(_call.GROUP_REALS, reals), lr=1.0, min_trust=1.0, max_trust=1.0)
+        flags = numbers[1] | abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+        groups.append(((numbers[0], flags, *numbers[2:]), tuple(fields[name] for name in _call.GROUP_REALS)))
+    has_master = {entry.param for entry in recipe.layout.entries if entry.name == "master"}
+    params = tuple(p._replace(dtype="float32") if i in has_master else p for i, p in enumerate(recipe.params))
+    flags = recipe.flags & ~abi.DSOPT_OPTIMIZER_REPORT_NORMS
+    return dataclasses.replace(recipe, groups=tuple(groups), params=params, flags=flags)
+
+
+def _with_rate_of_1(values):
+    """The values with 1 for each learning rate, except one for which the engine skips the step."""
+    one = lambda rate: jnp.where((rate >= 0) & jnp.isfinite(rate), 1.0, rate)
+    given = dict(values)
+    if "lr" in given:
+        given["lr"] = one(given["lr"])
+    if "hyper" in given:
+        given["hyper"] = given["hyper"].at[:, abi.DSOPT_HYPER_LR].set(one(given["hyper"][:, abi.DSOPT_HYPER_LR]))
+    return given
+
+
+def _offsets(params, places):
+    """A row per device: where its shard begins in each parameter."""
+    devices = places[0].sharding._device_assignment  # pylint: disable=protected-access
+    columns = []
+    for param, place in zip(params, places):
+        split = [d for d, (whole, part) in enumerate(zip(param.shape, place.shape)) if whole != part]
+        if not split or param.dtype == "float32":
+            columns.append([0] * len(devices))
+            continue
+        if len(split) > 1 or math.prod(param.shape[: split[0]]) != 1:
+            raise _call.unsupported(
+                "dsopt.jax: stochastic_rounding needs shards that are intervals of their parameter, and those of %s "
+                "with shape %s are of shape %s: shard it along its first dimension only, or use masters"
+                % (param.name, param.shape, place.shape)
+            )
+        starts = place.sharding.devices_indices_map(param.shape)
+        size = math.prod(param.shape[split[0] + 1 :])
+        columns.append([(starts[device][split[0]].start or 0) * size for device in devices])
+    return tuple(zip(*columns))
+
+
+def _decoded(words):
+    """Mantissa and exponent of the norms in rows of dsopt_norm_result, and the numbers of Inf and NaN."""
+    low, high = words[:, 0], words[:, 1]
+    exponent = ((high >> 20) & 0x7FF).astype(jnp.int32)
+    fraction = (high & 0xFFFFF).astype(jnp.float32) * 2.0**-20 + low.astype(jnp.float32) * 2.0**-52
+    infinite = jnp.where(fraction == 0, jnp.inf, jnp.nan)
+    mantissa = jnp.where(exponent == 0x7FF, infinite, jnp.where(exponent == 0, 0.0, 1 + fraction))
+    return mantissa, exponent - 1023, words[:, 4].astype(jnp.float32) + words[:, 5].astype(jnp.float32) * 2.0**32
+
+
+def _hypot(norms):
+    """The norm of several tensors from theirs, without overflow of their squares."""
+    largest = jnp.max(norms, initial=0.0)
+    usual = (largest > 0) & jnp.isfinite(largest)
+    scale = jnp.where(usual, largest, 1.0)
+    return jnp.where(usual, scale * jnp.sqrt(jnp.sum((norms / scale) ** 2)), largest)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps and starting values, of whole arrays and of arrays that the devices of a program have shards of."""
+
+import functools
+from typing import Optional, Sequence
+
+import jax
+
+from . import _call, _partition
+
+
+def _only_call(function):
+    """Say in our words what JAX would refuse in its own."""
+
+    def refuse(what):
+        raise _call.unsupported("dsopt.jax: a step cannot be %s" % what)
+
+    guarded = jax.custom_batching.custom_vmap(function)
+    guarded.def_vmap(lambda *_: refuse("vectorised: vmap the loss, and step once with the gradients that come out"))
+    differentiable = jax.custom_jvp(guarded)
+    differentiable.defjvp(lambda *_: refuse("differentiated: take the gradients before it"))
+    return differentiable
+
+
+def _run(call, arrays) -> list:
+    function = _compiled(call) if _partition.is_spread(arrays) else _function(call)
+    return function(*arrays)
+
+
+def _function(call):
+    return _only_call(_partition.partitioned(call))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(call):
+    """A program of the call alone: outside of a program each device would get whole arrays."""
+    return jax.jit(_function(call))
+
+
+def init(recipe: _call.Recipe, params: list, rank=None) -> list:
+    """The starting values of every state tensor, in list order."""
+    call = _call.Init(recipe, rank is not None)
+    return _run(call, ([] if rank is None else [rank]) + params)
+
+
+def step(
+    recipe: _call.Recipe,
+    params: Optional[list],
+    grads: list,
+    state: list,
+    values: dict,
+    *,
+    flags: int = 0,
+    options: int = 0,
+    out: Optional[list] = None,
+    over: Sequence[int] = (),
+):
+    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Without `out` parameters are
+    updated in their own memory. With `out` results go to new arrays of those dtypes; result i takes the memory of
+    gradient i for each i in `over`. params=None (with `out`, on the CPU): the parameters are zeros, and `state` leaves
+    out "step", which counts as 1. Returns parameters or out, state, report."""
+    names = tuple(name for name in _call.OPTIONS if values.get(name) is not None)  # in the order of the handler
+    call = _call.Step(
+        recipe, names, flags, options, None if out is None else tuple(out), tuple(over), zeros=params is None
+    )
+    operands = [_call.operand(name, values[name]) for name in names]
+    done = _run(call, [*operands, *(params or []), *grads, *state])
+    if recipe.ranks == 1 and out is None:
+        done[:-1] = map(_partition.alike, [*params, *state], done)
+    n, m = len(grads), len(state)
+    return list(done[:n]), list(done[n : n + m]), done[n + m]
