@@ -33,6 +33,10 @@ class _Memory:
 class Collectives:
     """The functions of a comm table by torch.distributed. They work in host memory, those of NCCL in device memory."""
 
+    # The tensors of the last call. A thread of gloo may hold them a little longer than the call, and must not be the one
+    # that releases the last reference: it would wait for the interpreter's lock, which ends the process at its exit.
+    _last: Any = None
+
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -52,27 +56,31 @@ class Collectives:
         out = self._tensor(recv, count, DTYPES[dtype])
         if send != recv:
             out.copy_(self._tensor(send, count, DTYPES[dtype]))
+        self._last = out
         dist.all_reduce(out, dist.ReduceOp.MAX if op == abi.DSOPT_OP_MAX else dist.ReduceOp.SUM, group=self.group)
 
     def broadcast(self, address: int, count: int, dtype: int) -> None:
         """From rank 0 of the group, in place."""
         if count:
             root = 0 if self.group is None else dist.distributed_c10d._get_global_rank(self.group, 0)
-            dist.broadcast(self._tensor(address, count, DTYPES[dtype]), root, group=self.group)
+            self._last = self._tensor(address, count, DTYPES[dtype])
+            dist.broadcast(self._last, root, group=self.group)
 
     def all_gather(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
             return
         row = self._tensor(send, size, torch.uint8).clone()  # it may be a part of `recv`
-        dist.all_gather(list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size)),
-                        row,
-                        group=self.group)
+        out = list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size))
+        self._last = row, out
+        dist.all_gather(out, row, group=self.group)
 
     def all_to_all(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
             return
         rows = self._tensor(send, size * self.ranks, torch.uint8).clone()
-        dist.all_to_all_single(self._tensor(recv, size * self.ranks, torch.uint8), rows, group=self.group)
+        out = self._tensor(recv, size * self.ranks, torch.uint8)
+        self._last = rows, out
+        dist.all_to_all_single(out, rows, group=self.group)
 
     def _by_pairs(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
@@ -85,8 +93,10 @@ class Collectives:
             for r in range(self.ranks)
         ]
         others = [r for r in range(self.ranks) if r != self.rank]
-        for work in ([dist.isend(rows[r], peers[r], group=self.group) for r in others] +
-                     [dist.irecv(out[r], peers[r], group=self.group) for r in others]):
+        from_rows, to_rows = list(rows), list(out)
+        self._last = from_rows, to_rows
+        for work in ([dist.isend(from_rows[r], peers[r], group=self.group) for r in others] +
+                     [dist.irecv(to_rows[r], peers[r], group=self.group) for r in others]):
             work.wait()
 
 

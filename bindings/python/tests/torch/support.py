@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of dsopt.torch share. Importing it ends the program with 77 where torch is not installed."""
+import faulthandler
 import os
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def run_ranks(test, program, which, ranks=2, environment=None):
 
 def child(cases, rank, file, ranks=2):
     """What such a process does: each case with its rank, over gloo."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=ranks)
     for case in cases:
