@@ -3,7 +3,7 @@
 # requirements.sh [NAME...]: renews the pins in scripts/requirements: resolves NAME.in, which says what is needed, to the newest
 # versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in names. Without
 # a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it. NAME-source.in is what is built
-# from source in the environment of NAME.txt, which has what it depends on.
+# from source in the environment of NAME.txt, which has what it depends on; so is NAME-aside.in, with other versions.
 set -eu
 cd "$(dirname "$0")/requirements"
 work=$(mktemp -d)
@@ -17,7 +17,7 @@ printf '[project]\nname = "requirements"\nversion = "0"\n[tool.uv]\nenvironments
 for name; do
     name=${name%.in}
     oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$name.in")
-    case $name in *-source) depends=--no-deps ;; *) depends= ;; esac
+    case $name in *-source | *-aside) depends=--no-deps ;; *) depends= ;; esac
     (
         here=$PWD
         cd "$work/project" # where uv finds which systems to resolve for

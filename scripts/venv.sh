@@ -3,7 +3,8 @@
 # venv.sh FOLDER NAME PYTHON...: makes the virtual environment FOLDER with what scripts/requirements/NAME.txt pins, by the first
 # PYTHON that the requirements are for, unless it is there already with these pins. Every file must have a hash of that list.
 # Exits with 77 and a reason where there is no such Python or no network; a hash that differs is a failure. What has no wheel is in
-# NAME-source.txt, and is built in that environment, with what NAME.txt has. Where that fails it is left out, with the reason.
+# NAME-source.txt, and is built in that environment, with what NAME.txt has. Where that fails it is left out, with the reason. Other
+# versions of the same packages are in NAME-aside.txt; they are built too, and are in FOLDER/aside, for PYTHONPATH.
 set -eu
 folder=$1 name=$2
 shift 2
@@ -24,17 +25,25 @@ install() {
     return 1
 }
 
-from_source() { # what has no wheel
-    list=$requirements/$name-source.txt
-    [ -f "$list" ] && ! cmp -s "$list" "$folder/ready-source" || exit 0
-    if install "$list" --no-deps --use-pep517 --no-build-isolation --no-binary :all:; then
-        cp "$list" "$folder/ready-source"
+build() { # KIND OPTION...: what NAME-KIND.txt has
+    kind=$1 list=$requirements/$name-$1.txt
+    shift
+    [ -f "$list" ] && ! cmp -s "$list" "$folder/ready-$kind" || return 0
+    rm -f "$folder/ready-$kind"
+    if install "$list" --no-deps --use-pep517 --no-build-isolation --no-binary :all: "$@"; then
+        cp "$list" "$folder/ready-$kind"
     elif grep -q 'DO NOT MATCH THE HASHES' "$folder/log"; then
         cat "$folder/log"
         exit 1
     else
-        echo "left out: $name-source.txt: $(tail -n 1 "$folder/log")"
+        echo "left out: $name-$kind.txt: $(tail -n 1 "$folder/log")"
     fi
+}
+
+from_source() { # what has no wheel
+    build source
+    cmp -s "$requirements/$name-aside.txt" "$folder/ready-aside" || rm -rf "$folder/aside"
+    build aside --target "$folder/aside"
     exit 0
 }
 

@@ -90,7 +90,16 @@ make 0 || fail "with a source: status $status"
 [ "$("$folder/venv/bin/python" -c 'import built; print(built.value)')" = 8 ] || fail "the source is not built and installed"
 [ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again for a source"
 pass
-rm "$folder/scripts/requirements/one-source.txt"
+cp "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
+make 0 && [ -f "$folder/venv/aside/built.py" ] || fail "with a version of its own folder: status $status"
+pass
+touch "$folder/venv/aside/kept"
+make 0 && [ -f "$folder/venv/aside/kept" ] || fail "a folder of other versions that is ready is made again"
+echo "# changed" >>"$folder/scripts/requirements/one-aside.txt"
+make 0 && [ ! -f "$folder/venv/aside/kept" ] && [ -f "$folder/venv/aside/built.py" ] ||
+    fail "a folder of other versions with other pins is not made again: status $status"
+pass
+rm "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
 # Warnings of the network in the log do not hide a hash that differs. Nothing listens at this index.
 unset PIP_NO_INDEX
 export PIP_INDEX_URL=http://127.0.0.1:9/simple
