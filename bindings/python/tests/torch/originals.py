@@ -92,6 +92,16 @@ def load():
         return load.found
     deepspeed = start()
     import deepspeed.ops.op_builder
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    load.found = types.SimpleNamespace(
+        FusedAdam=FusedAdam, FusedLamb=FusedLamb, FusedLion=FusedLion, DeepSpeedCPUAdam=DeepSpeedCPUAdam,
+        DeepSpeedCPULion=DeepSpeedCPULion, FP16_Optimizer=FP16_Optimizer, FP16_UnfusedOptimizer=FP16_UnfusedOptimizer)
+    if deepspeed.__version__.split("+")[0] != VERSION:
+        return load.found
     deepspeed.ops.op_builder.PackbitsBuilder = _Packbits
     import deepspeed.runtime.comm.compressed as compressed
 
@@ -103,12 +113,6 @@ def load():
             return deepspeed.comm.all_gather(out, tensor.reshape(out[0].shape), group=group)
 
     compressed.dist = Gloo()
-    from deepspeed.ops.adam import FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-    load.found = types.SimpleNamespace(
-        FusedAdam=FusedAdam, FusedLamb=FusedLamb, OnebitAdam=OnebitAdam, OnebitLamb=OnebitLamb, ZeroOneAdam=ZeroOneAdam,
-        FP16_Optimizer=FP16_Optimizer, FP16_UnfusedOptimizer=FP16_UnfusedOptimizer)
+    vars(load.found).update(OnebitAdam=OnebitAdam, OnebitLamb=OnebitLamb, ZeroOneAdam=ZeroOneAdam)
     return load.found

@@ -18,6 +18,7 @@ BOTH = (FP16_Optimizer, FP16_UnfusedOptimizer)
 SHAPES = ((7, 3), (5,))
 OLDER = {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
          "min_loss_scale", "_get_norm_with_moe_layers", "step_unfused"}  # which 0.19.6 does not have
+NEWER = {"_skip_invalid_grad_norm"}  # which 0.19.8 has as the end of step()
 check = unittest.TestCase()
 
 
@@ -101,7 +102,7 @@ def attributes_and_arguments(rank):
     for wrapper in BOTH:
         _, (_, original) = pair(wrapper, **dynamic())
         names = {name for name in list(vars(original)) + list(vars(type(original))) if not name.startswith("__")}
-        check.assertEqual(set(ATTRIBUTES[wrapper]) - OLDER, names)
+        check.assertEqual(set(ATTRIBUTES[wrapper]) - OLDER, names - NEWER)
         theirs = inspect.signature(type(original)).parameters
         check.assertEqual(list(inspect.signature(wrapper).parameters)[:len(theirs)], list(theirs))
 
@@ -183,6 +184,9 @@ CASES = (override_is_for_the_backward_pass_alone, graph_is_freed_with_an_overrid
          scale_and_keys_without_gradient_scaling, attributes_and_arguments, closures_are_ignored,
          one_float32_parameter_makes_all_float32, timers_get_the_phases, norm_of_a_skipped_step, norms_of_lists)
 
+# 0.19.8 skips a step with Inf or NaN without a loss scale too, and has an infinite norm then.
+NEWER_CASES = tuple(case for case in CASES if case is not norm_of_a_skipped_step)
+
 
 @unittest.skipUnless(GLOO, "torch has no gloo here")
 class OriginalWrappers(TestCase):
@@ -190,10 +194,14 @@ class OriginalWrappers(TestCase):
     def test_next_to_deepspeed(self):
         run_ranks(self, __file__, "all", ranks=1)
 
+    @originals.newer_needed
+    def test_next_to_the_newer_version(self):
+        run_ranks(self, __file__, "newer", ranks=1, environment=originals.newer())
+
 
 if __name__ == "__main__":
     if "--child" in sys.argv:
         rank, file = int(sys.argv[3]), sys.argv[4]
-        child(CASES, rank, file, ranks=1)
+        child(CASES if sys.argv[2] == "all" else NEWER_CASES, rank, file, ranks=1)
     else:
         main()
