@@ -233,6 +233,46 @@ def checkpoints_of_the_engine_resume(rank):
             shutil.rmtree(folder[0])
 
 
+def checkpoints_of_the_originals_load(rank):
+    """An engine with DeepSpeed's own OnebitAdam saves, and one with register() goes on from there."""
+    if sys.argv[2] != originals.VERSION:
+        return
+    for more in ({}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(folder)
+        unregister()
+        engine = initialize("OneBitAdam", params={"comm_backend_name": "compressed"}, **more)
+        register()
+        basic = engine.optimizer.optimizer if more else engine.optimizer
+        check.assertEqual(type(basic).__module__, "deepspeed.runtime.fp16.onebit.adam")
+        trained(engine, rank, 8)
+        engine.save_checkpoint(folder[0])
+        other = initialize("OneBitAdam", **more)
+        other.load_checkpoint(folder[0])
+        inner = other.optimizer.optimizer if more else other.optimizer
+        check.assertIs(type(inner), OnebitAdam)
+        check.assertEqual(inner.next_reduction(), "compressed")
+        check.assertIs(other.enable_backward_allreduce, False)
+        for name in ("exp_avg", "exp_avg_sq"):
+            ours, theirs = [torch.cat([state[name].reshape(-1) for state in optimizer.state.values()])
+                            for optimizer in (inner, basic)]
+            check.assertTrue(torch.equal(ours, theirs), name)
+        for param, same in zip(engine.module.parameters(), other.module.parameters()):
+            check.assertTrue(torch.equal(param, same))
+        trained(other, rank, 4, 8)
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder[0])
+
+
+def bf16_optimizer_is_refused(rank):
+    """What DeepSpeed takes for bfloat16 with pipeline parallelism."""
+    from dsopt.torch import _register
+    engine = initialize("OneBitAdam")
+    with check.assertRaisesRegex(dsopt.UnsupportedError, "OnebitAdam: the BF16_Optimizer of DeepSpeed is not supp"):
+        _register._check(lambda self, optimizer: "bf16")(engine, engine.optimizer)
+
+
 def twice_and_back(rank):
     """As it was before, also where register() was called twice."""
     from deepspeed.runtime import config
@@ -279,7 +319,8 @@ def what_a_deepspeed_lacks_is_refused_by_name(rank):
 
 CASES = [trains_through_the_freeze, names_make_the_classes, options_of_the_configuration_arrive, the_loss_is_scaled,
          a_loss_that_is_scaled_already_is_not_scaled_again, client_optimizers_have_the_wrapper,
-         zero_and_max_grad_norm_are_refused, checkpoints_of_the_engine_resume, twice_and_back,
+         zero_and_max_grad_norm_are_refused, checkpoints_of_the_engine_resume, checkpoints_of_the_originals_load,
+         bf16_optimizer_is_refused, twice_and_back,
          what_a_deepspeed_lacks_is_refused_by_name]
 
 
@@ -303,7 +344,7 @@ class WithoutDeepSpeed(TestCase):
 
 
 def prepare():
-    originals.start()
+    originals.load()
     from deepspeed.accelerator import get_accelerator
     import deepspeed
     check.assertEqual(deepspeed.__version__.split("+")[0], sys.argv[2])
