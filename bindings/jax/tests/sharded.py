@@ -24,8 +24,16 @@ SHAPES = {
 MESHES = {
     "4": ((4,), ("x",), {"rows": P("x"), "columns": P(None, "x"), "tuple": P("x"), "both": P("x", None)}),
     "8": ((8,), ("x",), {"rows": P("x"), "columns": P(None, "x"), "tuple": P("x"), "empty": P(None, None)}),
-    "2 x 2": ((2, 2), ("x", "y"), {"rows": P("x"), "columns": P(None, "y"), "tuple": P(("x", "y")), "both": P("y", "x")}),
-    "4 x 2": ((4, 2), ("x", "y"), {"rows": P("x"), "columns": P(None, ("y", "x")), "tuple": P(("x", "y")), "both": P("x", "y")}),
+    "2 x 2": (
+        (2, 2),
+        ("x", "y"),
+        {"rows": P("x"), "columns": P(None, "y"), "tuple": P(("x", "y")), "both": P("y", "x")},
+    ),
+    "4 x 2": (
+        (4, 2),
+        ("x", "y"),
+        {"rows": P("x"), "columns": P(None, ("y", "x")), "tuple": P(("x", "y")), "both": P("x", "y")},
+    ),
 }
 
 

@@ -37,7 +37,7 @@ def updating(tx):
 def steps(step, params, grads, state, count=3):
     step = jax.jit(step)
     for _ in range(count):
-        params, state = step(params, grads, state)[:2]
+        params, state = jax.block_until_ready(step(params, grads, state)[:2])
     return params, state
 
 

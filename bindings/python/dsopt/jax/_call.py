@@ -126,6 +126,11 @@ class Recipe:
         return dataclasses.replace(self, params=params, offsets=offsets)
 
     @property
+    def needs_whole_tensors(self) -> bool:
+        """True if a step is not element by element."""
+        return self.looks or self.is_lamb or self.reports_norms or self.rounds_at_random
+
+    @property
     def looks(self) -> bool:
         """True if a step reads all gradients before it decides what to do."""
         return self.nonfinite == abi.DSOPT_NONFINITE_SKIP or self.max_norm > 0 or bool(self.scaler)
@@ -289,8 +294,8 @@ class Init:
 
     recipe: Recipe
     has_rank: bool = False
-    gradient = None  # as of Step
-    out = None
+    gradient = out = None  # as of Step
+    needs_whole_tensors = False
 
     def __call__(self, *arrays) -> list:
         _build.library()
@@ -354,6 +359,10 @@ class Step:
     def entries(self) -> list:
         """The state among the operands."""
         return [entry for entry in self.recipe.layout.entries if not (self.zeros and entry.name == "step")]
+
+    @property
+    def needs_whole_tensors(self) -> bool:
+        return self.recipe.needs_whole_tensors
 
     @property
     def gradient(self) -> int:

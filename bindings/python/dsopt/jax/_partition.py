@@ -5,6 +5,7 @@ XLA knows nothing of what a custom call does, and would gather every operand. He
 operands and results belong together, and asks for the program of one device after it has chosen all shardings."""
 
 import functools
+import hashlib
 import math
 from typing import NamedTuple
 
@@ -29,11 +30,17 @@ def is_spread(arrays) -> bool:
     return any(isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in arrays)
 
 
+def _manual_axes() -> tuple:
+    """Axes of the mesh that the shard_map around a call is over, and the other ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.manual_axes, tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
 def alike(of, x):
     """The array x, in a program with the sharding of `of`, where XLA could choose another one."""
     can = isinstance(of, jax.core.Tracer) and jnp.ndim(x) and jnp.shape(of) == jnp.shape(x)
-    if not can or _call.like(x).sharding is not None:
-        return x
+    if not can or _call.like(x).sharding is not None or _manual_axes()[0]:
+        return x  # with axes that have it in its type, or in a shard_map
     return shard_alike(of, x)[1]
 
 
@@ -41,6 +48,13 @@ def partitioned(call):
     """A _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map JAX uses the call itself."""
     if call.recipe.ranks > 1:
         return call  # the 1-bit family, whose ranks are in a shard_map or pmap
+    manual, automatic = _manual_axes()
+    if manual and automatic and call.needs_whole_tensors:
+        raise _call.unsupported(
+            "dsopt.jax: clipping, overflow checks, loss scales, norms, LAMB and random rounding are not supported in a "
+            "shard_map over some axes of a mesh only, here %s of %s: call the step outside of shard_map, or name all axes"
+            % (", ".join(manual), ", ".join((*manual, *automatic)))
+        )
     function = custom_partitioning(lambda *arrays: call(*arrays))  # pylint: disable=unnecessary-lambda
     function.def_partition(
         partition=functools.partial(_partition, call),
@@ -48,7 +62,18 @@ def partitioned(call):
         sharding_rule=functools.partial(_rule, call),
         decode_shardings=False,
     )
-    return function
+    return _named_by(call, function)
+
+
+def _named_by(call, function):
+    """The function with a digest of the call in its name. JAX's persistent cache compares programs before they are
+    partitioned, where nothing else says which call is behind the address of a custom_partitioning."""
+
+    def named(*arrays):
+        return function(*arrays)
+
+    named.__name__ = "dsopt_" + hashlib.sha256(repr(call).encode()).hexdigest()[:32]
+    return jax.jit(named)
 
 
 def _rule(call, _mesh, operands, results) -> SdyShardingRule:

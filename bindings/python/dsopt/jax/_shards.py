@@ -23,9 +23,7 @@ def program(call, places, axis):
     recipe = call.recipe
     local = dataclasses.replace(call, recipe=recipe.of_shards([place.shape for place in places]))
     is_spread = any(place.shape != param.shape for place, param in zip(places, recipe.params))
-    if isinstance(call, _call.Init) or not is_spread:
-        return local  # on every device the same
-    if not (recipe.looks or recipe.reports_norms or recipe.is_lamb or recipe.rounds_at_random):
+    if not is_spread or not call.needs_whole_tensors:
         return local
     for place, param in zip(places, recipe.params):
         if place.padded:
