@@ -209,7 +209,12 @@ class Operands(unittest.TestCase):
         self.refused(call, "attribute flags is 16 with options 288")
 
     def test_options_that_are_unknown(self):
-        for name, value in (("dsopt_step", 2048), ("dsopt_step", _call.ZEROS), ("dsopt_step", _call.NORMS | 1), ("dsopt_init", 2)):
+        for name, value in (
+            ("dsopt_step", 2048),
+            ("dsopt_step", _call.ZEROS),
+            ("dsopt_step", _call.NORMS | 1),
+            ("dsopt_init", 2),
+        ):
             call = Call(name)
             call.attributes["options"] = np.int64(value)
             self.refused(call, "attribute options is %d" % value)

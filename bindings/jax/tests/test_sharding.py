@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters under plain jit: placements, values, collectives and memory, of updates and steps without norms."""
+"""Sharded parameters under plain jit: placements, values, collectives and memory, of optax updates."""
 
 import unittest
 
@@ -87,9 +87,8 @@ class Updates(unittest.TestCase):
                         state = init(params)
                         for moments in trees_of(state):
                             self.assertEqual(sharded.misplaced(moments, mesh), [])
-                        for ours, theirs in zip(
-                            jax.tree.leaves(state), jax.tree.leaves(getattr(optax, rule)(*arguments).init(params)), strict=True
-                        ):
+                        wanted = getattr(optax, rule)(*arguments).init(params)
+                        for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
                             np.testing.assert_array_equal(ours, theirs)
 
     def test_keep_placements_outside_of_a_program(self):

@@ -17,7 +17,8 @@ from dsopt.jax import DynamicScale, FusedStep
 
 def steps(opt, params, grads, count=3, **options):
     """Parameters, state and reports of some steps."""
-    step = jax.jit(lambda p, g, s: opt.step(p, jax.tree.map(lambda g, p: g + (0.1 * p).astype(g.dtype), g, p), s, **options))
+    made = lambda p, g: jax.tree.map(lambda g, p: g + (0.1 * p).astype(g.dtype), g, p)
+    step = jax.jit(lambda p, g, s: opt.step(p, made(p, g), s, **options))
     state, reports = jax.jit(opt.init)(params), []
     for _ in range(count):
         params, state, report = jax.block_until_ready(step(params, grads, state))
@@ -77,7 +78,8 @@ class Steps(unittest.TestCase):
                 whole, parts = both(FusedStep("adamw", 0.01, max_norm=0.5), mesh, params, grads)
                 self.check_placements(mesh, *parts[:2])
                 self.check_close(parts, whole)
-                wanted = np.sqrt(sum(np.sum(np.asarray(g + 0.1 * params[k], np.float64) ** 2) for k, g in grads.items()))
+                first = [np.asarray(g + 0.1 * params[k], np.float64) for k, g in grads.items()]
+                wanted = np.sqrt(sum(np.sum(g**2) for g in first))
                 np.testing.assert_allclose(parts[2][0][dsopt._abi.DSOPT_REPORT_GRAD_NORM], wanted, rtol=1e-6)
 
     def test_need_one_small_all_reduce_for_clipping_and_two_for_lamb(self):
@@ -196,11 +198,13 @@ class Steps(unittest.TestCase):
         whole, x = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
         opt, p = FusedStep("adamw", 0.01), jax.device_put(jnp.ones((8, 4)), whole)
         state = jax.tree.map(lambda v: jax.device_put(v, x) if v.ndim == 2 else v, opt.init(p))
-        step = jax.jit(opt.step, out_shardings=(whole, jax.tree.map(lambda v: x if v.ndim == 2 else whole, state), whole))
+        places = jax.tree.map(lambda v: x if v.ndim == 2 else whole, state)
+        step = jax.jit(opt.step, out_shardings=(whole, places, whole))
         new, state, _ = step(p, p, state)
         self.assertTrue(new.sharding.is_fully_replicated)
         self.assertEqual(state["exp_avg"].addressable_shards[0].data.shape, (2, 4))
-        self.assertEqual(support.bits(new), support.bits(opt.step(jnp.ones((8, 4)), jnp.ones((8, 4)), opt.init(jnp.ones((8, 4))))[0]))
+        ones = jnp.ones((8, 4))
+        self.assertEqual(support.bits(new), support.bits(opt.step(ones, ones, opt.init(ones))[0]))
         found = sharded.collectives(step, p, p, state)
         self.assertEqual(found, {"all-gather": [32]})
 
@@ -234,7 +238,8 @@ class Refused(unittest.TestCase):
             opt = FusedStep("adamw", 0.1, **options)
             self.refused(r"\['w'\] does not divide its shape \(10,\)", lambda p, opt=opt: step(opt, p), jnp.ones(10))
         opt = FusedStep("adamw", 0.1)
-        np.testing.assert_array_equal(jax.jit(lambda p: step(opt, p))(jnp.ones(10))["w"], jnp.full(10, np.float32(0.899)))
+        new = jax.jit(lambda p: step(opt, p))(jnp.ones(10))["w"]
+        np.testing.assert_array_equal(new, jnp.full(10, np.float32(0.899)))
 
 
 if __name__ == "__main__":

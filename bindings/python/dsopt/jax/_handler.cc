@@ -139,8 +139,8 @@ void norms(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool
     const int64_t one[] = {1, words}, each[] = {n, words};
     if (buffer.element_type() != ffi::DataType::U32 ||
         !(same(buffer.dimensions(), Dims(one, 2)) || same(buffer.dimensions(), Dims(each, 2))))
-        refuse("result 'norms' is " + text_of(buffer.element_type(), buffer.dimensions()) + ", must be u32[1,8] or u32[" +
-               std::to_string(n) + ",8]");
+        refuse("result 'norms' is " + text_of(buffer.element_type(), buffer.dimensions()) + ", must be u32[1,8] or " +
+               "u32[" + std::to_string(n) + ",8]");
     Context own; // with the thread pool of this call
     if (pool) {
         DSOPT_NEW(dsopt_context_desc, desc);
@@ -154,7 +154,8 @@ void norms(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool
     auto *const results = static_cast<dsopt_norm_result *>(buffer.untyped_data());
     const int64_t rows = buffer.dimensions()[0], length = rows == 1 ? n : 1;
     for (int64_t row = 0; row < rows; ++row)
-        check(dl.dsopt_tensors_norm(context, list.data() + row, length, DSOPT_NORM_L2, 0, nullptr, results + row, stream));
+        check(dl.dsopt_tensors_norm(context, list.data() + row, length, DSOPT_NORM_L2, 0, nullptr, results + row,
+                                    stream));
 }
 
 // Gradients are not aliased to results, and parameters only without kOut: neither may be written.
@@ -162,7 +163,8 @@ int32_t checked_flags(int64_t options, int64_t flags) {
     constexpr int64_t kKeep = DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA;
     if (options & ~kOptions || (options & kZeros && !(options & kOut)))
         refuse("attribute options is " + std::to_string(options) +
-               ", must be a sum of _call.OPTIONS, OUT, HYPER_IS_ERROR and ZEROS or NORMS alone, with ZEROS only if OUT is there");
+               ", must be a sum of _call.OPTIONS, OUT, HYPER_IS_ERROR and ZEROS, with ZEROS only if OUT is there, or "
+               "NORMS alone");
     if (flags & ~(kKeep | DSOPT_STEP_NO_NAN) || !(flags & kKeep) != !(options & kOut))
         refuse("attribute flags is " + std::to_string(flags) + " with options " + std::to_string(options) +
                ", must be a sum of NO_NAN and, if and only if option OUT is there, OUT_ONLY or DELTA");

@@ -263,7 +263,8 @@ def _over_engine(theirs, moments, engine):
 
     def init(params):
         state = theirs.init(params)  # in a program made of zeros, in which XLA sees no sharding
-        return state._replace(**{name: jax.tree.map(_partition.alike, params, getattr(state, name)) for name in moments})
+        placed = {name: jax.tree.map(_partition.alike, params, getattr(state, name)) for name in moments}
+        return state._replace(**placed)
 
     def update(updates, state, params=None):
         del params

@@ -45,14 +45,15 @@ def alike(of, x):
 
 
 def partitioned(call):
-    """A _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map JAX uses the call itself."""
+    """A _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map JAX
+    uses the call itself."""
     if call.recipe.ranks > 1:
         return call  # the 1-bit family, whose ranks are in a shard_map or pmap
     manual, automatic = _manual_axes()
     if manual and automatic and call.needs_whole_tensors:
         raise _call.unsupported(
             "dsopt.jax: clipping, overflow checks, loss scales, norms, LAMB and random rounding are not supported in a "
-            "shard_map over some axes of a mesh only, here %s of %s: call the step outside of shard_map, or name all axes"
+            "shard_map over some axes of a mesh only, here %s of %s: step outside of shard_map, or name all axes"
             % (", ".join(manual), ", ".join((*manual, *automatic)))
         )
     function = custom_partitioning(lambda *arrays: call(*arrays))  # pylint: disable=unnecessary-lambda
@@ -104,7 +105,7 @@ class Place(NamedTuple):
 
 def _places(call, operands, results, devices) -> list:
     """For each parameter the sharding with the smallest shards, of itself and its state. Where several are as small the
-    parameter's. XLA reshards the others. An optax update has no parameters: there the gradient and results count too."""
+    parameter's. XLA reshards the others. An optax update has no parameters: there its gradient and results count."""
     owners, owners_of_results = call.owners()
     places = []
     for leaf, param in enumerate(call.recipe.params):

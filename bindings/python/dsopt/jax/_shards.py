@@ -28,8 +28,8 @@ def program(call, places, axis):
     for place, param in zip(places, recipe.params):
         if place.padded:
             raise _call.unsupported(
-                "dsopt.jax: the sharding of parameter %s does not divide its shape %s, which clipping, overflow checks, "
-                "loss scales, norms, LAMB and random rounding do not support: choose axes that divide it"
+                "dsopt.jax: the sharding of parameter %s does not divide its shape %s, which clipping, overflow "
+                "checks, loss scales, norms, LAMB and random rounding do not support: choose axes that divide it"
                 % (param.name, param.shape)
             )
     return _Shards(call, local, places, axis)
