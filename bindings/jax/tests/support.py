@@ -3,6 +3,7 @@
 
 import ctypes
 import os
+import unittest
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +21,11 @@ DTYPES = {
     "bfloat16": abi.DSOPT_DTYPE_BF16,
     "int32": abi.DSOPT_DTYPE_I32,
 }
+
+# They take minutes, most of it to compile programs of several devices.
+sharded_tests = unittest.skipIf(
+    os.environ.get("DSOPT_SHARDED_TESTS") == "0", "sharded arrays; ./dev bindings jax runs these tests"
+)
 
 
 def copy(tree):

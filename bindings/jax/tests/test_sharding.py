@@ -47,6 +47,7 @@ def trees_of(state):
     return [x for x in jax.tree.leaves(state, is_leaf=is_tree) if is_tree(x)]
 
 
+@support.sharded_tests
 class Updates(unittest.TestCase):
     def test_keep_placements_and_bits(self):
         params, grads = sharded.tree(0), sharded.tree(1)
@@ -181,6 +182,7 @@ class Updates(unittest.TestCase):
             jax.config.update("jax_use_shardy_partitioner", True)
 
 
+@support.sharded_tests
 class Memory(unittest.TestCase):
     def test_of_state_is_divided_by_the_devices(self):
         mesh = sharded.mesh_of("8")

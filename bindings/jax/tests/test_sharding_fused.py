@@ -32,6 +32,7 @@ def both(opt, mesh, params, grads, **options):
     return whole, steps(opt, sharded.placed(params, mesh), sharded.placed(grads, mesh), **options)
 
 
+@support.sharded_tests
 class Steps(unittest.TestCase):
     def check_placements(self, mesh, params, state):
         for name, x in [("parameters", params), *state.items()]:
@@ -209,6 +210,7 @@ class Steps(unittest.TestCase):
         self.assertEqual(found, {"all-gather": [32]})
 
 
+@support.sharded_tests
 class Refused(unittest.TestCase):
     def refused(self, text, function, *arguments):
         with self.assertRaises(Exception) as caught:

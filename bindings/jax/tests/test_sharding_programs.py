@@ -35,6 +35,7 @@ for rate in (0.5, 0.25):
 """
 
 
+@support.sharded_tests
 class Programs(unittest.TestCase):
     def setUp(self):
         self.whole, self.grads = sharded.tree(0), sharded.tree(1)
