@@ -16,7 +16,7 @@ from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
 from ._several import Given, with_norms
-from ._tensors import Layouts, is_dtensor, refused, unsupported, wrong
+from ._tensors import Layouts, check_kind, is_dtensor, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -284,7 +284,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             if not isinstance(saved, dict) or not state:
                 continue
             for name in SHAPED:
-                if torch.is_tensor(saved.get(name)) and saved[name].shape != param.shape:
+                if not torch.is_tensor(saved.get(name)):
+                    continue
+                check_kind("state %r of parameter %s" % (name, place), saved[name], param)
+                if saved[name].shape != param.shape:
                     raise wrong("state %r of parameter %s has shape %s, and the parameter %s" %
                                 (name, place, tuple(saved[name].shape), tuple(param.shape)), "SHAPE")
             for name, value in saved.items():

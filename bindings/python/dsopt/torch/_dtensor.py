@@ -18,7 +18,7 @@ from .._handles import Context
 from ._mesh import Named, Spread, interval_of
 from ._parallel import LAMBS
 from ._plan import Entry, Plan, Stale
-from ._tensors import is_dtensor, unsupported, wrong
+from ._tensors import check_kind, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -139,9 +139,7 @@ class ShardedPlan(Plan):
         if self.specs[i] is None or tensor is None:
             return super()._state_tensor(i, name)
         what = "state %r of %s" % (name, self.entries[i].name)
-        if not is_dtensor(tensor):
-            raise unsupported("%s is a plain tensor, and the parameter a DTensor; load it with "
-                              "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict" % what)
+        check_kind(what, tensor, key)
         return _local(self._like(key, tensor, what))
 
     def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from .. import _abi as abi
 from .._handle import Handle
 from .._hooks import gate
 from ._parallel import Parallel, agrees_over_data
-from ._tensors import (STATES, Layouts, check_grad, context_of, dtype_of, is_dense, is_dtensor, put, strides_of,
+from ._tensors import (STATES, Layouts, check_grad, check_kind, context_of, dtype_of, is_dense, put, strides_of,
                        unsupported, words_of, wrong)
 
 if TYPE_CHECKING:
@@ -207,9 +207,8 @@ class Plan:
     def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
         """A state tensor of a parameter, if it is there."""
         tensor: Optional[torch.Tensor] = self.of_param[i].get(name)
-        if tensor is not None and is_dtensor(tensor):
-            raise unsupported("state %r of %s is a DTensor, and the parameter a plain tensor; load it with "
-                              "torch.distributed.checkpoint" % (name, self.entries[i].name))
+        if tensor is not None:
+            check_kind("state %r of %s" % (name, self.entries[i].name), tensor, self.keys[i])
         return tensor
 
     def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:

@@ -79,6 +79,15 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch
         raise wrong("%s is %s, and the parameter %s" % (what, grad.dtype, param.dtype), "DTYPE")
 
 
+def check_kind(what: str, state: torch.Tensor, param: torch.Tensor) -> None:
+    """Refuse a plain state tensor of a DTensor, and the reverse."""
+    if is_dtensor(state) != is_dtensor(param):
+        kinds = ("a plain tensor", "a DTensor")
+        raise unsupported("%s is %s, and the parameter %s; load it with "
+                          "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict" %
+                          (what, kinds[is_dtensor(state)], kinds[is_dtensor(param)]))
+
+
 def strides_of(tensor: torch.Tensor) -> List[int]:
     """Where the stride means something."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]

@@ -160,11 +160,17 @@ def plain_state_dicts(rank):
     plain, theirs = reference("AdamW")
     net = sharded("fsdp")
     optimizer = optimizer_of(net, "AdamW")
-    optimizer.load_state_dict(theirs.state_dict())
-    before = [whole(param).clone() for param in net.parameters()]
-    raises(dsopt.UnsupportedError, r"state 'exp_avg' of .*\[0\] is a plain tensor, and the parameter a DTensor; load "
-           "it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict", train, net, optimizer, range(1))
-    assert all(torch.equal(whole(param), old) for param, old in zip(net.parameters(), before))
+    train(net, optimizer, range(2))
+    for some, its, pattern in ((optimizer, theirs, "a plain tensor, and the parameter a DTensor"),
+                               (theirs, optimizer, "a DTensor, and the parameter a plain tensor")):
+        before = copy.deepcopy(some.state_dict()["state"])
+        raises(dsopt.UnsupportedError, "state 'exp_avg' of parameter 0 is %s; load it with "
+               "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict" % pattern, some.load_state_dict,
+               its.state_dict())
+        for key, state in some.state_dict()["state"].items():
+            for entry, value in state.items():
+                assert_equal(whole(value), whole(before[key][entry]), "%s of %s" % (entry, key))
+    train(net, optimizer, range(2, 3))
 
 
 def stochastic_rounding_goes_on(rank):
