@@ -77,11 +77,14 @@ class Spread:
         varied = frozenset(d for d in range(len(self.sizes)) if len({self.place[rank][d] for rank in ranks}) > 1)
         return varied if prod(self.sizes[d] for d in varied) == len(ranks) else None
 
+    def _has_all_ranks(self) -> bool:
+        return prod(self.sizes[d] for d in self.dims) == dist.get_world_size()
+
     def comm(self, context: Context, device: torch.device) -> Optional[Comm]:
         """Over these ranks; None if this is the only one."""
         if not self.dims:
             return None
-        if prod(self.sizes[d] for d in self.dims) == dist.get_world_size():
+        if self._has_all_ranks():
             return comm_of(None, context, device, "the mesh of the parameters")
         groups = [self.root.get_group(d) for d in self.dims]
         if len(groups) == 1:

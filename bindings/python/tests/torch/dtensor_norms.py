@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dsopt
 from dsopt.torch import SGD, Adagrad, Adam, AdamW, FusedAdam, FusedLamb, FusedLion, Lion
+from dsopt.torch._mesh import Spread
 
 RELATIVE = 1e-6
 
@@ -126,6 +127,17 @@ def norms_are_taken_over_the_meshes_of_the_parameters_only(rank):
         assert_copies_are_equal(twins.params)
 
 
+def norms_are_added_up_over_one_dim_after_the_other(rank):
+    """As in a world with more ranks than the mesh, where there is no process group of all its ranks."""
+    kept, Spread._has_all_ranks = Spread._has_all_ranks, lambda spread: False
+    try:
+        lamb_takes_ratios_and_norms_of_whole_tensors(rank)
+        lamb_steps_fsdp2_and_tensor_parallelism(rank)
+        norms_are_taken_over_the_meshes_of_the_parameters_only(rank)
+    finally:
+        Spread._has_all_ranks = kept
+
+
 def lamb_refuses_meshes_without_a_common_one(rank):
     ranks = torch.distributed.get_world_size()
     if ranks < 4:
@@ -241,7 +253,7 @@ def clip_grad_norm_of_torch(rank):
 NORMS = [
     lamb_takes_ratios_and_norms_of_whole_tensors, lamb_of_bfloat16_parameters,
     a_shard_without_gradient_stays_in_lamb, lamb_steps_fsdp2_and_tensor_parallelism,
-    norms_are_taken_over_the_meshes_of_the_parameters_only, lamb_refuses_meshes_without_a_common_one,
-    stochastic_rounding_has_the_bits_of_unsharded_parameters,
+    norms_are_taken_over_the_meshes_of_the_parameters_only, norms_are_added_up_over_one_dim_after_the_other,
+    lamb_refuses_meshes_without_a_common_one, stochastic_rounding_has_the_bits_of_unsharded_parameters,
     stochastic_rounding_refuses_shards_that_are_no_intervals, clip_grad_norm_of_torch
 ]
