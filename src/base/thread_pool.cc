@@ -122,7 +122,7 @@ private:
         Worker(Team &of, int share_of_it) : team(of), share(share_of_it) {}
         Team &team;
         const int share;
-        Signal offers; // odd: a share is offered; even: it was accepted
+        Signal offers;                   // odd: a share is offered; even: it was accepted
         std::atomic<int> offered_on{-1}; // the processor of the thread that offered the last share
 
         static bool is_none(uint32_t offers) { return offers % 2 == 0; }
@@ -199,7 +199,7 @@ private:
     int64_t parts_ = 0;
     int shares_ = 0;
     std::atomic<bool> spins_{false}; // also read between calls
-    Signal running_; // shares that are not done, except the caller's
+    Signal running_;                 // shares that are not done, except the caller's
 };
 
 /// All of a process, for calls to choose from. Their number is that of the calls that ran at the same time.

@@ -188,7 +188,8 @@ TEST_F(Pool, LeavesSignalsToTheThreadsOfTheProgram) {
         while (inside < 2) std::this_thread::yield();
     });
     EXPECT_EQ(::sigismember(&masks[0], SIGTERM), 0);
-    for (const int signal : {SIGTERM, SIGINT, SIGCHLD, SIGALRM, SIGUSR1}) EXPECT_EQ(::sigismember(&masks[1], signal), 1);
+    for (const int signal : {SIGTERM, SIGINT, SIGCHLD, SIGALRM, SIGUSR1})
+        EXPECT_EQ(::sigismember(&masks[1], signal), 1);
     for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGPROF})
         EXPECT_EQ(::sigismember(&masks[1], signal), 0) << "crash handlers and profilers see them";
 }
