@@ -14,10 +14,14 @@ rm -rf "$folder"
 mkdir -p "$folder/apt/lists/partial" "$folder/apt/cache/archives/partial" "$folder/apt/debs"
 : >"$folder/apt/status"
 
+# The mirror that this system uses.
+mirror=$(apt-get indextargets --format '$(REPO_URI)' | grep -vE -m 1 'security|^file:') || mirror=
+[ -n "$mirror" ] || { echo "python_root.sh: apt has no mirror; run apt-get update"; exit 1; }
+
 unpack() { # SUITE PYTHON PACKAGE...
     suite=$1 python=$2
     shift 2
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian $suite main" >"$folder/apt/sources"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$folder/apt/sources"
     options="-o Dir::Etc::sourcelist=$folder/apt/sources -o Dir::Etc::sourceparts=- -o Dir::Cache=$folder/apt/cache
         -o Dir::State=$folder/apt -o Dir::State::lists=$folder/apt/lists -o Dir::State::status=$folder/apt/status
         -o APT::Architecture=$arch -o APT::Architectures=$arch -o Acquire::Languages=none -o APT::Sandbox::User=root
