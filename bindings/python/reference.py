@@ -98,7 +98,9 @@ def public_modules():
     if not any(isinstance(finder, Stubs) for finder in sys.meta_path):
         sys.meta_path.insert(0, Stubs())
     package = importlib.import_module("dsopt")
-    found = sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
+    # Packages only: in an installed one the library itself, libdsopt.so, has the name of an extension module.
+    modules = pkgutil.iter_modules(package.__path__)
+    found = sorted(found.name for found in modules if found.ispkg and not found.name.startswith("_"))
     names = ["dsopt"] + ["dsopt." + name for name in found]
     return {name: importlib.import_module(name) for name in names}
 
