@@ -57,9 +57,9 @@ def dsopt_steps(p, grads, lr):
         m, v = f32(B1) * m + a1 * g, f32(B2) * v + (a2 * g) * g
         c1, c2 = corrections(t)
         root = np.sqrt(c2)
-        direction = bf16(m / (np.sqrt(v) + f32(EPS) * root))
+        direction = bf16((root / c1) * (m / (np.sqrt(v) + f32(EPS) * root)))
         m, v = bf16(m), bf16(v)
-        p = add(p, bf16(direction * (root / c1)), lr)
+        p = add(p, direction, lr)
     return p
 
 

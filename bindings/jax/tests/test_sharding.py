@@ -67,6 +67,16 @@ class Updates(unittest.TestCase):
                         else:
                             np.testing.assert_allclose(x, whole[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
+    def test_keep_bits_where_loops_of_shards_are_compiled_in_another_way(self):
+        """XLA vectorises and fuses a sum of two products by the shape: shapes in which it did so for shards only."""
+        random = np.random.default_rng(0)
+        tx = dsopt.jax.adamw(0.01, weight_decay=0.1)
+        for mesh, shape, spec in (("4", (16, 8), P("x")), ("2 x 2", (3, 3, 8, 16), P(None, None, "y", "x"))):
+            p, g = (jnp.asarray(random.standard_normal(shape), jnp.float32) for _ in range(2))
+            whole = steps(updating(tx), p, g, tx.init(p), 5)
+            p, g = jax.device_put((p, g), NamedSharding(sharded.mesh_of(mesh), spec))
+            self.assertEqual(support.bits(steps(updating(tx), p, g, tx.init(p), 5)), support.bits(whole), mesh)
+
     def test_have_no_collective_that_optax_has_not(self):
         for mesh in ("8", "4 x 2"):
             p, g = sharded.placed(sharded.tree(0), mesh), sharded.placed(sharded.tree(1), mesh)

@@ -188,13 +188,14 @@ def scale_by_adam(
 
     def engine(leaves, state):
         """The bias correction is optax's, in fp32, where 1 - b2**1 has an error of 1e-5: with c1 and c2 of the moments
-        the direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps), of which the engine does all but the first
-        factor."""
+        the direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps), whose first factor is the learning rate of the
+        engine. It is not left to XLA, which would add the product to that of the decay, and in code for the CPU fuses
+        one of the two with the sum: which one depends on the shape, so that shards had other bits than whole arrays."""
         step, one = optax.safe_increment(state.count), jnp.float32(1)
         root = jnp.sqrt(one / optax.tree.bias_correction(one, hyper.b2, step))
         factor = root * optax.tree.bias_correction(one, hyper.b1, step)
         rule = _Rule(abi.DSOPT_ALGORITHM_ADAM, abi.DSOPT_GROUP_NO_BIAS_CORRECTION, ("exp_avg", "exp_avg_sq"))
-        return _direction(rule, hyper._replace(eps=hyper.eps * root), leaves, factor)
+        return _direction(rule, hyper._replace(lr=factor, eps=hyper.eps * root), leaves)
 
     return _over_engine(optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype), ("mu", "nu"), engine)
 
@@ -330,8 +331,8 @@ class _Leaf:
         self.is_large = not self.gives_memory and self.grad.size > _LARGE
 
 
-def _direction(rule, hyper, leaves, factor=1):
-    """Direction, times the factor, and moments of each leaf."""
+def _direction(rule, hyper, leaves):
+    """Direction and moments of each leaf."""
     values = hyper.values([True])
     over = [leaf.gives_memory for leaf in leaves]
     parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
@@ -355,7 +356,7 @@ def _direction(rule, hyper, leaves, factor=1):
 
     done = jax.lax.platform_dependent(values, grads, moments, cpu=on_cpu, default=on_device)
     return [
-        ((direction * -factor).astype(leaf.dtype), *(x.astype(old.dtype) for x, old in zip(new, leaf.moments)))
+        (-direction.astype(leaf.dtype), *(x.astype(old.dtype) for x, old in zip(new, leaf.moments)))
         for leaf, (direction, *new) in zip(leaves, done)
     ]
 
