@@ -2,7 +2,7 @@
 """register(): the 1-bit optimizers behind their names in the JSON configuration of an installed DeepSpeed."""
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
@@ -149,6 +149,17 @@ def _wrap(before: Callable[..., Any]) -> Callable[..., Any]:
     return _configure_fp16_optimizer
 
 
+def _scales(gradient: float, accumulated: float, scale: float) -> Tuple[bool, bool]:
+    """Whether a gradient of the loss has the loss scale, and whether that is sure. Engines divide by the number of
+    accumulated micro-batches before this gradient or after it, so without the scale it is 1 or 1/accumulated."""
+    without = (1.0, 1 / accumulated)
+
+    def near(value: float, others: Iterable[float]) -> bool:
+        return any(abs(value - other) <= 0.01 * other for other in others)
+
+    return not near(gradient, without), not any(near(scale * x, without) for x in without)
+
+
 def _backward(before: Callable[..., Any]) -> Callable[..., Any]:
     """Engines of DeepSpeed 0.19 multiply the loss by the loss scale with ZeRO only, and wrappers divide by it. An
     engine of a later version may do it: the gradient of the loss tells which."""
@@ -157,14 +168,13 @@ def _backward(before: Callable[..., Any]) -> Callable[..., Any]:
         wrapper = self.optimizer
         if not isinstance(wrapper, Wrapper) or not torch.is_tensor(loss) or not loss.requires_grad:
             return before(self, loss, *args, **more)
-        averages = more.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
-        unscaled = 1 / self.gradient_accumulation_steps() if averages else 1.0
 
         def scale(gradient: torch.Tensor) -> torch.Tensor:
             scales = self.__dict__.get("_dsopt_scales")  # known after the first time, which waits for the device
             if scales is None:
-                scales = abs(float(gradient.detach()) - unscaled) > 0.01 * unscaled
-                if wrapper.loss_scale not in (None, 1.0):
+                scales, sure = _scales(abs(float(gradient.detach())), self.gradient_accumulation_steps(),
+                                       wrapper.loss_scale or 1.0)
+                if sure:
                     self._dsopt_scales = scales
             return gradient if scales else wrapper._scaled(gradient).to(gradient.dtype)
 

@@ -190,6 +190,22 @@ def a_loss_that_is_scaled_already_is_not_scaled_again(rank):
         check.assertEqual(float(param.grad.max()), 128)
 
 
+def the_gradient_of_the_loss_tells_whether_it_is_scaled(rank):
+    """Engines divide by the number of micro-batches before the loss or, as DeepSpeed did before the release of 0.19.6,
+    in a hook on the output of the module, which the gradient of a loss made from that output does not show."""
+    from dsopt.torch import _register
+    engine = initialize("OneBitAdam", gradient_accumulation_steps=2, fp16={"enabled": True, "loss_scale": 128})
+    param = engine.module[0].weight
+    for factor, expected in ((1, 128), (1 / 2, 64), (128, 128), (64, 64)):
+        engine.__dict__.pop("_dsopt_scales", None)
+        backward = _register._backward(lambda self, loss, factor=factor: (loss * factor).backward())
+        for _ in range(2):
+            param.grad = None
+            backward(engine, param.float().sum())
+            check.assertEqual(float(param.grad.max()), expected, factor)
+        check.assertIs(engine._dsopt_scales, factor > 1)
+
+
 def client_optimizers_have_the_wrapper(rank):
     engine = initialize(client=lambda params: OnebitAdam(params, lr=3e-3, freeze_step=4), fp16={"enabled": True})
     check.assertIs(type(engine.optimizer), FP16_Optimizer)
@@ -318,7 +334,8 @@ def what_a_deepspeed_lacks_is_refused_by_name(rank):
 
 
 CASES = [trains_through_the_freeze, names_make_the_classes, options_of_the_configuration_arrive, the_loss_is_scaled,
-         a_loss_that_is_scaled_already_is_not_scaled_again, client_optimizers_have_the_wrapper,
+         a_loss_that_is_scaled_already_is_not_scaled_again, the_gradient_of_the_loss_tells_whether_it_is_scaled,
+         client_optimizers_have_the_wrapper,
          zero_and_max_grad_norm_are_refused, checkpoints_of_the_engine_resume, checkpoints_of_the_originals_load,
          bf16_optimizer_is_refused, twice_and_back,
          what_a_deepspeed_lacks_is_refused_by_name]
