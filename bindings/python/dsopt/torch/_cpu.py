@@ -132,8 +132,10 @@ class DeepSpeedCPUAdam(Offload, Named):
         where = "rollback_subgroup(%r)" % (sub_group_id, )
         own = self.state[sub_group_id] if sub_group_id in self.state else {}
         step = self._steps_of(own)
-        if step <= 0:
-            raise StateError("%s: the subgroup has made no step (DSOPT_ERR_STATE)" % where, abi.DSOPT_ERR_STATE,
+        if step <= 0:  # with the beginning of the original's texts
+            text = ("sub_group_id %r: step count is 0" if own else
+                    "optimizer state for sub_group_id %r, as no step_subgroup has made it")
+            raise StateError("Cannot rollback %s (DSOPT_ERR_STATE)" % (text % (sub_group_id, )), abi.DSOPT_ERR_STATE,
                              "DSOPT_ERR_STATE")
         g, param = self._subgroup_param(where)
         if g is None or param is None:

@@ -303,7 +303,8 @@ class Rollback(TestCase):
     def test_refused(self):
         param, optimizer, _ = self.run_of(steps=1)
         before = param.detach().clone()
-        with self.assertRaisesRegex(RuntimeError, r"rollback_subgroup\(1\): the subgroup has made no step"):
+        # DeepSpeed's own tests look for the beginning of both texts.
+        with self.assertRaisesRegex(RuntimeError, "Cannot rollback optimizer state for sub_group_id 1, as no step"):
             optimizer.rollback_subgroup(1)
         self.assertNotIn(1, optimizer.state)
         for change in ({"betas": (0.0, 0.9)}, {"betas": (0.9, 0.0)}, {"lr": 10.0}):
@@ -314,7 +315,7 @@ class Rollback(TestCase):
             optimizer.param_groups[0].update(kept)
         self.assert_same([param], [before])
         optimizer.rollback_subgroup(0)
-        with self.assertRaisesRegex(RuntimeError, "has made no step"):
+        with self.assertRaisesRegex(RuntimeError, "Cannot rollback sub_group_id 0: step count is 0"):
             optimizer.rollback_subgroup(0)
         params = params_of((3, ), dtype=torch.bfloat16)
         optimizer = DeepSpeedCPUAdam(params)
