@@ -130,17 +130,20 @@ class EngineOptimizer(torch.optim.Optimizer):
             plan.check_params()
         self._given = with_norms(self, scale, found_inf)
         try:
-            for i in range(len(plans)):
-                self._run(i, scale, found_inf)
+            # All plans find what is wrong before any of them steps: an error leaves the weights as they were.
+            prepared = [plan.prepare(self, *self._on(plan, scale, found_inf)) for plan in plans]
+            for plan, step in zip(plans, prepared):
+                plan.step(self, step)
         finally:
             self._given = given
 
     def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
         plan = self._plans[i]  # type: ignore[index]
-        # Any bit of a float that is not 0 makes the engine skip.
-        plan.run(
-            self,
-            *(None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in (scale, found_inf)))
+        plan.step(self, plan.prepare(self, *self._on(plan, scale, found_inf)))
+
+    def _on(self, plan: Any, *values: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
+        """Numbers for a step on the device of a plan. Any bit of a float that is not 0 makes the engine skip."""
+        return [None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in values]
 
     def _has_grad(self, param: torch.Tensor) -> bool:
         return param.grad is not None if self._given is None else param in self._given.grads

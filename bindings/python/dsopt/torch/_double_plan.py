@@ -126,8 +126,8 @@ class DoublePlan:
                 raise Stale
 
     # ---------------------------------------------------------------------------------------------------------- step
-    def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:
-        """As Plan.run. Waits for the device where `scale` or `skip` is on one, and for norms."""
+    def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
+        """As Plan.prepare. Waits for the device where `scale` or `skip` is on one, and for norms."""
         self.check_params()
         for g, group in enumerate(owner.param_groups):
             now = owner._hyper(group, g)
@@ -141,6 +141,11 @@ class DoublePlan:
             if entry.param in outputs:
                 self._check_output(entry, outputs[entry.param])
         divisors = None if skip is not None and float(skip) else self._divisors(owner, scale, grads)
+        return grads, divisors, outputs
+
+    def step(self, owner: EngineOptimizer, prepared: Any) -> None:
+        """As Plan.step."""
+        grads, divisors, outputs = prepared
         if divisors is not None:
             self._update(owner, grads, divisors)
         for param in self.params:

@@ -166,13 +166,16 @@ class ShardedPlan(Plan):
             return tensor.redistribute(placements=key.placements)
 
     # ---------------------------------------------------------------------------------------------------------- step
-    def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:
+    def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
         self._find_memory()
         for entry, key, spec in zip(self.entries, self.keys, self.specs) if owner._given is not None else ():
             if spec is not None and key in owner._given.outputs:
                 raise unsupported("output_params has a tensor for %s, which is a DTensor; copy its local tensor after "
                                   "the step" % entry.name)
-        super().run(owner, scale, skip)
+        return super().prepare(owner, scale, skip)
+
+    def step(self, owner: EngineOptimizer, prepared: Any) -> None:
+        super().step(owner, prepared)
         self.redistributed = []
 
     def check_params(self) -> None:

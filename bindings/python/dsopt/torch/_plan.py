@@ -273,7 +273,8 @@ class Plan:
                     del state[key]
 
     # --------------------------------------------------------------------------------------------------------- step
-    def run(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> None:
+    def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
+        """Describe a step to the engine, and check it. Returns what `step` takes; nothing has been stepped yet."""
         for g, group in enumerate(owner.param_groups):
             now = owner._hyper(group, g)
             if now != self.hyper[g]:
@@ -288,17 +289,21 @@ class Plan:
         call.grad_scale = None if scale is None else scale.data_ptr()
         skip = self.skip if skip is None else skip
         call.skip = None if skip is None else skip.data_ptr()
+        return staged, (copies, scale, skip), [] if given is None else list(given.outputs.values())
+
+    def step(self, owner: EngineOptimizer, prepared: Any) -> None:
+        staged, needed, outputs = prepared
         self.steps.copy_(self.steps_seen)
         with self.gate:
-            status = self.step_of(self.handle, byref(call))
+            status = self.step_of(self.handle, byref(self.call))
         if status:
             abi.check(status)
         self.steps_seen.copy_(self.steps)
         for param, copy in staged:
             param.copy_(copy)
-        del copies  # a kernel that reads them comes first on the stream
+        del needed  # a kernel that reads them comes first on the stream
         if _bump is not None:
-            _bump(self.written if given is None else self.written + list(given.outputs.values()))
+            _bump(self.written + outputs if outputs else self.written)
 
     def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Put outputs and norms into the call. Returns the scale of the gradients."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
 import torch
 
 from ._double_plan import squares_of
-from ._tensors import check_grad
+from ._dtensor import local_tensors
+from ._tensors import check_grad, is_dtensor
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -36,7 +37,7 @@ def with_norms(owner: EngineOptimizer, scale: Any, found_inf: Any) -> Optional[G
         owner._hyper(group, g)[owner._fields.index("max_norm")] for g, group in enumerate(owner.param_groups))
     if not clips and (scale is None or found_inf is not None) and (given is None or given.scale == 1):
         return given
-    grads = {param: param.grad for plan in owner._plans or () for param in plan.params
+    grads = {param: param.grad for plan in owner._plans or () for param in plan.keys
              if param.grad is not None} if given is None else given.grads
     return (given or Given(grads, {}, 1.0, None))._replace(norms=_norms(owner, grads))
 
@@ -44,9 +45,15 @@ def with_norms(owner: EngineOptimizer, scale: Any, found_inf: Any) -> Optional[G
 def _norms(owner: EngineOptimizer, grads: Any) -> List[float]:
     sums = [0.0] * len(owner.param_groups)
     for plan in owner._plans or ():
-        for entry in plan.entries:
-            if entry.param in grads:
-                check_grad(grads[entry.param], entry.param, "the gradient of " + entry.name, plan.device)
-                sums[entry.group] += squares_of(grads[entry.param])
+        for entry, param in zip(plan.entries, plan.keys):
+            if param not in grads:
+                continue
+            grad = grads[param]
+            if is_dtensor(param):  # of a rule without norms: what counts is whether the shard of this rank is finite
+                grad, = local_tensors([grad])
+            else:
+                check_grad(grad, param, "the gradient of " + entry.name, plan.device)
+            if grad.layout == torch.strided:
+                sums[entry.group] += squares_of(grad)
     largest = torch.finfo(torch.float32).max  # of the norms that the engine takes
     return [math.sqrt(total) if total <= largest**2 else math.inf for total in sums]

@@ -400,6 +400,42 @@ def grad_scaler_skips_on_all_ranks(rank):
                         assert_equal(whole(param), its.detach(), "fused=%s at step %d" % (fused, step))
 
 
+def gradients_with_a_scale_next_to_other_plans(rank):
+    """float64 parameters and groups of another seed are stepped apart; the scale counts for all."""
+    mesh = line()
+
+    def double(twins):
+        for params in (twins.params, twins.whole):
+            params.append(torch.nn.Parameter(random((5,), 3).double()))
+        twins.layouts = [*twins.layouts, ((5,), None, None)]
+
+    def seeds(params):
+        return AdamW([{"params": params[:1], "seed": 1}, {"params": params[1:]}], lr=0.1, stochastic_rounding=True,
+                     fused=True)
+
+    for dtype, change, make in ((torch.bfloat16, lambda twins: None, seeds),
+                                (torch.float32, double, lambda params: AdamW(params, lr=0.1, fused=True))):
+        twins = Twins([((9, 4), mesh, [Shard(0)]), ((5, 3), mesh, [Shard(0)])], dtype)
+        change(twins)
+        optimizer, other = make(twins.params), make(twins.whole)
+        for found_inf in (None, torch.tensor(0.0), torch.tensor(1.0), None):
+            twins.give_grads(scale=4.0)
+            for each in (optimizer, other):
+                each.grad_scale, each.found_inf = torch.tensor(4.0), found_inf
+                each.step()
+            twins.assert_params("%s, found_inf=%s" % (dtype, found_inf))
+        twins.assert_states(str(dtype), optimizer, other)
+        assert all(state["step"].item() == 3 for state in optimizer.state.values())
+        # An error of the last plan leaves all parameters as they were.
+        twins.give_grads()
+        twins.params[-1].grad = (torch.zeros(5, 3, dtype=dtype) if dtype == torch.bfloat16 else
+                                 twins.params[-1].grad.to_sparse())
+        before = [whole(param).clone() for param in twins.params]
+        optimizer.grad_scale = None
+        raises(dsopt.UnsupportedError, "is a plain tensor, and the parameter a DTensor|is sparse", optimizer.step)
+        assert all(torch.equal(whole(param), old) for param, old in zip(twins.params, before))
+
+
 def program_of_the_readme(rank):
     text = (pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md").read_text(encoding="utf-8")
     program, = re.findall(r"^```py\n(.*?)^```$", text, flags=re.M | re.S)
@@ -416,5 +452,5 @@ STEPS = [
     gradients_may_be_absent_on_some_ranks, memory_may_be_replaced, an_optimizer_of_parameters_on_the_meta_device,
     refusals_name_what_is_wrong, place_of_a_shard_in_its_tensor, fsdp2, fsdp2_of_bfloat16_parameters,
     tensor_parallel_with_plain_parameters, fsdp2_of_tensor_parallel, grad_scaler_skips_on_all_ranks,
-    program_of_the_readme
+    gradients_with_a_scale_next_to_other_plans, program_of_the_readme
 ]

@@ -308,6 +308,22 @@ class Lists(DoubleCase):
                     each.step()
             self.assert_same(mixed, single + double)
 
+    def test_an_error_of_one_dtype_leaves_the_other_as_it_was(self):
+        for kind in STANDARD:
+            for order in (1, -1):
+                params = (params_of((3, 4)) + doubles((5, 4)))[::order]
+                optimizer = kind(params, lr=0.01)
+                run(optimizer, params, 1)
+                before = [p.detach().clone() for p in params]
+                steps = [float(optimizer.state[p].get("step", 0)) for p in params]
+                params[1].grad = params[1].grad.to_sparse()
+                with self.assertRaisesRegex(dsopt.UnsupportedError, r"gradient of .*\['params'\]\[1\] is sparse"):
+                    optimizer.step()
+                self.assert_same(params, before)
+                self.assertEqual([float(optimizer.state[p].get("step", 0)) for p in params], steps)
+                params[1].grad = params[1].grad.to_dense()
+                optimizer.step()
+
     def test_parameters_without_gradient_are_left_alone(self):
         for kind in STANDARD:
             params = doubles((3,), (4,))

@@ -216,6 +216,19 @@ class Groups(TestCase):
                 run(kind(groups, lr=0.01, **options), alone, 3)
                 self.assert_same([params[g]], [alone[g]])
 
+    def test_an_error_in_one_group_leaves_the_others_as_they_were(self):
+        for kind in STANDARD:
+            params = params_of((40,), (5, 4), dtype=BF16)
+            optimizer = kind([{"params": params[:1], "seed": 1}, {"params": params[1:], "seed": 2}], lr=0.01,
+                             stochastic_rounding=True)
+            run(optimizer, params, 1)
+            before = [p.detach().clone() for p in params]
+            params[1].grad = params[1].grad.to_sparse()
+            with self.assertRaisesRegex(dsopt.UnsupportedError, r"gradient of .*\[1\]\['params'\]\[0\] is sparse"):
+                optimizer.step()
+            self.assert_same(params, before)
+            self.assertEqual([int(optimizer.state[p]["step"]) for p in params], [1, 1])
+
     def test_trust_ratios_are_in_the_order_of_parameters(self):
         params = params_of((40,), (50,), (60,), dtype=BF16)
         optimizer = FusedLamb([{"params": params[:1]}, {"params": params[1:2], "stochastic_rounding": False},
